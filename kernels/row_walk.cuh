@@ -11,7 +11,7 @@
 // With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic. A third place,
 // the pool, has a walk of its own (pool_walk.cuh).
 #pragma once
-#include "twell.cuh"
+#include "activation.cuh"
 
 struct Entries {
     unsigned lanes;  // which lanes hold an entry
@@ -134,7 +134,7 @@ private:
         const int c = strip_ * WARP + lane();
         e.column = t * m_.tile + c;
         const value_t v = c < width ? m_.gate[(long long)row_ * m_.columns + e.column] : from_float(0.0f);
-        e.lanes = __ballot_sync(ALL_LANES, fires(v));
+        e.lanes = __ballot_sync(ALL_LANES, kept(v));
         e.value = to_float(v);
         if (++strip_ * WARP >= width) strip_ = 0, overflowing_ &= overflowing_ - 1;
     }

@@ -1,6 +1,7 @@
 // decode: a whole sparse feed-forward layer for 1 to 64 tokens in two launches, GPUs from sm_80. `gate` finds which
-// neurons fire and what each contributes; `down` adds their rows up. Gated: h = g * (x Wu^T + bu) where g = x Wg^T + bg
-// fires; plain: h = g. y = h Wd^T + bd. Weights are [d_ff][D_MODEL], 16-bit; sums are fp32; the same bits on every run.
+// neurons fire and what each contributes; `down` adds their rows up. Gated: h = act(g) * (x Wu^T + bu) where
+// g = x Wg^T + bg fires (activation.cuh); plain: h = act(g). y = h Wd^T + bd. Weights are [d_ff][D_MODEL], 16-bit; sums
+// are fp32; the same bits on every run.
 //
 // What bounds it: with so few tokens the gate's weights have to come once from device memory, and nothing makes that
 // shorter. Then come two latencies that nothing hides: which rows of up are needed is known only after the gate, and h
@@ -9,14 +10,17 @@
 //   decode_gate_v1  a warp a neuron, plain fused multiply-adds; every further token reads the weights again
 //   decode_gate_v2  tensor cores: a block's neurons are multiplied with all tokens at once, each warp taking a part of
 //                   every row; then up, as single dot products where few fire, as a second product where many do
-//   decode_down     a block for a token and SLAB columns of y
+//   decode_down     a block for a token and DOWN_COLUMNS columns of y
 //
 // Worklog: docs/kernels/sm80_decode.md
+#include "activation.cuh"
 #include "ptx_sm80.cuh"
 #include "ptx_sm80_decode.cuh"
 
-// Macros: D_MODEL; TOKENS, the number of tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 BANDS of a block, its
-// BLOCK_WARPS, the STAGES of each warp, the values of a row in a stage (BK), and RESIDENT blocks of a multiprocessor.
+// Macros: D_MODEL; TOKENS, the number of tokens rounded up to 1, 8, 16, 32 or 64; for gate_v2 BANDS of a block, its
+// BLOCK_WARPS, the STAGES of each warp, the values of a row in a stage (BK), and RESIDENT blocks of a multiprocessor;
+// and for down DOWN_LANES, the lanes that read a row of down_t together. Where many neurons fire, few lanes and so few
+// columns a block make enough blocks to read with the whole GPU.
 #ifndef TOKENS
 #define TOKENS 8
 #endif
@@ -41,14 +45,19 @@
 #ifndef DOWN_WARPS
 #define DOWN_WARPS 16
 #endif
-#define SLAB (WARP * VECTOR)  // columns that a warp reads at a time, 16 bytes a lane; of y, those of a block of down
+#ifndef DOWN_LANES
+#define DOWN_LANES WARP
+#endif
+#define SLAB (WARP * VECTOR)  // columns that a warp reads at a time, 16 bytes a lane
+#define DOWN_COLUMNS (DOWN_LANES * VECTOR)  // of y, those of a block of down
+#define DOWN_ROWS (WARP / DOWN_LANES)       // rows of down_t that a warp reads at a time
 #define DOWN_THREADS (DOWN_WARPS * WARP)
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#if DOWN_LANES < 32 || defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define DOWN_RESIDENT 2  // blocks of a multiprocessor; four would spill there
 #else
 #define DOWN_RESIDENT 4
 #endif
-#define DOWN_AT_ONCE 4  // rows of down_t that a warp has under way
+#define DOWN_AT_ONCE (DOWN_LANES < 32 ? 8 : 4)  // times DOWN_ROWS, rows of down_t that a warp has under way
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
 static_assert(BK == 64 || BK == 32, "a stage has 128 or 64 bytes of a row");
 
@@ -69,15 +78,28 @@ __device__ __forceinline__ bool row_is_finite(const value_t* row) {
 }
 
 // The gate value as torch's linear gives it: fp32 sums, one rounding.
-__device__ __forceinline__ float gate_value(float sum, const value_t* bias, int neuron) {
-    return to_float(from_float(bias ? sum + to_float(bias[neuron]) : sum));
+__device__ __forceinline__ value_t gate_value(float sum, const value_t* bias, int neuron) {
+    return from_float(bias ? sum + to_float(bias[neuron]) : sum);
 }
 
 // In a row of x that is not finite every up value is infinite or NaN; the dense layer multiplies those of silent
 // neurons by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its gate's sum cannot be finite
-// then either: the row is searched only where this sum is not finite.
-__device__ __forceinline__ bool spoils(float sum, float g, const value_t* x) {
-    return g <= 0.0f && !is_finite(sum) && !row_is_finite(x);
+// then either: the row is searched only where this sum is not finite. In a plain layer only what falls back to zero far
+// below it, as silu does, is NaN there.
+__device__ __forceinline__ bool spoils(float sum, const Activated& a, bool gated, const value_t* x) {
+    return (gated || FALLS_BACK) && !a.fires && !is_finite(sum) && !row_is_finite(x);
+}
+
+// What a neuron is in find_firing and gate_v1. With a ReLU on up, what a silent neuron of a row that is not finite
+// contributes depends on up: it is taken for one that fires with zero.
+__device__ __forceinline__ Activated activated_or_spoilt(float sum, const value_t* bias, int neuron, bool gated,
+                                                         const value_t* x, float threshold, bool& spoilt) {
+    Activated a = activated(gate_value(sum, bias, neuron), threshold);
+    spoilt = spoils(sum, a, gated, x);
+#if defined(BOTH)
+    if (spoilt) a.fires = true, a.value = 0.0f, spoilt = false;
+#endif
+    return a;
 }
 
 __device__ __forceinline__ void count(unsigned long long* stats, int tokens, int kept) {
@@ -130,7 +152,7 @@ __device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) 
 extern "C" __global__ void __launch_bounds__(BAND * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
-               Hidden out, unsigned long long* stats, int tokens, int d_ff) {
+               Hidden out, unsigned long long* stats, int tokens, int d_ff, float threshold) {
     __shared__ unsigned mask;
     __shared__ int kept;
     const int warp = threadIdx.x / WARP, neuron = blockIdx.x * BAND + warp;
@@ -143,14 +165,14 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         if (neuron < d_ff) {
             const value_t* in = x + (long long)token * D_MODEL;
             const float sum = warp_dot(in, gate + (long long)neuron * D_MODEL);
-            const float g = gate_value(sum, gate_bias, neuron);
-            const bool fired = !(g <= 0.0f), spoilt = up && spoils(sum, g, in);
-            float h = spoilt ? nanf("") : g;
-            if (up && fired)
-                h *= warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
-            if (threadIdx.x % WARP == 0 && (fired || spoilt)) {
+            bool spoilt;
+            const Activated a = activated_or_spoilt(sum, gate_bias, neuron, up, in, threshold, spoilt);
+            float h = spoilt ? nanf("") : a.value;
+            if (up && a.fires)
+                h = hidden(h, warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f));
+            if (threadIdx.x % WARP == 0 && (a.fires || spoilt)) {
                 atomicOr(&mask, 1u << warp);
-                atomicAdd(&kept, (int)fired);
+                atomicAdd(&kept, (int)a.fires);
                 out.value[band * BAND + warp] = h;
             }
         }
@@ -274,7 +296,7 @@ __device__ __forceinline__ float total(const float* part, int token, int row) {
 // What the gate's product says of the block's neurons, in shared memory.
 struct Firing {
     unsigned found[BANDS + 1];  // neurons of each band that fire for some token; groups of tokens with one
-    float gates[TOKENS * BLOCK_NEURONS];
+    float gates[TOKENS * BLOCK_NEURONS];  // of what fires, after the activation
     unsigned short list[FEW];   // pairs that fire, in any order: each has a place of its own in the end
     int kept;
 };
@@ -284,7 +306,7 @@ struct Firing {
 // writes the masks and the values that need no up.
 __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, const value_t* x,
                                                 const value_t* gate_bias, bool gated, const Hidden& out, int first,
-                                                int tokens, int d_ff) {
+                                                int tokens, int d_ff, float threshold) {
     const int bands = (d_ff + BAND - 1) / BAND;
     unsigned fired = 0;
 #pragma unroll 1
@@ -294,11 +316,11 @@ __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, co
         const bool inside = token < tokens && first + row < d_ff;
         bool fires = false, spoilt = false;
         if (inside) {
-            const float sum = total(part, token, row), g = gate_value(sum, gate_bias, first + row);
-            fires = !(g <= 0.0f);
-            spoilt = gated && spoils(sum, g, x + (long long)token * D_MODEL);
-            f.gates[pair] = g;
-            if (spoilt || (!gated && fires)) out.value[place] = spoilt ? nanf("") : g;
+            const Activated a = activated_or_spoilt(total(part, token, row), gate_bias, first + row, gated,
+                                                    x + (long long)token * D_MODEL, threshold, spoilt);
+            fires = a.fires;
+            f.gates[pair] = a.value;
+            if (spoilt || (!gated && fires)) out.value[place] = spoilt ? nanf("") : a.value;
         }
         fired |= (unsigned)fires << i;
         const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
@@ -317,10 +339,16 @@ __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, co
     return fired;
 }
 
-// The next launch will read these rows of down_t: fetch them into the L2 cache while up is being read.
+// The next launch will read these rows of down_t: fetch them into the L2 cache while up is being read. With a ReLU on up
+// it is not known yet which of them.
+#if defined(BOTH)
+#define FETCHES false
+#else
+#define FETCHES (TOKENS <= 16)
+#endif
 __device__ __forceinline__ void fetch_down_rows(const Firing& f, const value_t* down_t, int first) {
     constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
-    for (int i = threadIdx.x; i < BLOCK_NEURONS * LINES && TOKENS <= 16; i += THREADS)
+    for (int i = threadIdx.x; i < BLOCK_NEURONS * LINES && FETCHES; i += THREADS)
         if (f.found[i / LINES / BAND] >> i / LINES % BAND & 1)
             prefetch_to_l2((const char*)(down_t + (long long)(first + i / LINES) * D_MODEL) + i % LINES * 128);
 }
@@ -345,7 +373,7 @@ __device__ __forceinline__ void up_of_few(const Firing& f, const value_t* x, con
             const int pair = f.list[min(n + i * BLOCK_WARPS, kept - 1)], row = pair % BLOCK_NEURONS;
             const float sum = warp_sum(u[i]) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
             if (threadIdx.x % WARP == 0 && n + i * BLOCK_WARPS < kept)
-                out.value[(long long)(pair / BLOCK_NEURONS) * bands * BAND + first + row] = f.gates[pair] * sum;
+                out.value[(long long)(pair / BLOCK_NEURONS) * bands * BAND + first + row] = hidden(f.gates[pair], sum);
         }
     }
 }
@@ -358,14 +386,14 @@ __device__ __forceinline__ void up_of_many(const Firing& f, const float* part, c
         const int pair = i * THREADS + threadIdx.x, row = pair % BLOCK_NEURONS, token = pair / BLOCK_NEURONS;
         if (!(fired >> i & 1)) continue;
         const float u = total(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
-        out.value[(long long)token * bands * BAND + first + row] = f.gates[pair] * u;
+        out.value[(long long)token * bands * BAND + first + row] = hidden(f.gates[pair], u);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
-               Hidden out, unsigned long long* stats, int tokens, int d_ff) {
+               Hidden out, unsigned long long* stats, int tokens, int d_ff, float threshold) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Firing f;
     const int first = blockIdx.x * BLOCK_NEURONS, bands = (d_ff + BAND - 1) / BAND;
@@ -388,7 +416,7 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         multiply(shared_address(memory), part, weights + (long long)first * D_MODEL, wanted, x, tokens);
         if (of_up) break;
         let_next_start();
-        fired = find_firing(f, part, x, gate_bias, up != nullptr, out, first, tokens, d_ff);
+        fired = find_firing(f, part, x, gate_bias, up != nullptr, out, first, tokens, d_ff, threshold);
         __syncthreads();
         if (threadIdx.x == 0) count(stats, tokens, f.kept);
         if (f.kept == 0) return;
@@ -403,16 +431,17 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
     up_of_many(f, part, up_bias, out, first, bands, fired);
 }
 
-// ---- down: a block a token and SLAB columns of y ----
+// ---- down: a block a token and DOWN_COLUMNS columns of y ----
 
 extern "C" __global__ void __launch_bounds__(DOWN_THREADS, DOWN_RESIDENT)
 decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y,
             int bands) {
     __shared__ unsigned short list[DOWN_THREADS * BAND];  // who contributes, of as many bands as there are threads
     __shared__ int totals[DOWN_WARPS];
-    __shared__ float part[DOWN_WARPS][SLAB];
+    __shared__ float part[DOWN_WARPS][DOWN_COLUMNS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int column = blockIdx.x * SLAB + lane * VECTOR;
+    const int column = blockIdx.x * DOWN_COLUMNS + lane % DOWN_LANES * VECTOR;
+    const int reader = warp * DOWN_ROWS + lane / DOWN_LANES;  // of DOWN_WARPS * DOWN_ROWS, each with a row at a time
     const long long token = blockIdx.y;
     float sum[VECTOR] = {};
     wait_for_previous();
@@ -420,6 +449,10 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
     for (int first = 0; first < bands; first += DOWN_THREADS) {
         const int band = first + threadIdx.x;
         unsigned mask = band < bands ? in.mask[token * bands + band] : 0;
+#if defined(BOTH)
+        for (unsigned left = mask; left; left &= left - 1)  // what up silenced
+            if (in.value[(token * bands + band) * BAND + __ffs(left) - 1] == 0.0f) mask ^= left & -left;
+#endif
         int place = __popc(mask);
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) {
@@ -439,13 +472,13 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
         __syncthreads();
         const float* value = in.value + (token * bands + first) * BAND;
         const value_t* rows = down_t + (long long)first * BAND * D_MODEL + column;
-        for (int e = warp; e < entries; e += DOWN_WARPS * DOWN_AT_ONCE) {
+        for (int e = reader; e < entries; e += DOWN_WARPS * DOWN_ROWS * DOWN_AT_ONCE) {
             Vector w[DOWN_AT_ONCE];
             float h[DOWN_AT_ONCE];
 #pragma unroll
             for (int i = 0; i < DOWN_AT_ONCE; ++i) {
-                const bool there = e + i * DOWN_WARPS < entries;
-                const int neuron = there ? list[e + i * DOWN_WARPS] : 0;
+                const bool there = e + i * DOWN_WARPS * DOWN_ROWS < entries;
+                const int neuron = there ? list[e + i * DOWN_WARPS * DOWN_ROWS] : 0;
                 w[i].raw = make_uint4(0, 0, 0, 0);
                 if (there && column < D_MODEL) w[i].raw = __ldg((const uint4*)(rows + (long long)neuron * D_MODEL));
                 h[i] = there ? value[neuron] : 0.0f;
@@ -461,10 +494,14 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
         __syncthreads();  // the list and the totals are free again
     }
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) part[warp][lane * VECTOR + j] = sum[j];
+    for (int j = 0; j < VECTOR; ++j) {
+#pragma unroll
+        for (int step = WARP / 2; step >= DOWN_LANES; step /= 2) sum[j] += __shfl_xor_sync(ALL_LANES, sum[j], step);
+        if (lane < DOWN_LANES) part[warp][lane * VECTOR + j] = sum[j];
+    }
     __syncthreads();
-    const int c = blockIdx.x * SLAB + threadIdx.x;
-    if (threadIdx.x >= SLAB || c >= D_MODEL) return;
+    const int c = blockIdx.x * DOWN_COLUMNS + threadIdx.x;
+    if (threadIdx.x >= DOWN_COLUMNS || c >= D_MODEL) return;
     float all = 0;
 #pragma unroll
     for (int w = 0; w < DOWN_WARPS; ++w) all += part[w][threadIdx.x];

@@ -20,6 +20,31 @@
 #endif
 
 #if !defined(POOL)
+// Whether a silent neuron makes NaN of a row of x that is not finite. With a ReLU on up (BOTH, see activation.cuh) it does
+// not where up is minus infinity; so there one neuron after the other of the dense gate is asked, and nearly always one
+// of the first answers.
+__device__ __forceinline__ bool spoilt_v1(const Packed& m, int row, const value_t* in, const value_t* up,
+                                          const value_t* up_bias, int d_model) {
+#if defined(BOTH)
+    __shared__ sum_t part[128 / WARP];
+    for (int column = 0; column < m.columns; ++column) {
+        if (kept(m.gate[(long long)row * m.columns + column])) continue;
+        const value_t* u = up + (long long)column * d_model;
+        sum_t dot = 0;
+        for (int c = threadIdx.x; c < d_model; c += blockDim.x) dot = fma((sum_t)to_float(in[c]), (sum_t)to_float(u[c]), dot);
+        dot = warp_sum(dot);
+        if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = dot;
+        __syncthreads();
+        dot = part[0] + part[1] + part[2] + part[3];
+        __syncthreads();
+        if (!(dot + (up_bias ? to_float(up_bias[column]) : 0.0f) <= 0)) return true;
+    }
+    return false;
+#else
+    return true;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(128)
 gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,
          const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
@@ -39,7 +64,7 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
     for (int c = threadIdx.x; c < d_model; c += blockDim.x) nonfinite |= !(fabsf(to_float(in[c])) <= 3.402823466e38f);
     // In such a row every up value is infinite or NaN; the dense layer multiplies those of silent neurons by
     // zero, which makes the whole row NaN. Follow it.
-    if (__syncthreads_or(nonfinite) && !walk.full()) {
+    if (__syncthreads_or(nonfinite) && !walk.full() && spoilt_v1(m, row, in, up, up_bias, d_model)) {
         for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float(nanf(""));
         return;
     }
@@ -59,10 +84,10 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
             __syncthreads();
             dot = part[0] + part[1] + part[2] + part[3];
             __syncthreads();  // everybody has read the parts before the next value overwrites them
-            const sum_t hidden = value * (dot + (up_bias ? to_float(up_bias[column]) : 0.0f));
+            const sum_t h = hidden(value, dot + (up_bias ? to_float(up_bias[column]) : 0.0f));
             const value_t* w = down_t + (long long)column * d_model;
             for (int c = first + threadIdx.x; c < last; c += blockDim.x)
-                sum[c - first] = fma(hidden, (sum_t)to_float(w[c]), sum[c - first]);
+                sum[c - first] = fma(h, (sum_t)to_float(w[c]), sum[c - first]);
         }
     }
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
@@ -106,12 +131,28 @@ __device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const RowV
             if (BOTH_ROWS_AT_ONCE) w = load_row_if(mine, down_t + start);
             const sum_t dot = team_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
             if (!BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
-            if (mine) add_scaled(sum, value * dot, w);
+            if (mine) add_scaled(sum, hidden(value, dot), w);
         }
     }
 }
 
 #if !defined(POOL)
+// As spoilt_v1. Every team computes the same, so that all of the block agree.
+__device__ __forceinline__ bool spoilt(const Packed& m, int row, const RowVectors& in, const value_t* up,
+                                       const value_t* up_bias) {
+#if defined(BOTH)
+    int turn = 0;
+    for (int column = 0; column < m.columns; ++column) {
+        if (kept(m.gate[(long long)row * m.columns + column])) continue;
+        const sum_t dot = team_sum(dot_part(in, load_row(up + (long long)column * D_MODEL)), turn);
+        if (!(dot + (up_bias ? to_float(up_bias[column]) : 0.0f) <= 0)) return true;
+    }
+    return false;
+#else
+    return true;
+#endif
+}
+
 template <bool BOTH_ROWS_AT_ONCE>
 __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const Packed& m,
                                           const value_t* __restrict__ up, const value_t* __restrict__ down_t,
@@ -120,7 +161,7 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
                                           int row) {
     const RowVectors in = load_row(x + (long long)row * D_MODEL);
     RowWalk walk(m, row);
-    if (any_nonfinite(in) && !walk.full()) {  // see gated_v1
+    if (any_nonfinite(in) && !walk.full() && spoilt(m, row, in, up, up_bias)) {  // see gated_v1
         if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
         return;
     }

@@ -1,4 +1,4 @@
-// pack: dense gate [rows, columns] -> TwELL words. Keeps `not (g <= 0)`, columns ascending.
+// pack: dense gate [rows, columns] -> TwELL words. Keeps `not (g <= 0)`, with SIGNED `g != 0`; columns ascending.
 //
 // What bounds it: reading the gate once from device memory; then, as versions get better, the instructions for each
 // tile.
@@ -11,7 +11,7 @@
 //   pack_v4  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under way
 //
 // Worklog: docs/kernels/smxx_pack.md
-#include "twell.cuh"
+#include "activation.cuh"
 
 // Where tile `item` of the matrix begins; tiles are numbered row by row.
 __device__ __forceinline__ const value_t* tile_of(const value_t* gate, unsigned item, int columns, int tile) {
@@ -31,7 +31,7 @@ pack_v1(const value_t* __restrict__ gate, word_t* __restrict__ packed,
     int count = 0;
     for (int c = 0; c < tile_width(columns, tile, item % tiles); ++c) {
         const value_t v = in[c];
-        if (!fires(v)) continue;
+        if (!kept(v)) continue;
         ++count;
         if (count < words) out[count] = make_word(v, c);
     }
@@ -53,11 +53,11 @@ pack_v2(const value_t* __restrict__ gate, word_t* __restrict__ packed,
     for (int base = 0; base < width; base += WARP) {
         const int c = base + lane;
         const value_t v = c < width ? in[c] : from_float(0.0f);
-        const unsigned kept = __ballot_sync(ALL_LANES, fires(v));
+        const unsigned here = __ballot_sync(ALL_LANES, kept(v));
         // Kept values in lower lanes come first: their number is this lane's place in line.
-        const int slot = count + 1 + __popc(kept & ((1u << lane) - 1));
-        if (fires(v) && slot < words) out[slot] = make_word(v, c);
-        count += __popc(kept);
+        const int slot = count + 1 + __popc(here & ((1u << lane) - 1));
+        if (kept(v) && slot < words) out[slot] = make_word(v, c);
+        count += __popc(here);
     }
     if (lane == 0) out[0] = count;
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ int pack_strip(const Vector& v, int first, int count,
     const int lane = threadIdx.x % WARP;
     unsigned mine = 0;
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) mine |= (unsigned)fires(v.value(i)) << i;
+    for (int i = 0; i < VECTOR; ++i) mine |= (unsigned)kept(v.value(i)) << i;
     if (!__any_sync(ALL_LANES, mine)) return count;  // most strips of a sparse gate are silent
 
     int through = __popc(mine);  // becomes the inclusive prefix sum of the lanes' counts

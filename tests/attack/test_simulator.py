@@ -23,7 +23,7 @@ def test_kernels_in_the_simulator(extent, report):
 def test_a_kernel_that_is_wrong_is_seen(tmp_path, monkeypatch):
     """Packing that keeps no NaN."""
     text = (folders.kernels_dir() / "smxx_pack.cu").read_text()
-    changed, many = re.subn(r"fires\(v\)", "(to_float(v) > 0.0f)", text)
+    changed, many = re.subn(r"kept\(v\)", "(to_float(v) > 0.0f)", text)
     assert many
     (tmp_path / "smxx_pack.cu").write_text(changed)
     real = simulator.watching

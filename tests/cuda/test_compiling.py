@@ -23,6 +23,7 @@ THREADS = {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # that 
 LEAST_THREADS = 448  # that should be under way on a multiprocessor at the least, where no tensor cores are fed
 # Bytes, stores and loads together, in kernels that may spill: outside of their loops, or what does not change in one.
 MOST_SPILLED = {"smxx_train_lost": 700, "smxx_lost_weights": 3600, "smxx_weight_gradients": 128, "sm90_gate_pack": 128}
+OTHERS = {*filter(None, macros.ACTIVATIONS.values()), "BOTH", "SIGNED"}  # of other activations than the ReLU
 DECODED = list(product((1, 8, 16, 32, 64), (5632, 8192)))  # tokens, d_ff: the second wants fewer bands a block
 
 
@@ -30,12 +31,13 @@ def _jobs() -> list[tuple[str, str, tuple]]:
     """(architecture of the GPU, kernel, macros) of what is compiled."""
     jobs = []
 
-    def add(arch, dtypes, widths=(2048,)):
-        jobs.extend((arch, kernel.name, each) for kernel, each in registry.builds(capability(arch), dtypes, widths))
+    def add(arch, dtypes, widths=(2048,), others=False):
+        built = registry.builds(capability(arch), dtypes, widths)
+        jobs.extend((arch, kernel.name, each) for kernel, each in built if others or not OTHERS & dict(each).keys())
 
     for arch in jit.ARCHITECTURES:
         dtype = FP16 if arch == "sm_75" else BF16  # the type that has tensor cores there
-        add(arch, [dtype])
+        add(arch, [dtype], others=arch in ("sm_75", "sm_80", "sm_90", "sm_120"))
         newest = macros.setup_for(capability(arch)).version
         setups = [macros.setup_for(capability(arch), version) for version in range(1, newest)]
         jobs.extend((arch, "sm80_gate_pack", setup.defines(dtype)) for setup in setups)

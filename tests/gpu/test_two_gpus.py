@@ -1,6 +1,7 @@
 """Two GPUs train what one trains: replicated and sharded over NCCL, through torch's layers and through the kernels."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.models.swapping.spread import MODELS, spread
 from tests.training.train.interrupting import assert_saves_once
+from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import differentiable
 from twell_lab.training import checkpoint
@@ -24,6 +27,7 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
+SPLIT = ROOT / "tests" / "models" / "swapping" / "split.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {
@@ -220,3 +224,34 @@ def test_a_layer_on_the_second_gpu_from_the_first(path):
         assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
         results.append([t.cpu() for t in (y, l1, *gradients)])
     assert all(map(torch.equal, *results))
+
+
+def test_models_split_over_two_gpus_are_swapped(tmp_path):
+    """By transformers' tensor parallelism: each GPU computes its neurons, NCCL sums."""
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    torch.manual_seed(0)
+    MODELS["llama"]().save_pretrained(tmp_path)
+    loaded = [tmp_path] if importlib.util.find_spec("accelerate") else []  # without it no model is loaded with tp_plan
+    with torchrun(SPLIT, "cuda", *loaded) as ran:
+        said = ran.communicate(timeout=300)
+    assert ran.returncode == 0, said[1]
+    assert said[0].count("compared") == 2 * (4 + len(loaded)) and said[0].count("phi3 refused") == 2
+
+
+@pytest.mark.parametrize("plan", ["twell", None])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_its_layers_on_two_gpus_is_swapped(name, plan):
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = spread(MODELS[name]().to(torch.bfloat16), 0, 1)
+    tokens = torch.randint(64, (4, 48), device="cuda:0")
+    with torch.no_grad():
+        expected = model(tokens).logits
+        said = model.generate(tokens, max_new_tokens=8, do_sample=False)
+        sparsify(model, plan)
+        for _ in range(12):  # enough for layers that decide by themselves
+            found = model(tokens).logits
+        assert {p.device.index for p in model.parameters()} == {0, 1} and found.device == expected.device
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        assert model.generate(tokens, max_new_tokens=8, do_sample=False).shape == said.shape
+        assert torch.equal(densify(model)(tokens).logits, expected)

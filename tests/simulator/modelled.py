@@ -136,11 +136,11 @@ PACK_LINES = {
     100: Line("smxx_pack.cu", 41, "const value_t v = in[c];", "pack_v1"),
     101: Line("smxx_pack.cu", 44, "if (count < words) out[count] = make_word(v, c);", "pack_v1"),
     102: Line("smxx_pack.cu", 46, "out[0] = count;  // the true count, also when it exceeds the slots", "pack_v1"),
-    103: Line("smxx_pack.cu", 42, "if (!fires(v)) continue;", "pack_v1"),
+    103: Line("smxx_pack.cu", 42, "if (!kept(v)) continue;", "pack_v1"),
     200: Line("smxx_pack.cu", 63, "const value_t v = c < width ? in[c] : from_float(0.0f);", "pack_v2"),
-    201: Line("smxx_pack.cu", 64, "const unsigned kept = __ballot_sync(ALL_LANES, fires(v));", "pack_v2"),
-    202: Line("smxx_pack.cu", 67, "if (fires(v) && slot < words) out[slot] = make_word(v, c);", "pack_v2"),
-    203: Line("smxx_pack.cu", 68, "count += __popc(kept);", "pack_v2"),
+    201: Line("smxx_pack.cu", 64, "const unsigned here = __ballot_sync(ALL_LANES, kept(v));", "pack_v2"),
+    202: Line("smxx_pack.cu", 67, "if (kept(v) && slot < words) out[slot] = make_word(v, c);", "pack_v2"),
+    203: Line("smxx_pack.cu", 68, "count += __popc(here);", "pack_v2"),
     204: Line("smxx_pack.cu", 70, "if (lane == 0) out[0] = count;", "pack_v2"),
 }
 

@@ -16,7 +16,7 @@ from tests.simulator import mutants
 from tests.simulator.mutant_battery import DEFINES
 from tests.simulator.mutants import Mutant
 from twell_lab import simulator
-from twell_lab.simulator import source, toolchain
+from twell_lab.simulator import toolchain
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 ROOT = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ def test_every_deleted_barrier_is_caught_by_the_simulator(fates):
     barriers = {f"{mutant.line} of {mutant}": fate for mutant, fate in fates.items() if mutant.kind == "barrier"}
     # Only what the portable kernels include: the simulator runs no PTX, so headers of one architecture are not its own.
     texts = {name: text for file in FILES for name, text in toolchain.sources(file).items()}
-    code = "".join(map(source.code_only, texts.values()))
+    code = "".join(mutants.mutated(name, text) for name, text in texts.items())
     assert len(barriers) == code.count("__syncthreads") >= 6
     assert set(barriers.values()) <= {"SharedRace", "UninitialisedRead", "MismatchedBarrier"}, barriers
 

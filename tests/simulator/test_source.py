@@ -43,7 +43,8 @@ def declared(text, defines=None, **headers):
 def test_a_name_is_a_file_of_kernels_with_its_headers():
     found = sources("smxx_gated.cu")
     assert list(found)[0] == "smxx_gated.cu"
-    assert set(found) == {"smxx_gated.cu", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
+    headers = {"activation.cuh", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
+    assert set(found) == {"smxx_gated.cu", *headers}
     assert found["twell.cuh"] == (folders.kernels_dir() / "twell.cuh").read_text()
 
 
@@ -60,7 +61,15 @@ def test_own_headers_come_before_those_of_kernels(own):
     (own.parent / "common" / "c.cuh").write_text('#include "d.cuh"\n')
     (own.parent / "common" / "d.cuh").write_text("// d\n")
     found = sources(own / "k.cu")
-    headers = ["row_walk.cuh", "twell.cuh", "sub/a.cuh", "sub/b.cuh", "../common/c.cuh", "../common/d.cuh"]
+    headers = [
+        "row_walk.cuh",
+        "activation.cuh",
+        "twell.cuh",
+        "sub/a.cuh",
+        "sub/b.cuh",
+        "../common/c.cuh",
+        "../common/d.cuh",
+    ]
     assert list(found) == ["k.cu", *headers]
     assert "mine" in found["twell.cuh"] and "\r" not in found["twell.cuh"] and "beside a" in found["sub/b.cuh"]
     assert sources(str(own / "k.cu")) == found

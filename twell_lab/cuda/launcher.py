@@ -9,6 +9,7 @@ number of threads of its blocks are read from its source.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import sys
 import threading
@@ -44,6 +45,7 @@ _NUMBERS = {
     "int": ("i4x", -(2**31), 2**31),
     "unsigned": ("I4x", 0, 2**32),
     "long long": ("q", -(2**63), 2**63),
+    "float": ("f4x", -math.inf, math.inf),
 }
 current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -84,7 +86,7 @@ class Kernel:
             device: where the tensors among the arguments lie.
             grid: the number of blocks along x and y.
             arguments: one for each parameter: for a pointer a tensor, None or (on a GPU) an address; for a number an
-                int; for a structure a Structure or its bytes.
+                int, or a float; for a structure a Structure or its bytes.
 
         Raises:
             InputError: for arguments that the source does not take (`check_arguments`). Only a thread's first launch
@@ -135,7 +137,7 @@ def on(index: int) -> AbstractContextManager:
 
 def _value(given):
     """An argument as a launch passes it on: an address, a number or bytes."""
-    if type(given) in (int, bytes):
+    if type(given) in (int, bytes, float):
         return given
     return given.image() if isinstance(given, Structure) else address(given)
 
@@ -213,10 +215,11 @@ class _Own(threading.local):
 
     recording: the recording in progress (twell_lab.cuda.tape), which is told of each launch on a GPU, or None.
     prepared: the thread's Prepared for a Kernel and a device's index. graphs: its CUDA graphs (twell_lab.cuda.batch).
+    shared: memory between the kernels of its calls, by the device's index (twell_lab.cuda.tape).
     """
 
     def __init__(self):
-        self.recording, self.graphs = None, WeakSet()
+        self.recording, self.graphs, self.shared = None, WeakSet(), {}
         self.prepared = lru_cache(maxsize=_MOST_PREPARED)(Prepared)
 
 
@@ -335,7 +338,7 @@ def check_arguments(entry: Entry, arguments: Sequence) -> None:
     """Raise InputError unless the entry takes these arguments: as many as it has parameters, each of the right kind.
 
     For a pointer: a tensor of the type that it points to, a tensor of uint8 (memory for any use), None, or an address.
-    For a number: an int in its range. For a structure: a Structure, or its bytes."""
+    For a number: an int in its range, or a float. For a structure: a Structure, or its bytes."""
     if len(arguments) != len(entry.parameters):
         names = ", ".join(parameter.name for parameter in entry.parameters)
         raise InputError(f"{entry.name} takes {len(entry.parameters)} arguments ({names}); {len(arguments)} were given")
@@ -365,4 +368,6 @@ def _value_takes(kind: str, given) -> str:
     if kind not in _NUMBERS:
         return "" if type(given) in (bytes, Structure) else f"the bytes of one {kind}"
     _, least, end = _NUMBERS[kind]
+    if kind == "float":
+        return "" if type(given) is float else "a float"
     return "" if type(given) is int and least <= given < end else f"a whole number from {least} to {end - 1} ({kind})"

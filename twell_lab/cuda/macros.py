@@ -23,6 +23,23 @@ def value(dtype: torch.dtype) -> tuple:
     return ((VALUE[dtype], True),)
 
 
+# ---- what fires, and with which value: sm80_decode, smxx_pack, smxx_gated
+
+# By kind (ops.activation.Activation): the macro of activation.cuh; "" for the ReLU, which needs none.
+ACTIVATIONS = {"relu": "", "above": "ACTS_ABOVE", "silu": "ACTS_SILU", "gelu": "ACTS_GELU"}
+ACTIVATIONS["gelu_tanh"] = "ACTS_GELU_TANH"
+
+
+def activation(kind: str, both: bool = False) -> tuple:
+    """The macros for an activation of this kind, with a ReLU on up as well or not."""
+    return (*(((ACTIVATIONS[kind], True),) if ACTIVATIONS[kind] else ()), *((("BOTH", True),) if both else ()))
+
+
+def kept(signed: bool) -> tuple:
+    """The macros of what is packed: all that is not zero, or what is positive."""
+    return (("SIGNED", True),) if signed else ()
+
+
 # ---- whole rows in registers: smxx_down, smxx_gated, smxx_up, smxx_survivors, smxx_train_rows
 
 TEAMS = 8  # teams that share each token when there are few tokens
@@ -130,6 +147,8 @@ _DECODE_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros o
 # Their values, by `decode_tokens`:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # the same on GPUs with 99 or 163 KiB of shared memory a block
+# DOWN_LANES by `decode_tokens`, for activations other than the ReLU, which may leave half of the neurons firing.
+_DOWN_LANES = {1: 4, 8: 8, 16: 16}
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 
 
@@ -157,9 +176,13 @@ def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocess
 
 
 @lru_cache(maxsize=1024)
-def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) -> tuple[tuple, int]:
-    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from `decode_shape`."""
-    macros = (*value(dtype), ("D_MODEL", d_model), ("TOKENS", rows), *zip(_DECODE_NAMES, shape))
+def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], acts: tuple = ()) -> tuple[tuple, int]:
+    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from `decode_shape`.
+
+    acts: the macros of the activation, as `activation` gives them."""
+    macros = (*value(dtype), ("D_MODEL", d_model), ("TOKENS", rows), *zip(_DECODE_NAMES, shape), *acts)
+    if acts and rows in _DOWN_LANES:
+        macros += (("DOWN_LANES", _DOWN_LANES[rows]),)
     number = lambda name: sources.number(_DECODE, name, macros)  # noqa: E731
     parts = number("BLOCK_WARPS") * number("PADDED_TOKENS") * number("PART_STRIDE") * 4
     shared = max(number("BLOCK_WARPS") * number("STAGES") * number("STAGE_BYTES"), parts)
@@ -186,6 +209,11 @@ def each(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0
     return [value(dtype)]
 
 
+def signed_or_not(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """One set for each type of values, and one for values of either sign."""
+    return [(*value(dtype), *kept(signed)) for signed in (False, True)]
+
+
 def sixteen_bits(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
     """One set for each type of 16-bit values."""
     return [value(dtype)] if dtype.itemsize == 2 else []
@@ -201,18 +229,25 @@ def _rows(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS))
     return sorted((macros for macros in found if macros is not None), key=str)
 
 
+def _walking(dtype: torch.dtype, widths: Widths, more: Sequence[tuple] = ((),)) -> list[tuple]:
+    return [(*macros, *each) for each in more for macros in (*_rows(dtype, widths), any_width(dtype))]
+
+
 def _with_pool(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS)) -> list[tuple]:
     return [(*macros, ("POOL", True)) for macros in _rows(dtype, widths, teams)] if dtype.itemsize == 2 else []
 
 
 def gated(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
-    """Each width, for many tokens and for few, with a pool and without one; and any width."""
-    return [*_rows(dtype, widths), any_width(dtype), *_with_pool(dtype, widths)]
+    """Each width, for many tokens and for few, with a pool and without one; and any width. Without a pool also for the
+    other activations."""
+    more = (kept(True), activation("relu", both=True))
+    return [*_walking(dtype, widths), *_walking(dtype, widths, more), *_with_pool(dtype, widths)]
 
 
 def down(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
     """As `gated`; and the second of the two passes that serve many tokens."""
-    return [*gated(dtype, widths), *((*macros, ("HIDDEN", True)) for macros in up(dtype, widths))]
+    walking = [*_walking(dtype, widths), *_walking(dtype, widths, (kept(True),)), *_with_pool(dtype, widths)]
+    return [*walking, *((*macros, ("HIDDEN", True)) for macros in up(dtype, widths))]
 
 
 def up(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
@@ -238,12 +273,18 @@ def tensor_cores(dtype: torch.dtype, widths: Widths, capability: Capability) -> 
 
 
 def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
-    """Each width and number of tokens, in every shape that `decode_shape` returns for some GPU."""
+    """Each width and number of tokens, in every shape that `decode_shape` returns for some GPU; and for the other
+    activations in those for this one."""
     if dtype.itemsize != 2:
         return []
     wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
-    shapes = [*((rows, _SHAPES[rows]) for rows in (1, 8, 16)), *wide, *_SMALLER.items()]
-    return [decode(dtype, width, rows, shape)[0] for width in widths if width % 8 == 0 for rows, shape in shapes]
+    narrow = [(rows, _SHAPES[rows]) for rows in (1, 8, 16)]
+    own = [*narrow, *(wide if capability[0] in (9, 10) else _SMALLER.items())]
+    others = sorted({activation(kind) for kind in ACTIVATIONS} - {()}) + [activation("relu", both=True)]
+    built = [(shape, ()) for shape in (*narrow, *wide, *_SMALLER.items())]
+    built += [(shape, acts) for acts in others for shape in own]
+    widths = [width for width in widths if width % 8 == 0]
+    return [decode(dtype, width, *shape, acts)[0] for width in widths for shape, acts in built]
 
 
 def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:

@@ -73,7 +73,7 @@ _TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("smxx_pack", ("ops.portable.pack", _PORTABLE), macros.each),
+        Kernel("smxx_pack", ("ops.portable.pack", _PORTABLE), macros.signed_or_not),
         Kernel(
             "smxx_down",
             ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled", _PORTABLE, _HOPPER),

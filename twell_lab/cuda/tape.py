@@ -21,6 +21,7 @@ from .batch import Batch, Recorded
 from .launcher import Kernel, Structure, address
 
 _BOUNDARY = 256  # bytes: each buffer between the kernels starts at a multiple of it
+_SHARED = 2**21  # bytes that each thread keeps on a device for calls that need no more between their kernels
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -59,13 +60,11 @@ class Tape:
             inputs: tensors that may lie elsewhere on each call.
             fixed: tensors that lie at the same addresses on each call, such as weights; they may share memory.
         """
-        if launcher.own.recording is not None:
-            return run(*inputs, *fixed)
-        recorded = self._recorded
-        if recorded is not None:
+        recorded, recording = self._recorded, launcher.own.recording
+        if recorded is not None and recording is None:
             at = [0 if t is None else t.data_ptr() for t in inputs]
             return recorded.replay(inputs, at) if recorded.fits(at) else run(*inputs, *fixed)
-        if not any(t.is_cuda for t in (*inputs, *fixed) if t is not None):
+        if recording is not None or not any(t.is_cuda for t in (*inputs, *fixed) if t is not None):
             return run(*inputs, *fixed)
         launcher.own.recording = recording = _Recording(inputs, fixed)
         try:
@@ -74,6 +73,16 @@ class Tape:
             launcher.own.recording = None
         self._recorded = recording.finished(result)
         return result
+
+    def replayed(self, inputs: Sequence[Tensor | None]) -> Any:
+        """What `play` would return with these inputs, None where it would have to call `run`. The inputs may have other
+        numbers of dimensions than the recorded ones, as long as their elements lie in the same order. A result that had
+        the shape and the type of the first input when it was recorded gets that input's shape."""
+        recorded = self._recorded
+        if recorded is None or launcher.own.recording is not None:
+            return None
+        at = [0 if t is None else t.data_ptr() for t in inputs]
+        return recorded.replay(inputs, at) if recorded.fits(at) else None
 
 
 class _Recording:
@@ -167,7 +176,12 @@ class _Replay:
         allocated = dict(enumerate(recording.allocations, len(recording.inputs) + 1))
         self.unknown, self.nowhere = [None] * len(allocated), [0] * len(allocated)
         # What is returned gets memory of its own, the rest a part of one allocation of `size` bytes.
-        self.returned = [(number, t.shape, t.dtype) for number, t in allocated.items() if number in results]
+        first = recording.inputs[0]
+        self.returned = [
+            (number, None if _alike(t, first) else tuple(t.shape), t.dtype)
+            for number, t in allocated.items()
+            if number in results
+        ]
         between = [number for number in allocated if number not in results]
         offsets, self.size = _offsets([allocated[each].nbytes for each in between], [*map(recording.in_use, between)])
         self.between = [*zip(between, offsets)]
@@ -185,12 +199,13 @@ class _Replay:
             with torch.cuda.device(device):
                 return self.replay(inputs, at)
         tensors = [None, *inputs, *self.unknown]  # by number
-        starts = [launcher.current_stream(device.index), *at, *self.nowhere]
+        stream = launcher.current_stream(device.index)
+        starts = [stream, *at, *self.nowhere]
         for number, shape, dtype in self.returned:
-            made = tensors[number] = torch.empty(shape, dtype=dtype, device=device)
-            starts[number] = made.data_ptr()
+            made = torch.empty_like(inputs[0]) if shape is None else torch.empty(shape, dtype=dtype, device=device)
+            tensors[number], starts[number] = made, made.data_ptr()
         if self.size:
-            between = torch.empty(self.size, dtype=torch.uint8, device=device)
+            between = _between(self.size, stream, device)
             begin = between.data_ptr()
             for number, offset in self.between:
                 starts[number] = begin + offset
@@ -201,6 +216,24 @@ class _Replay:
         if not self.several:
             return tensors[self.results[0]]
         return tuple([tensors[number] for number in self.results])
+
+
+def _alike(t: Tensor, first: Tensor | None) -> bool:
+    """Whether a tensor like this one, which is contiguous, can be made as one like the first input."""
+    return first is not None and first.is_contiguous() and (t.shape, t.dtype) == (first.shape, first.dtype)
+
+
+def _between(size: int, stream: int, device: torch.device) -> Tensor:
+    """Memory for what the kernels of one call leave for each other.
+
+    What a thread launches on the default stream runs in the order of its launches, so all its calls there share a small
+    piece. On other streams memory may belong to a CUDA graph that is being captured, and has to be its own."""
+    if stream or size > _SHARED:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    shared = launcher.own.shared.get(device.index)
+    if shared is None:
+        shared = launcher.own.shared[device.index] = torch.empty(_SHARED, dtype=torch.uint8, device=device)
+    return shared
 
 
 def _alignments(at: list[int]) -> list[int]:

@@ -7,14 +7,15 @@ was, and computes. Where something may be, the layer looks at everything anew, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import NamedTuple
 from weakref import ref
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 
-from ..ops import checks, copies, streams
+from ..ops import copies, streams
+from ..ops.checks import plain_eager
 from .parts import Cut
 from .weights import Weights
 
@@ -42,15 +43,18 @@ class Again:
 
     def __init__(self, layer, weights: Weights) -> None:
         self._modules, self._seat = layer._modules, layer._seat if layer.registered else ""
-        # Where each projection has to be, and the forward that it has of its own.
+        # Where each projection has to be, its class, and the forward that it has of its own.
         self._seats = []
         for _, block, leaf, _ in layer._seats:
             held = (layer if block is None else block)._modules
-            self._seats.append((held, leaf, held[leaf], vars(held[leaf]).get("forward")))
-        self._weights = [None if t is None else ref(t) for t in weights]
-        stored = _stored(layer)
-        self._traces = [(own, name, ref(t), *copies.trace(t)) for own, name, t in stored if t is not None]
-        self._absent = [(own, name) for own, name, t in stored if t is None]
+            self._seats.append((held, leaf, held[leaf], type(held[leaf]), vars(held[leaf]).get("forward")))
+        # Where the model keeps each weight, and what it was; Nones where there was none.
+        self._stored = [
+            (own, name, *((None,) * 7 if t is None else (ref(t), *copies.trace(t)))) for own, name, t in _stored(layer)
+        ]
+        # The weights, where some are cut out of what is stored; down_t, the last of them, a layer's own do not have.
+        cut = any(isinstance(part, Cut) for part in layer.parts)
+        self._cut = [None if t is None else ref(t) for t in weights] if cut else None
         self._known: dict[tuple, Known] = {}
 
     @classmethod
@@ -72,36 +76,33 @@ class Again:
     def run(self, x: Tensor, given: Sequence[Tensor | None] | None = None) -> Tensor | None:
         """The layer's result; None where the call is new, or something may be otherwise than it was. given: what the
         weights have to be, as in Weights."""
-        if type(x) is not Tensor or not checks.plain_eager():
+        if type(x) is not Tensor or not plain_eager():
             return None
-        weights: list[Tensor | None] = []  # from now on alive
-        for seen in self._weights:
-            weight = None if seen is None else seen()
-            if weight is None and seen is not None:
-                return None
-            if given is not None and weight is not given[len(weights)]:
-                return None
-            weights.append(weight)
         try:
             known = self._known.get(_kind(x))
-            if known is None or not self._as_it_was():
-                return None
+            stored = None if known is None else self._as_stored()
         except (RuntimeError, KeyError):  # a tensor without an address; a projection that is gone
             return None
-        if known.note is not None and not copies.still(known.note, known.places):
+        if known is None or stored is None:
             return None
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights)):
+        if is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *stored)):
+            return None
+        weights = [*stored, None] if self._cut is None else self._cut_out()
+        if weights is None or given is not None and not all(map(is_, weights, given)):
+            return None
+        if known.note is not None and not copies.still(known.note, known.places):
             return None
         if known.counters is not None:
             streams.enter(known.counters)
         return known.run(x, weights)
 
-    def _as_it_was(self) -> bool:
-        """Whether the projections and their weights are: what hooks.check_parts and copies.trace look at, without a
-        call of a function for each."""
-        for held, leaf, part, forward in self._seats:
-            if held[leaf] is not part:
-                return False
+    def _as_stored(self) -> list[Tensor | None] | None:
+        """What the model keeps for the weights, in the order of Weights, from now on alive; None where that, or the
+        projections, may be otherwise than it was: what hooks.check_parts and copies.trace look at, without a call of a
+        function for each."""
+        for held, leaf, part, kind, forward in self._seats:
+            if held[leaf] is not part or type(part) is not kind:
+                return None
             own = part.__dict__
             if (
                 own["_forward_hooks"]
@@ -110,10 +111,16 @@ class Again:
                 or own["_backward_pre_hooks"]
                 or own.get("forward") is not forward
             ):
-                return False
-        for own, name, seen, storage, at, version, shape, stride, dtype in self._traces:
-            weight = own[name]
-            if (
+                return None
+        if self._seat in self._modules:
+            return None
+        stored: list[Tensor | None] = []
+        for own, name, seen, storage, at, version, shape, stride, dtype in self._stored:
+            weight = own.get(name)
+            if seen is None:
+                if weight is not None:
+                    return None
+            elif (
                 weight is None
                 or weight is not seen()
                 or weight._version != version
@@ -123,11 +130,14 @@ class Again:
                 or weight.stride() != stride
                 or weight.dtype != dtype
             ):
-                return False
-        for own, name in self._absent:
-            if own.get(name) is not None:
-                return False
-        return self._seat not in self._modules
+                return None
+            stored.append(weight)
+        return stored
+
+    def _cut_out(self) -> list[Tensor | None] | None:
+        """The weights, where some are cut out of what is stored; None where one is gone."""
+        weights = [None if seen is None else seen() for seen in self._cut]
+        return None if any(t is None is not seen for t, seen in zip(weights, self._cut)) else weights
 
 
 def _kind(x: Tensor) -> tuple:
@@ -135,12 +145,13 @@ def _kind(x: Tensor) -> tuple:
     return x.shape, x.dtype, x.device, x.is_contiguous(), x.data_ptr() & 15
 
 
-def _stored(layer) -> list[tuple[dict, str, Tensor | None]]:
-    """Where the model keeps the layer's weights and biases: the parameters of a module, a name, and what is there."""
+def _stored(layer) -> list[tuple[dict, str | None, Tensor | None]]:
+    """Where the model keeps the layer's weights and biases: the parameters of a module, a name, and what is there; in
+    the order of Weights."""
     found = []
-    for part in (layer.gate, layer.up, layer.down):
-        if part is not None:
-            module, names = (part.of, part.names) if isinstance(part, Cut) else (part, ("weight", "bias"))
-            own = module._parameters
-            found += [(own, name, own.get(name)) for name in names if name]
+    for index, plain in enumerate(("weight", "bias")):
+        for part in layer.parts:
+            module, name = (part.of, part.names[index]) if isinstance(part, Cut) else (part, plain)
+            own = {} if module is None else module._parameters
+            found.append((own, name, own.get(name)))
     return found

@@ -18,7 +18,7 @@ from ..ops.reference import SquaredReLU
 from .experts import Expert, experts_of
 from .families import Family, accepted, known
 from .lossy import ThresholdedActivation
-from .parts import is_projection, part_at
+from .parts import is_projection, part_at, uncompiled
 
 Only = Callable[[str, nn.Module], bool]
 Fires = Callable[[Family, object], bool]
@@ -28,7 +28,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 @dataclass(frozen=True)
 class FeedForward:
     """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
-    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold."""
+    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold. both:
+    whether up is known to go through the ReLU as well, as a sparse layer's is."""
 
     name: str
     module: nn.Module
@@ -36,6 +37,7 @@ class FeedForward:
     up: nn.Linear
     down: nn.Linear
     acts: Callable[[Tensor], Tensor] | None = None
+    both: bool = False
 
     @property
     def pattern(self) -> nn.Linear:
@@ -95,8 +97,8 @@ def is_threshold(activation) -> bool:
 
 
 def computes(family: Family, activation) -> bool:
-    """Whether a sparse layer computes this activation: ReLU, and in plain layers its square, relu(u) * u. One with a
-    threshold it computes on the dense path alone (SparseFFN.dense_alone)."""
+    """Whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one with a
+    threshold, which kernels compute if they know it (twell_lab.layers.activations)."""
     return is_relu(activation) or family.gate is None and is_squared(activation) or is_threshold(activation)
 
 
@@ -108,7 +110,7 @@ def parts_of(family: Family, module: nn.Module) -> list:
 
 def named_parts(module: nn.Module) -> Family | None:
     """The first family whose parts are all there, whatever they stand for."""
-    if "_orig_mod" in vars(module).get("_modules", ()):  # torch.compile's wrapper answers to the names of what it wraps
+    if uncompiled(module) is not module:  # torch.compile's wrapper answers to the names of what it wraps
         return None
     for family in known():
         if all(part_at(module, seat) is not None for seat in family.seats):
@@ -162,7 +164,7 @@ def _describe(name: str, module: nn.Module, fires: Fires = computes) -> FeedForw
 def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:
     """Those of all modules; each of a module's routed experts is one, in their order."""
     routed: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in uncompiled(model).named_modules():
         if name and name.rpartition(".")[0] in routed:
             continue
         if experts := experts_of(module):

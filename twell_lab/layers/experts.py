@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +87,20 @@ def _of_part(part) -> tuple[Tensor, Tensor | None]:
     return part.weight, part.bias
 
 
+@contextmanager
+def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
+    """While this lasts, the parts of an expert know which of so many tokens it was given."""
+    for part in parts:
+        part.rows, part.among = rows, among
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.rows, part.among = None, 0
+
+
 class _ExpertCut(Cut):
-    """A projection of one expert. rows: which tokens the expert was given last, int64 [tokens], of `among` tokens."""
+    """A projection of one expert. rows: while it computes, which tokens it was given, int64 [tokens], of `among`."""
 
     rows: Tensor | None = None
     among = 0
@@ -110,8 +123,8 @@ class _ExpertCut(Cut):
             x, chosen, _ = _arguments(module, args, kwargs)
             rows = (chosen == self.index).any(-1).nonzero().flatten()
             if rows.numel():
-                self.rows, self.among = rows, len(x)
-                see(x[rows])
+                with _given([self], rows, len(x)):
+                    see(x[rows])
 
         return self.of.register_forward_pre_hook(called, with_kwargs=True)
 
@@ -188,10 +201,8 @@ class Routed:
 
         def one(number: int, rows: Tensor, which: Tensor) -> Tensor:
             layer = module._modules.get(str(number), self.experts[number])
-            for part in layer.parts:
-                if part is not None:
-                    part.rows, part.among = which, len(x)
-            return layer(rows)
+            with _given([part for part in layer.parts if part is not None], which, len(x)):
+                return layer(rows)
 
         return mixed(x, chosen, weights, len(self.experts), one)
 

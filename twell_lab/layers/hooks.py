@@ -7,12 +7,16 @@ aside, or on its activation."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
+import torch
 from torch import nn
 
 from ..core.errors import InputError
 from .anatomy import HOOKS, Only, StandIn, computes, family_of, named_parts, raise_all, selected, title
 from .experts import Routed, experts_of
-from .parts import HandOn, is_projection, part_at
+from .parts import HandOn, dispatched, is_projection, own_forward, part_at, uncompiled
+from .shards import BY_COLUMNS, BY_ROWS, split_of
 
 _STATE_HOOKS = (
     "_state_dict_pre_hooks",
@@ -36,18 +40,32 @@ def check_parts(sparse: nn.Module) -> None:
             or held["_backward_hooks"]
             or held["_backward_pre_hooks"]
         )
-        if hooked or (type(part) is not nn.Linear or "forward" in held) and not is_projection(part):
-            reason = on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
-            raise InputError(
-                f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify "
-                "first"
-            )
+        forward = held.get("forward")
+        if hooked or type(part) is not nn.Linear or forward is not sparse._forwards.get(name):
+            reason = on_part(part) if hooked else _uncalled(part, sparse.splits)
+            if reason is not None:
+                raise InputError(
+                    f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: "
+                    "twell_lab.densify first"
+                )
+            if not torch.compiler.is_compiling():
+                sparse._forwards[name] = forward
         if own is not None and own is not part:
             raise InputError(f"{name} of a SparseFFN was replaced; accepted: twell_lab.densify first")
     if sparse.registered and (sparse._seat in sparse._modules or sparse._seat in sparse.__dict__):
         raise InputError(
             f"{sparse._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
         )
+
+
+def _uncalled(part: nn.Module, splits: bool) -> str | None:
+    """What a projection of a SparseFFN is, or has, that a sparse layer does not call. splits: whether the layer is one
+    that is split over processes."""
+    if not is_projection(part):
+        return on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
+    if (split_of(part) is not None) is not splits:
+        return f"is {'no longer' if splits else 'now'} split over processes"
+    return on_part(part) if "_hf_hook" in vars(part) else None
 
 
 def obstacle(module: nn.Module) -> str | None:
@@ -65,6 +83,18 @@ def obstacle(module: nn.Module) -> str | None:
     for seat, part in parts.items():
         if reason := on_part(part, whole=seat in ("", family.activation)):
             return f"{seat} {reason}".strip()
+    owners = family.owners(module)
+    splits = {seat: split_of(owner) for seat, owner in owners.items()}
+    if any(splits.values()):
+        wanted = {seat: BY_COLUMNS if seat == family.down else BY_ROWS for seat in owners}
+        if family.inside or {seat: split and split.by for seat, split in splits.items()} != wanted:
+            return (
+                "is split over processes by transformers' tensor parallelism, and not each projection so that a "
+                "process computes its own neurons; accepted: all of them, or a model loaded without tp_plan"
+            )
+    devices = {str(t.device) for part in owners.values() for t in part.parameters()}
+    if len(devices) > 1:
+        return f"has its projections on several devices ({', '.join(sorted(devices))}); accepted: all of them on one"
     return None
 
 
@@ -72,28 +102,70 @@ def on_part(part: nn.Module, whole: bool = False) -> str | None:
     """What is on this module that would be lost; whole: the module itself goes, with what it does when it is saved and
     loaded."""
     own = vars(part)
-    if "_hf_hook" in own:
-        return (
-            f"has a hook of accelerate's ({type(own['_hf_hook']).__name__}), as device_map and dispatch_model put "
-            "there; accepted: a model loaded without device_map, or accelerate.hooks.remove_hook_from_submodules("
-            "model) first"
-        )
+    if "_hf_hook" in own and (reason := _beyond_moving(part, whole)) is not None:
+        return reason
     if any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__):
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
-    if "_is_hooked" in own or "_hf_tp_plan" in own:
-        return "is split over processes by transformers' tensor parallelism; accepted: a model loaded without tp_plan"
-    if any(hasattr(each, "device_mesh") for each in part._parameters.values()):
+    split = split_of(part)
+    if split is None and ("_is_hooked" in own or "_hf_tp_plan" in own):
+        return (
+            "is split over processes by transformers' tensor parallelism in a way that is not known here; accepted: "
+            "'colwise' before the activation and 'rowwise' after it, of transformers 5.23, or a model loaded without "
+            "tp_plan"
+        )
+    if split is None and any(hasattr(each, "device_mesh") for each in part._parameters.values()):
         return "has sharded weights (DTensor); accepted: a model that is swapped first and sharded then"
     for kind in (*HOOKS, *(_STATE_HOOKS if whole else ())):
         for hook in own.get(kind, {}).values():
             return _hooked(kind.strip("_").removesuffix("s").replace("_", " "), hook)
-    if not whole and "forward" in own and not isinstance(own["forward"], HandOn):
+    if not whole and split is None and not isinstance(own_forward(part), (type(None), HandOn)):
         return (
             "has had its forward replaced on the instance; accepted: projections that are each a plain torch.nn.Linear"
         )
     if whole and type(part).get_extra_state is not nn.Module.get_extra_state:
         return "keeps extra state (get_extra_state) that would vanish from the state_dict; accepted: a layer without"
     return None
+
+
+def _beyond_moving(part: nn.Module, whole: bool) -> str | None:
+    """What accelerate's hook on this module does besides moving its input to where its weights are, as a device_map
+    over several devices has it."""
+    hook = vars(part)["_hf_hook"]
+    kind = type(hook)
+    undo = "accelerate.hooks.remove_hook_from_submodules(model) first"
+    if f"{kind.__module__}.{kind.__name__}" != "accelerate.hooks.AlignDevicesHook" or hook.no_grad:
+        return (
+            f"has a hook of accelerate's ({kind.__name__}) that may do more than a device_map's; accepted: "
+            f"AlignDevicesHook without offloading, or {undo}"
+        )
+    if hook.offload:
+        return (
+            f"has its weights offloaded by accelerate's {kind.__name__}, and a SparseFFN reads them where they are; "
+            "accepted: a device_map of devices that hold their weights, without 'cpu' beside GPUs and without 'disk'"
+        )
+    if not dispatched(part):
+        return f"has a forward over a hook of accelerate's ({kind.__name__}); accepted: {undo}"
+    if hook.io_same_device and not whole:
+        return f"hands its result back to its input's device ({kind.__name__}); accepted: {undo}"
+    return None
+
+
+def move_inputs(sparse: nn.Module) -> None:
+    """Have the inputs of a SparseFFN moved to its weights, where accelerate does so for the dense layer, or inside a
+    block for its up projection."""
+    source = sparse.source
+    for part in (source if sparse.registered else None, *sparse._family.owners(source).values()):
+        if part is not None and "_hf_hook" in vars(part):
+            _carry_hook(part, sparse)
+            return
+
+
+def _carry_hook(part: nn.Module, to: nn.Module) -> None:
+    """Have the inputs of a module moved as those of another are."""
+    hook = vars(part)["_hf_hook"]
+    if _beyond_moving(part, whole=True) is None:
+        kept = {name: getattr(hook, name) for name in ("execution_device", "io_same_device", "skip_keys")}
+        import_module("accelerate.hooks").add_hook_to_module(to, type(hook)(**kept))
 
 
 def _hooked(kind: str, hook) -> str:
@@ -120,12 +192,13 @@ def _hooked(kind: str, hook) -> str:
 def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     """InputError naming every layer that has the parts of a ReLU feed-forward layer, and an `obstacle`."""
     reasons = []
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+    inner = uncompiled(model) if isinstance(model, nn.Module) else None
+    for name, module in () if inner is None else inner.named_modules():
         if experts := experts_of(module):
             if computes(experts[0].family, experts[0].acts) and any(
                 selected(only, f"{name}.{n}", each) for n, each in enumerate(experts)
             ):
-                reason = on_part(module) if not isinstance(vars(module).get("forward"), Routed) else None
+                reason = on_part(module) if not isinstance(own_forward(module), Routed) else None
                 if reason is None and isinstance(experts[0].acts, nn.Module):
                     reason = on_part(experts[0].acts, whole=True)
                 if reason is not None:
@@ -135,7 +208,7 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
         if family is None or not computes(family, family.acts(module)) or not selected(only, name, module):
             continue
         reason = obstacle(module)
-        if not family.inside and name.rpartition(".")[2] == "_orig_mod":
+        if not family.inside and (name.rpartition(".")[2] == "_orig_mod" or not name and module is not model):
             reason = (
                 "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap first, "
                 "compile then"
@@ -151,6 +224,10 @@ def hand_over(sparse: nn.Module, dense: nn.Module) -> None:
         if kind.startswith(("_forward_", "_backward_")) and table:
             # The same table, if the dense module has none: the handles that take hooks off again know it.
             dense.__dict__[kind] = table if not vars(dense).get(kind) else type(table)({**vars(dense)[kind], **table})
+    if sparse.registered and "_hf_hook" in vars(sparse) and "_hf_hook" not in vars(dense):
+        _carry_hook(sparse, dense)
+    elif sparse.registered and "_hf_hook" in vars(dense) and "_hf_hook" not in vars(sparse):
+        import_module("accelerate.hooks").remove_hook_from_module(dense)
     if sparse._is_full_backward_hook is not None:
         dense._is_full_backward_hook = sparse._is_full_backward_hook
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born

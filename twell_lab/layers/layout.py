@@ -329,7 +329,9 @@ class Holders:
 def copy_bytes(found: FeedForward, reorders: bool, holders: Holders | None = None) -> dict[str, int]:
     """For each path, the bytes of the copies of weights that a layer, dense or swapped, holds for it where it infers,
     once `sparsify` has swapped it. reorders: whether its neurons may be reordered. holders: as for `obstacle`."""
-    weights = Weights.of(found.gate, found.up, found.down)
+    with torch.no_grad():  # as where it infers: a weight that is stored transposed is read as it is then
+        weights = Weights.of(found.gate, found.up, found.down)
     reordered = reorders and obstacle(found, holders) is None
-    turns = type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
+    turns = turned.is_turned(weights.down)
+    turns |= type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
     return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops import differentiable, operators
+from ..ops.activation import RELU, Activation
 from .paths import Path
 from .paths.dense import by_torch, hides_host
 from .weights import Weights
@@ -52,7 +53,10 @@ def layer_nnz(h: Tensor) -> Tensor:
 class Learner:
     """The part of SparseFFN that trains. learning: the path that was given to `learn` last."""
 
+    formula: dict[str, Any]
+    acts: Activation | None
     learning: str | None = None
+    splits: bool = False
     # A list for each layer: so one graph serves all layers where they are compiled one by one (see `tell`).
     _told: list[Told] | None = None
     # Once asked to report, a layer always takes the operator that can: a forward that is recomputed (checkpointing)
@@ -72,12 +76,21 @@ class Learner:
 
         Each layer gets a list of its own. Under FSDP2 layers are compiled one by one, and share a graph as long as they
         do not differ in anything, such as a name or the length of a common list. A graph for each layer would exceed
-        torch.compile's limit, past which it compiles no more."""
+        torch.compile's limit, past which it compiles no more. InputError for a layer that is split over processes:
+        its gradients are computed by what split it."""
+        if told is not None and self.splits:
+            raise InputError(
+                "the layer is split over several processes (tp_plan), and its terms with it; accepted: a model that is "
+                "whole, or terms of the dense model"
+            )
         self._told = told
         self._reports |= told is not None
 
     def _learn(self, x: Tensor, weights: Weights, planned: Path) -> Tensor:
-        """The output for x [..., d_model], with gradients; reports to the list of `tell`, if there is one."""
+        """The output for x [..., d_model], with gradients; reports to the list of `tell`, if there is one. Kernels have
+        gradients of the ReLU alone."""
+        if self.acts != RELU:
+            return self._by_torch(x, weights, None)
         skipping = None if self._reports or weights.up.is_cuda or self.learning == DENSE else self._skipping
         if skipping is not None:  # a CPU skips the silent neurons forwards
             w = skipping.ready(self, weights)
@@ -94,9 +107,9 @@ class Learner:
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y
 
-    def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None, **how) -> Tensor:
+    def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None) -> Tensor:
         """The output for x [..., d_model] by torch's operations, with this dropout before the down projection, as the
-        dense layer has it: what is reported is what was not dropped. how: as for by_torch."""
+        dense layer has it: what is reported is what was not dropped."""
 
         def seen(hidden: Tensor) -> Tensor:
             hidden = hidden if dropout is None else dropout(hidden)
@@ -104,4 +117,4 @@ class Learner:
                 self._told.append(Told(layer_l1(hidden), layer_nnz(hidden.detach())))
             return hidden
 
-        return by_torch(x, weights, seen, **how)
+        return by_torch(x, weights, seen, **self.formula)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,18 @@ from torch.nn import Parameter
 
 from ..core.errors import InputError
 from ..ops.kept import place
+from .shards import BY_COLUMNS, is_sharded, part_of, split_of
 
 # Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
 TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
 LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear", *TRANSPOSED)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that torch.compile's wrapper holds, whose layers have their own names; any other as it is."""
+    while "_orig_mod" in vars(model).get("_modules", ()):
+        model = model._modules["_orig_mod"]
+    return model
 
 
 def is_linear(module) -> bool:
@@ -23,17 +33,42 @@ def is_linear(module) -> bool:
     """
     if not isinstance(module, nn.Linear):
         return False
-    return type(module).forward is nn.Linear.forward and _own_forward(module)
+    return type(module).forward is nn.Linear.forward and _as_its_class(module)
 
 
 def is_projection(module) -> bool:
     """Whether the module is linear, or of LIKE_LINEAR."""
-    return is_linear(module) or _class(module) in LIKE_LINEAR and _own_forward(module)
+    return is_linear(module) or _class(module) in LIKE_LINEAR and _as_its_class(module)
 
 
-def _own_forward(module: nn.Module) -> bool:
-    replaced = vars(module).get("forward")
-    return replaced is None or isinstance(replaced, HandOn)
+def _as_its_class(module: nn.Module) -> bool:
+    own = own_forward(module)
+    return own is None or isinstance(own, HandOn) or split_of(module) is not None
+
+
+def dispatched(module: nn.Module) -> bool:
+    """Whether a hook of accelerate's is the outermost of what was put on this module: it calls the forward beneath."""
+    held = vars(module)
+    wrapper = held.get("forward")
+    return "_hf_hook" in held and type(wrapper) is partial and wrapper.func.__module__ == "accelerate.hooks"
+
+
+def own_forward(module: nn.Module) -> object:
+    """The forward that was set on this module in the place of its class's, beneath a hook of accelerate's; None if none
+    was."""
+    found = vars(module).get("_old_forward" if dispatched(module) else "forward")
+    usual = getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is type(module).forward
+    return None if usual else found
+
+
+def set_forward(module: nn.Module, forward: object) -> None:
+    """Set the module's forward, beneath a hook of accelerate's; None: that of its class."""
+    if dispatched(module):
+        module._old_forward = forward or MethodType(type(module).forward, module)
+    elif forward is not None:
+        module.forward = forward
+    else:
+        del module.forward
 
 
 def _class(module) -> str:
@@ -41,8 +76,10 @@ def _class(module) -> str:
 
 
 def projection(module: nn.Module, half: int | None = None) -> nn.Linear:
-    """The projection that this module holds: itself, if it is one, or a Cut. half: the first (0) or the second (1) half
-    of its outputs, None for all."""
+    """The projection that this module holds: itself, if it is one and whole, or a Cut. half: the first (0) or the
+    second (1) half of its outputs, None for all."""
+    if (split := split_of(module)) is not None:
+        return Share(module, half, split.by == BY_COLUMNS)
     if half is None and _class(module) not in TRANSPOSED:
         return module
     return Cut(module, half, _class(module) in TRANSPOSED)
@@ -135,6 +172,26 @@ class Cut(nn.Linear):
             hook(module, args, output)  # to see, not to change
 
         return self.of.register_forward_hook(of_half, **how)
+
+
+class Share(Cut):
+    """What this process holds of a projection that is split over several (twell_lab.layers.shards): its neurons' rows,
+    or their columns, whose products are summed over the processes before they get the bias."""
+
+    def __init__(self, of: nn.Module, half: int | None, by_columns: bool) -> None:
+        super().__init__(of, half, False, ("weight", None if by_columns else "bias"))
+
+    def _view(self, name: str) -> Tensor | None:
+        stored = getattr(self.of, name)
+        if stored is None:
+            return None
+        if not is_sharded(stored):
+            raise InputError(
+                f"the {name} of a SparseFFN is no longer split over processes; accepted: one that is, or "
+                "twell_lab.densify first"
+            )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and stored.requires_grad):
+            return self._cut(part_of(stored))
 
 
 class HandOn:

@@ -25,6 +25,7 @@ from .anatomy import HOOKS, family_of, is_relu, raise_all, title
 from .experts import Expert, experts_of, mixed, stored
 from .families import Family
 from .parts import Cut, HandOn, put
+from .shards import is_sharded, part_of, split_of
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
@@ -33,9 +34,9 @@ MODES = ("evaluation", "training")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
 
 
-def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False) -> set[int]:
+def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False, learns: bool = True) -> set[int]:
     """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
-    return their ids."""
+    return their ids. learns: as for `check`."""
     reasons: list[str] = []
     two: set[int] = set()
     asked: set[int] = set()
@@ -48,7 +49,7 @@ def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False) -> se
         try:
             if stored(module):
                 check_experts(name, module)
-            elif check(name, module, both):
+            elif check(name, module, both, learns):
                 two.add(id(module))
         except InputError as error:
             reasons.append(str(error))
@@ -66,7 +67,7 @@ def check_experts(name: str, module: nn.Module) -> None:
     _trying(trial, lambda: _ask(trial))
 
 
-def check(name: str, module: nn.Module, both: bool = True) -> bool:
+def check(name: str, module: nn.Module, both: bool = True, learns: bool = True) -> bool:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
     down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
 
@@ -77,11 +78,11 @@ def check(name: str, module: nn.Module, both: bool = True) -> bool:
     by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that does not give the very bits of the formula is
     asked in float32 once more.
 
-    Then with gradients, for rows of scale 1, drawn weights and one gradient of the output: the output and the gradients
-    of x and of the projections' weights and biases (frozen ones too) are the formula's very bits, or within 64 eps of
-    float32 by their norm; where they are not, or in 16 bits, it is asked in float64 once more. No .grad is written. A
-    layer that raises with gradients (it cannot be trained, or not by torch.autograd.grad) has none to compare, and is
-    taken for its values.
+    Then, unless it is told that the layer is not to learn, with gradients, for rows of scale 1, drawn weights and one
+    gradient of the output: the output and the gradients of x and of the projections' weights and biases (frozen ones
+    too) are the formula's very bits, or within 64 eps of float32 by their norm; where they are not, or in 16 bits, it
+    is asked in float64 once more. No .grad is written. A layer that raises with gradients (it cannot be trained, or not
+    by torch.autograd.grad) has none to compare, and is taken for its values.
 
     A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute,
     one that was None, or a tensor: after a swap it would be missing, or old.
@@ -94,8 +95,9 @@ def check(name: str, module: nn.Module, both: bool = True) -> bool:
 
     def ask(trial: _Trial) -> None:
         _ask(trial)
-        with torch.inference_mode(False), torch.enable_grad():
-            _compare_gradients(trial)
+        if learns:
+            with torch.inference_mode(False), torch.enable_grad():
+                _compare_gradients(trial)
 
     try:
         _trying(trial, lambda: ask(trial))
@@ -247,9 +249,11 @@ class _Trial:
         buffers = {id(t): t for each in modules for t in each._buffers.values() if t is not None}
         buffers = {key: self.stand_ins.get(key, t).clone() for key, t in buffers.items()}
         for each in modules:
+            if split_of(each):  # what this process holds is asked as a layer of its own: the others are not
+                del each.forward
             for key, t in each._parameters.items():
-                if t is not None and id(t) in self.stand_ins:
-                    each._parameters[key] = nn.Parameter(self.stand_ins[id(t)], requires_grad=False)
+                if t is not None and (id(t) in self.stand_ins or is_sharded(t)):
+                    each._parameters[key] = nn.Parameter(part_of(self.stand_ins.get(id(t), t)), requires_grad=False)
             for key, t in each._buffers.items():
                 each._buffers[key] = buffers.get(id(t))
             # No hook is called, nor what Module.compile() made: to compile takes longer than to ask.

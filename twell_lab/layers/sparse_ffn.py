@@ -5,6 +5,7 @@ twell_lab.layers.probe."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..ops import checks, copies, streams, turned
+from ..ops.activation import RELU
 from ..ops.inference import STATS
 from ..ops.kept import place
-from . import compiled, hooks, probe
+from . import activations, compiled, hooks, probe
 from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
@@ -23,15 +25,20 @@ from .families import accepted
 from .layout import DIMS, Holders, Layout, drop_views
 from .learner import Learner
 from .lossy import Lossy
-from .parts import Cut, HandOn, part_at, put
+from .parts import Cut, HandOn, part_at, put, set_forward
 from .paths import PATHS, dense
 from .paths.dense import by_torch
 from .paths.path import held, hold
+from .shards import Summed, split_of
 from .weights import Weights
 
 
 class SparseFFN(Learner, nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
+
+    In place of the ReLU it may have its square in a plain layer, a FATReLU, a SiLU or GELU with a threshold
+    (layers.lossy), or a ReLU on gate and up (dReLU). `acts` says which of them kernels compute (layers.activations);
+    where it is None the dense path does, and where gradients are needed it does for all but the first two.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the state_dict stay
     what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by the number
@@ -98,7 +105,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
             _both = probe.check("", source)
         self.tile, self.words = tile, words
         acts = family.acts(source)
-        self._both, self._acts = _both, [acts if is_threshold(acts) else torch.relu]  # in a list: it is not a child
+        # The activation as it is now, and whether up goes through it, too: for torch's operations, and as kernels
+        # compute it (None: none does).
+        self.formula = {"acts": copy.copy(acts) if is_threshold(acts) else torch.relu, "both": _both}
+        self.acts = activations.known(acts, family.gate is not None, _both, family.parts(source)[1].weight)
         self._family = family
         self._seat = family.activation
         self._dropout = family.dropout if family.drop(source) else None
@@ -120,6 +130,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
             fixed = family.inside or any(isinstance(part, Cut) and part.of is owner for part in self._parts)
             block = part_at(source, above) if above else source
             self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
+        self._forwards: dict[str, object] = {}  # that projections were found with, and have nothing in them to call
         # The choices; by numbers of tokens what the layer is in compiled code (one entry where it is the same for all:
         # so layers alike share compiled code); the aliases of weights that forwards read while the layer plans itself;
         # whether it was trained here.
@@ -136,6 +147,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
         self.layout.holders = None  # there may be others from now on
+        down = family.owners(source).get(family.down)
+        self.splits = down is not None and split_of(down) is not None
+        if self.splits:
+            self.forward = Summed(self, down)
+        hooks.move_inputs(self)
         buffers = {"stats", compiled.HANDLE, *(name for path in PATHS.values() for name in path.buffers)}
         self._born = buffers.union(vars(self), self._parameters, self._modules)
 
@@ -177,7 +193,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._activation = [self._family.acts(self.source)]
         put(self.source, self._seat, self)
         for part in self._family.owners(self.source).values():
-            part.forward = HandOn(self.source, self._family.seats)
+            set_forward(part, HandOn(self.source, self._family.seats))
 
     def leave_seat(self) -> object:
         """Put the block's activation back in its seat; returns it."""
@@ -187,8 +203,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def feed_forward(self, name: str) -> FeedForward:
         """This layer as `feed_forwards` lists it, found under this name; inside a block it is named by the block."""
         place = name if self.registered else name[: -len(self._seat)].rstrip(".")
-        acts = None if self._acts[0] is torch.relu else self._acts[0]
-        return FeedForward(place, self, self.gate, self.up, self.down, acts)
+        acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
+        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"])
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
@@ -206,8 +222,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan or Choice())]
         if self.dense_alone and any(choice != DENSE for _, choice in choices):
             raise InputError(
-                f"the plan has a path that does not compute {'two ReLUs' if self._both else kind_of(self._acts[0])}; "
-                "'dense' is accepted"
+                f"the plan has a path that does not compute {kind_of(self.formula['acts'])}; 'dense' is accepted"
             )
         if isinstance(plan, LayerPlan):
             found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
@@ -222,7 +237,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         hot = max(choice.hot for _, choice in choices)
         if hot:
             self.neurons = plan.order(hot).tolist() if isinstance(plan, LayerPlan) else [*range(d_ff)]
-        weights, used = self._weights(), {choice.path for _, choice in choices}
+        used = {choice.path for _, choice in choices}
+        with torch.no_grad():  # as where it infers: a weight that is stored transposed is read as it is then
+            weights = self._weights()
         self._lay_out(used)
         for name in used:
             PATHS[name].prepare(self, weights)
@@ -230,7 +247,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
-        ways = [(tokens, compiled.way(plan, tokens, choice)) for tokens, choice in choices]
+        one = self.acts == RELU  # what compiled code knows as an operator, or as torch's operations
+        ways = [(tokens, compiled.way(plan, tokens, choice) if one else compiled.SEEN) for tokens, choice in choices]
         compiled.follow(self, ways)
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
@@ -242,9 +260,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     @property
     def dense_alone(self) -> bool:
-        """Whether no kernel computes this layer, and the dense path is the only one: its activation has a threshold
-        (FATReLU), or up goes through a ReLU as the gate does (dReLU)."""
-        return self._both or self._acts[0] is not torch.relu
+        """Whether no kernel computes this layer, and the dense path is the only one."""
+        return self.acts is None
 
     def always_dense(self) -> bool:
         """Whether the plan takes the dense path whatever the number of tokens."""
@@ -374,15 +391,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
             self.layout.check(self)
         drop = self._modules[self._dropout] if self.drops else None
-        if self.dense_alone:
-            acts, both = self._acts[0], self._both
-            y = self._by_torch(x, weights, drop, acts=acts, both=both)
-            self._remember(x, weights, lambda: dense.again(acts, both))
+        if self.acts is None:
+            y = self._by_torch(x, weights, drop)
+            self._remember(x, weights, lambda: dense.again(**self.formula))
             return y
         if drop is not None and drop.p > 0:
             return self._by_torch(x, weights, drop)
-        if checks.transformed():
-            return by_torch(x, weights)
+        if checks.transformed() or self._rounded_otherwise(x):
+            return by_torch(x, weights, **self.formula)
         at = self._class_of(x, choices)
         choice = choices[at][1]
         path = PATHS[choice.path]
@@ -396,6 +412,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         y = path.forward(self, x, weights, choice.hot, stats)
         self._remember(x, weights, lambda: path.again(self, x, weights, choice.hot, stats), stats is not None)
         return y
+
+    def _rounded_otherwise(self, x: Tensor) -> bool:
+        """Whether autocast computes the gate in another type than the layer's, in which its threshold may be rounded to
+        another value: then torch's operations ask the activation itself."""
+        return self.acts.kind == "above" and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
 
     def _remember(self, x: Tensor, weights: Weights, made: Callable[[], Known | None], counts: bool = False) -> None:
         """Have `forward` compute inputs like this one as `made` says, while nothing of the layer changes."""
@@ -476,7 +497,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         paths = ", ".join(dict.fromkeys(str(choice) for _, choice in self._choices))
         planned = "" if self.plan is None else f", path={paths}"
-        lossy = f", {self._acts[0]}" if isinstance(self._acts[0], Lossy) else ""
+        lossy = f", {self.formula['acts']}" if isinstance(self.formula["acts"], Lossy) else ""
         return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}{planned}{lossy}"
 
     def _see(self, x) -> None:
@@ -574,6 +595,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
             self.turn_back()
         drop_views(self)  # `fn` would make copies of views
         super()._apply(fn, recurse)
+        if self.acts is not None:  # another type or device may round the threshold
+            self.acts = activations.known(**self.formula, gated=self._family.gate is not None, like=self.up.weight)
         self._forget()
         self._lay_out({choice.path for _, choice in self._choices})
         weights = self._weights()

@@ -23,17 +23,15 @@ def watched(*tensors: Tensor | None) -> bool:
     )
 
 
+# What every call of a layer asks: to find a function by three names takes longer than to call it.
+_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+_modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+
+
 def plain_eager() -> bool:
     """Whether torch's eager code runs with nothing that changes or observes it: no transform, mode, trace or
     autocast."""
-    return not (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_autocast_enabled("cpu")
-    )
+    return not (_transforms() or forward_ad._current_level >= 0 or _tracing() or _modes() or _autocast())
 
 
 def transformed() -> bool:

@@ -90,11 +90,8 @@ def settled(copies: list[Tensor], weights: list[Tensor], order: Tensor | None, b
 
 def still(note: Note, copies: Sequence[Tensor]) -> bool:
     """Whether copies that were `settled`, and whose weights have not changed since, can be read on the current
-    stream. It is asked on every call, so it takes as few steps as can be."""
-    for copy in copies:
-        if copy.__dict__.get("made") is not note:
-            return False
-    if note.steps != _steps or _sharding():
+    stream. It is asked on every call, so it looks at as little as can be."""
+    if note.dropped or note.steps != _steps or _sharding():
         return False
     if note.moment is not None:
         note.moment.enter(copies)
@@ -108,8 +105,8 @@ def _changing(training: bool, weights: list[Tensor], beside: list[Tensor]) -> bo
 
 def forget(copy: Tensor | None) -> None:
     """Have the next `refresh` make this copy anew."""
-    if copy is not None:
-        vars(copy).pop("made", None)
+    if copy is not None and (note := vars(copy).pop("made", None)) is not None:
+        note.dropped = True
 
 
 def is_view(how: int, weight: Tensor | None) -> bool:
@@ -176,14 +173,14 @@ def trace(weight: Tensor) -> tuple:
     return storage, weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Note:
     """The note that all copies of one call share. A pickled or copied tensor has None in its place.
 
     sources, order: what the copies were made from; sources is what was `_seen`. beside: what was seen of the weights
     beside them when all were found finite or are being looked at; None where nobody looked. On a GPU also moment: when
     the copies were made; answer: the bool that will say whether all are finite, once the moment has passed. steps: of
-    optimizers, as counted then."""
+    optimizers, as counted then. dropped: whether a copy has lost it."""
 
     sources: list[tuple]
     order: Tensor | None
@@ -191,6 +188,7 @@ class Note:
     moment: streams.Moment | None = None
     answer: Tensor | None = None
     steps: int = field(default_factory=lambda: _steps)
+    dropped: bool = False
 
     def __reduce__(self):
         return type(None), ()
@@ -296,6 +294,7 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
     if cuda:
         made.moment = streams.Moment(copies[0].device)
     for copy in copies:
+        forget(copy)
         copy.made = made
 
 

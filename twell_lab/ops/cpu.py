@@ -20,6 +20,7 @@ from torch.nn.functional import embedding_bag, linear
 
 from ..formats import twell
 from . import reference
+from .activation import RELU, Activation
 
 _ENTRIES_AT_ONCE = 128
 # Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
@@ -39,49 +40,64 @@ def gated(
     down_bias,
     made_by=None,
     follow=True,
+    acts: Activation = RELU,
 ) -> Tensor:
-    """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
+    """(act(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the activation.
 
     down: None where only its transpose is given. made_by: the weight and bias from which gate was computed with x, or
     None where the values of gate itself are the input. follow: whether these tensors are those of torch's layer, so
     that the same operations give the same bits."""
-    token, neuron, value = _entries(gate)
+    token, neuron, value = _entries(gate, acts)
     if _pays(gate, token.numel()):
         if x.dtype == torch.float32:
-            value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
-            y = _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias)
+            value = value if made_by is None else _summed_again(x, token, neuron, *made_by, acts)
+            y = _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias, acts)
         else:
-            y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias)
+            y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias, acts)
     elif not follow and x.dtype == torch.float32:
         x, gate, up, down_t, up_bias, down_bias, *made_by = _double(
             x, gate, up, down_t, up_bias, down_bias, *made_by or ()
         )
         first = linear(x, *made_by) if made_by else gate
-        return reference.gated(x, first, up, down_t.t(), up_bias, down_bias).float()
+        return reference.gated(x, first, up, down_t.t(), up_bias, down_bias, acts).float()
     else:
-        hidden = torch.where(twell.fires(gate), gate * linear(x, up, up_bias), torch.zeros_like(gate))
+        kept = acts.keeps(gate)
+        hidden = torch.where(kept, acts.value(gate) * acts.of_up(linear(x, up, up_bias)), torch.zeros_like(gate))
         y = linear(hidden, _as_stored(down, down_t), down_bias)
     # With an infinity or NaN in x its sum is not finite. (After an overflow it is not either; then no row is spoilt.)
     if not math.isfinite(x.sum()):
-        y[reference.spoilt(x, twell.fires(gate))] = torch.nan
+        rows = reference.spoilt(x, acts.keeps(gate))
+        if acts.both:
+            y[rows] = reference.gated(x[rows], gate[rows], up, _as_stored(down, down_t), up_bias, down_bias, acts)
+        else:
+            y[rows] = torch.nan
     return y
 
 
 def plain(
-    gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True
+    gate: Tensor,
+    down: Tensor | None,
+    down_t: Tensor,
+    bias,
+    x: Tensor | None = None,
+    made_by=None,
+    follow=True,
+    acts: Activation = RELU,
 ) -> Tensor:
-    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was
-    computed from."""
-    token, neuron, value = _entries(gate)
-    if not _pays(gate, token.numel()):
+    """act(gate) down^T + bias; gate [tokens, d_ff] before the activation. down, made_by, follow: see gated; x: what
+    gate was computed from."""
+    token, neuron, value = _entries(gate, acts)
+    # Rows that are not finite show in every neuron of an activation that returns to zero.
+    spoilt = acts.falls_back and x is not None and not math.isfinite(x.sum())
+    if spoilt or not _pays(gate, token.numel()):
         if not follow and gate.dtype == torch.float32:
             x, gate, down_t, bias, *made_by = _double(x, gate, down_t, bias, *made_by or ())
-            return linear(reference.relu(linear(x, *made_by) if made_by else gate), down_t.t(), bias).float()
-        return linear(reference.relu(gate), _as_stored(down, down_t), bias)
+            return linear(acts.dense(linear(x, *made_by) if made_by else gate), down_t.t(), bias).float()
+        return linear(acts.dense(gate), _as_stored(down, down_t), bias)
     tokens = gate.shape[0]
     if gate.dtype != torch.float32:
         return _sum_short(value, token, neuron, down_t, tokens, bias)
-    value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
+    value = value if made_by is None else _summed_again(x, token, neuron, *made_by, acts)
     y = _start_wide(tokens, down_t, bias)
     for t, n, v in _chunks(token, neuron, value):
         _add_wide(y, v.double(), t, down_t.index_select(0, n))
@@ -105,24 +121,27 @@ def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down_t: 
     return (start if down_bias is None else start + down_bias).to(gate.dtype)
 
 
-def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _entries(gate: Tensor, acts: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:
     """(token, neuron, value) of what fires, tokens ascending. relu leaves NaN as it is, and NaN is not zero.
 
     For one token, starting an operation takes longer than the operation itself, so there are as few as possible.
     """
-    fired = torch.relu(gate)
+    fired = torch.relu(gate) if acts.kind == "relu" else acts.applied(gate)
     token, neuron = fired.nonzero(as_tuple=True)
     return token, neuron, fired[0].index_select(0, neuron) if gate.shape[0] == 1 else fired[token, neuron]
 
 
-def _summed_again(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The gate of each entry after the ReLU, in float64; 0 for an entry that was positive only because of rounding."""
+def _summed_again(
+    x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None, acts: Activation
+) -> Tensor:
+    """The gate of each entry after the activation, in float64; 0 for an entry that was positive only because of
+    rounding. Another threshold than the ReLU's has decided already, on the values as they were rounded."""
     x = x.double()
     made = [
         _dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
         for t, n in _chunks(token, neuron)
     ]
-    return torch.relu(torch.cat([x.new_empty(0), *made]))
+    return acts.value(torch.cat([x.new_empty(0), *made]))
 
 
 def _double(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -145,28 +164,29 @@ def _chunks(*lists: Tensor):
     return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
 
 
-def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
+def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) -> Tensor:
     """float32 values, float64 sums; value is of either."""
     if x.shape[0] == 1:
         hidden = torch.mv(up.index_select(0, neuron).double(), x[0].double())
-        hidden = value * (hidden if up_bias is None else hidden + up_bias[neuron])
+        hidden = value * acts.of_up(hidden if up_bias is None else hidden + up_bias[neuron])
         y = hidden @ down_t.index_select(0, neuron).double()
         return (y if down_bias is None else y + down_bias).float()[None]
     y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
     for t, n, v in _chunks(token, neuron, value):
         bias = None if up_bias is None else up_bias[n].double()
-        _add_wide(y, v * _dots(x, up.index_select(0, n).double(), bias, t), t, down_t.index_select(0, n))
+        _add_wide(y, v * acts.of_up(_dots(x, up.index_select(0, n).double(), bias, t)), t, down_t.index_select(0, n))
     return y.float()
 
 
-def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
+def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) -> Tensor:
     """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
-    return _sum_short(_hidden_short(x, value, token, neuron, up, up_bias), token, neuron, down_t, x.shape[0], down_bias)
+    hidden = _hidden_short(x, value, token, neuron, up, up_bias, acts)
+    return _sum_short(hidden, token, neuron, down_t, x.shape[0], down_bias)
 
 
-def _hidden_short(x, value, token, neuron, up, up_bias) -> Tensor:
+def _hidden_short(x, value, token, neuron, up, up_bias, acts: Activation = RELU) -> Tensor:
     hidden = [
-        v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
+        v * acts.of_up(_dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t))
         for t, n, v in _chunks(token, neuron, value)
     ]
     return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])

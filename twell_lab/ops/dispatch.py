@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 
 from ..cuda.tape import Tape, empty
 from . import decode, hopper_dense, hopper_pack, portable
+from .activation import RELU, Activation
 from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
@@ -43,7 +44,7 @@ LEAST_HIDDEN = 4096
 calls = Kept()  # a Call for each key of `key_of`
 
 
-def key_of(x, weights, stats, path, hot, tile, words):
+def key_of(x, weights, stats, path, hot, tile, words, acts=RELU):
     """Everything that decides which kernels a call launches and with which arguments, without the addresses of x and
     stats. None where the call cannot be kept.
 
@@ -53,15 +54,15 @@ def key_of(x, weights, stats, path, hot, tile, words):
     shape = x.shape
     counted = None if stats is None else (stats.shape, stats.stride(), stats.dtype, stats.device)
     rows = shape[:-1].numel(), shape[-1], x.data_ptr() & 15, x.dtype, x.device
-    return path, hot, tile, words, rows, counted, *map(place, weights)
+    return path, hot, tile, words, acts, rows, counted, *map(place, weights)
 
 
-def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words) -> Tensor:
+def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words, *acts) -> Tensor:
     """One layer without gradients on the named path: x [tokens, d_model] -> [tokens, d_model]. gate: None for a plain
-    layer. The other arguments: as twell_lab.ops.infer takes them."""
-    weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
-    key = key_of(x, weights, stats, path, hot, tile, words)
-    return _kept(key, lambda: _chosen(x, weights, path, hot, tile, words)).run(x, weights, stats)
+    layer. acts: the fields of an Activation, or nothing for the ReLU. The other arguments: as twell_lab.ops.infer takes
+    them."""
+    weights, how = (gate, up, down, down_t, gate_bias, up_bias, down_bias), (path, hot, tile, words, Activation(*acts))
+    return _kept(key_of(x, weights, stats, *how), lambda: _chosen(x, weights, *how)).run(x, weights, stats)
 
 
 def _kept(key: Hashable, make: Callable[[], Call]) -> Call:
@@ -83,49 +84,67 @@ class Call:
     checked = False
 
     def run(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
+        """x: [tokens, d_model] -> [tokens, d_model]."""
         raise NotImplementedError
 
+    def again(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
+        """The same for an x of any number of dimensions, contiguous: [..., d_model] -> [..., d_model]."""
+        if x.dim() == 2:
+            return self.run(x, weights, stats)
+        return self.run(x.view(-1, x.shape[-1]), weights, stats).view(x.shape)
 
-def _chosen(x, weights, path, hot, tile, words) -> Call:
+
+def _chosen(x, weights, path, hot, tile, words, acts) -> Call:
     gate, up, _, down_t, *_ = weights
     if path == "dense":
-        return _Dense(x, gate, up)
+        return _Dense(x, gate, up, acts)
     if not hot and decode.takes(x, up) and (tile, words) == (256, 32):
-        return _Decode()
-    if _hopper(x, gate, up, down_t, hot, tile, words):
+        return _Decode(acts)
+    # Values of either sign are so many that packing them pays for few tokens alone. And in plain layers a row of x that
+    # is not finite shows in every neuron, which its packed row does not say.
+    if acts.falls_back and (gate is None or x.shape[0] > decode.MOST_TOKENS):
+        return _Dense(x, gate, up, acts)
+    if acts == RELU and _hopper(x, gate, up, down_t, hot, tile, words):
         return _Hopper(x, gate, up, hot)
-    return _Portable(hot, tile, words)
+    return _Portable(hot, tile, words, acts)
 
 
 class _Decode(Call):
     """The decode kernels, for few tokens."""
 
-    def __init__(self) -> None:
-        self.tape = Tape()
+    def __init__(self, acts: Activation) -> None:
+        self.acts, self.tape = acts, Tape()
 
     def run(self, x, weights, stats):
         gate, up, _, *rest = weights
-        return self.tape.play(_decode, (x, stats), (gate, up, *rest))
+        return self.tape.play(self._decode, (x, stats), (gate, up, *rest))
 
+    def again(self, x, weights, stats):
+        y = self.tape.replayed((x, stats))  # to see x as a matrix, and y as x, takes as long as a launch
+        return super().again(x, weights, stats) if y is None else y
 
-def _decode(x, stats, *weights) -> Tensor:
-    return decode.decode(x, *weights, stats)
+    def _decode(self, x, stats, *weights) -> Tensor:
+        return decode.decode(x, *weights, stats, acts=self.acts)
 
 
 class _Hidden:
-    """relu(x gate^T) * (x up^T), or relu(x up^T) in a plain layer, for the first `neurons` neurons of these weights."""
+    """act(x gate^T) * (x up^T), or act(x up^T) in a plain layer, for the first `neurons` neurons of these weights."""
 
-    def __init__(self, x, gate, up, neurons: int):
+    def __init__(self, x, gate, up, neurons: int, acts: Activation = RELU):
         parts = [w[:neurons] for w in (gate, up) if w is not None]
-        self.neurons, self.tape = neurons, Tape()
-        self.fused = x.shape[0] >= LEAST_DENSE and hopper_dense.takes(x, *parts)
+        self.neurons, self.acts, self.tape = neurons, acts, Tape()
+        self.fused = x.shape[0] >= LEAST_DENSE and acts == RELU and hopper_dense.takes(x, *parts)
 
     def run(self, x, *weights) -> Tensor:
         if self.fused:
             return self.tape.play(self._fused, (x,), weights)
         gate, up, gate_bias, up_bias = self._first(weights)
-        first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
-        return first if gate is None else first.mul_(linear(x, up, up_bias))
+        first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+        if gate is None:
+            return self.acts.dense(first)
+        # What falls back is asked neuron by neuron: torch's own curve of a gate that overflowed far below zero is NaN.
+        value = self.acts.applied(first) if self.acts.falls_back else self.acts.dense(first)
+        return value.mul_(self.acts.of_up(linear(x, up, up_bias)))
 
     def _fused(self, x, *weights) -> Tensor:
         return hopper_dense.gate_up(x, *self._first(weights))
@@ -138,10 +157,11 @@ class _Hidden:
 
 
 class _Dense(Call):
-    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere torch's operations."""
+    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere, and for other
+    activations, torch's operations."""
 
-    def __init__(self, x, gate, up) -> None:
-        self.hidden = _Hidden(x, gate, up, len(up))
+    def __init__(self, x, gate, up, acts: Activation = RELU) -> None:
+        self.hidden = _Hidden(x, gate, up, len(up), acts)
 
     def run(self, x, weights, stats):
         gate, up, down, _, gate_bias, up_bias, down_bias = weights
@@ -183,9 +203,15 @@ class _Hopper(Call):
         # By the tokens of a pass: the last one may have fewer than the others.
         self.warm = {len(part): _Hidden(part, gate, up, hot) for part in x.split(_PIECE)} if hot else {}
         self.cold = {len(part): Tape() for part in x.split(_PIECE)}
+        # The tape that is all there is to a call: one pass, and nothing hot.
+        self.alone = self.cold[x.shape[0]] if x.shape[0] <= _PIECE and not hot else None
+
+    def again(self, x, weights, stats):
+        y = None if self.alone is None else self.alone.replayed((x, None, None, stats))
+        return super().again(x, weights, stats) if y is None else y
 
     def run(self, x, weights, stats):
-        if len(x) <= _PIECE:
+        if x.shape[0] <= _PIECE:
             return self._pass(x, None, weights, stats)
         y = torch.empty_like(x)
         for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
@@ -197,8 +223,8 @@ class _Hopper(Call):
         start = None
         if self.hot:
             gate, up, _, down_t, gate_bias, up_bias, _ = weights
-            start = _start(self.warm[len(x)].run(x, gate, up, gate_bias, up_bias), down_t[: self.hot])
-        return self.cold[len(x)].play(self._packed, (x, y, start, stats), weights)
+            start = _start(self.warm[x.shape[0]].run(x, gate, up, gate_bias, up_bias), down_t[: self.hot])
+        return self.cold[x.shape[0]].play(self._packed, (x, y, start, stats), weights)
 
     def _packed(self, x, y, start, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
         """start, or 0, plus what all neurons but the hot ones add to y."""
@@ -245,12 +271,15 @@ class _Portable(Call):
     that is rounded before the hot part is added may overflow float16 where the whole sum does not; and where the two
     parts nearly cancel, the error of that rounding would remain."""
 
-    def __init__(self, hot: int, tile: int, words: int) -> None:
+    def __init__(self, hot: int, tile: int, words: int, acts: Activation = RELU) -> None:
         self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
+        self.acts, self.how = acts, {"signed": acts.falls_back}
 
     def run(self, x, weights, stats):
         gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
         g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+        if self.acts.kind != "relu":
+            g = self.acts.applied(g)
         left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
         y, packed = self.tape.play(self._plain if gate is None else self._gated, (x, g), left)
         if stats is not None and x.shape[0] >= LEAST_TWELL:  # for fewer tokens its launches would take too much time
@@ -258,12 +287,12 @@ class _Portable(Call):
         return y
 
     def _plain(self, x, g, down_t, down_bias) -> tuple[Tensor, Tensor]:
-        packed = portable.pack(g, self.tile, self.words)
-        return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], self.tile), packed
+        packed = portable.pack(g, self.tile, self.words, **self.how)
+        return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], self.tile, **self.how), packed
 
     def _gated(self, x, g, up, down_t, up_bias, down_bias) -> tuple[Tensor, Tensor]:
-        packed = portable.pack(g, self.tile, self.words)
-        return portable.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, self.tile), packed
+        packed, how = portable.pack(g, self.tile, self.words, **self.how), {**self.how, "both": self.acts.both}
+        return portable.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, self.tile, **how), packed
 
 
 def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words) -> Tensor:

@@ -17,6 +17,7 @@ from ..core.errors import InputError
 from ..formats import twell
 from ..formats.twell import TILE, WORDS, check_geometry
 from . import checks, cpu, dispatch, reference
+from .activation import RELU, Activation
 
 PATHS = ("dense", "twell", "hot_cold")
 STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` count
@@ -26,7 +27,7 @@ _WEIGHTS = (
     "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, "
     "Tensor? down_bias"
 )
-_HOW = "str path, int hot, int tile, int words"
+_HOW = "str path, int hot, int tile, int words, str acts='relu', float threshold=0.0, bool both=False"
 # Two operators, because torch.compile does not take one that writes to an argument which may be None.
 _library.define(f"infer({_WEIGHTS}, {_HOW}) -> Tensor")
 _library.define(f"infer_counted({_WEIGHTS}, Tensor(a!) stats, {_HOW}) -> Tensor")
@@ -47,10 +48,12 @@ def infer(
     hot: int = 0,
     tile: int = TILE,
     words: int = WORDS,
+    acts: Activation = RELU,
 ) -> Tensor:
-    """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias on the named path, without gradients.
+    """(act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias on the named path, without gradients.
 
-    x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where the up projection goes through the ReLU.
+    x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where up goes through the activation. acts: the
+    activation, a ReLU unless it is given (twell_lab.ops.activation).
     path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and
     the others as twell does. For hot_cold, permute gate, up, down, down_t and the biases so that the neurons that fire
     most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous, if the caller keeps one; with
@@ -59,7 +62,7 @@ def infer(
     densely are added to it, where the kernels count them. Under torch.autocast everything is cast first. Raises
     InputError for arguments that do not fit, and where a gradient would be needed: `gated_ffn` and `plain_ffn` have
     one."""
-    seen = x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats, path, hot, tile, words
+    seen = x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats, path, hot, tile, words, acts
     if not torch.compiler.is_compiling() and (y := _again(*seen)) is not None:
         return y
     check_geometry(tile, words)
@@ -67,6 +70,8 @@ def infer(
     x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
     _check_path(path, hot, up.shape[0], tile)
     _check_stats(stats, x)
+    if acts is not RELU:
+        _check_activation(acts, gate is not None)
     if checks.needs_gradient(*tensors):
         raise InputError(
             "infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable"
@@ -79,6 +84,8 @@ def infer(
         rows, gate, up = rows.contiguous(), None if gate is None else gate.contiguous(), up.contiguous()
     counted = () if stats is None else (stats,)
     arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
+    if acts is not RELU:
+        arguments = (*arguments, *acts)  # torch 2.11 cannot trace the sum of a tuple and an Activation
     # As in operators.py: torch's dispatcher is needed only where somebody watches the call, and costs time.
     kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
     y = (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
@@ -88,31 +95,34 @@ def infer(
 
 
 def prepared(
-    x, weights: tuple, stats, path: str, hot: int, tile: int, words: int
-) -> Callable[[Tensor, Sequence[Tensor | None]], Tensor] | None:
+    x,
+    weights: Sequence[Tensor | None],
+    copied: dict[int, Tensor],
+    stats,
+    path: str,
+    hot: int,
+    tile: int,
+    words: int,
+    acts: Activation = RELU,
+) -> Callable[[Tensor, list[Tensor | None]], Tensor] | None:
     """`infer` for any x like this one and these very weights, which it is given again, with nothing checked; None where
-    this call has not passed every check before. weights: gate, up, down, gate_bias, up_bias, down_bias, down_t. stats:
-    see `infer`. No weight is kept alive."""
+    this call has not passed every check before. weights: gate, up, down, gate_bias, up_bias, down_bias, down_t. copied:
+    what is read in the place of a weight, by its number among these. stats: see `infer`. No weight is kept alive."""
     if type(x) is not Tensor or not x.is_contiguous():
         return None
-    gate, up, down, *biases, down_t = weights
-    ordered = (gate, up, down, down_t, *biases)
-    call = _kept_call(x, ordered, stats, path, hot, tile, words)
+    gate, up, down, *biases, down_t = (copied.get(number, t) for number, t in enumerate(weights))
+    call = _kept_call(x, (gate, up, down, down_t, *biases), stats, path, hot, tile, words, acts)
     if call is None or not call.checked:
         return None
+    places = [*copied.items()]
 
-    def run(x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    def run(x: Tensor, weights: list[Tensor | None]) -> Tensor:
+        for number, place in places:
+            weights[number] = place
         gate, up, down, gate_bias, up_bias, down_bias, down_t = weights
-        return _run(call, x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats)
+        return call.again(x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats)
 
     return run
-
-
-def _run(call: dispatch.Call, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
-    """The call for an x of any number of dimensions."""
-    if x.dim() == 2:
-        return call.run(x, weights, stats)
-    return call.run(x.view(-1, x.shape[-1]), weights, stats).view(x.shape)
 
 
 def _again(x, weights, stats, *how) -> Tensor | None:
@@ -131,7 +141,7 @@ def _again(x, weights, stats, *how) -> Tensor | None:
     call = _kept_call(x, weights, stats, *how)
     if call is None or not call.checked:
         return None
-    return _run(call, x, weights, stats)
+    return call.again(x, weights, stats)
 
 
 def _remember(x, weights, stats, *how) -> None:
@@ -147,6 +157,12 @@ def _kept_call(x, weights, stats, *how):
         return None if key is None else dispatch.calls.get(key)
     except (RuntimeError, TypeError, IndexError):  # tensors without address, strides or dimensions; unhashable values
         return None
+
+
+def _check_activation(acts, gated: bool) -> None:
+    if not isinstance(acts, Activation):
+        raise InputError(f"acts is a {type(acts).__name__}; an Activation is accepted")
+    acts.check(gated)
 
 
 def _check_path(path: str, hot: int, d_ff: int, tile: int) -> None:
@@ -179,19 +195,21 @@ def _cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how):
 
 
 @torch.no_grad()
-def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words, *acts):
+    acts = Activation(*acts)
     with torch.autocast("cpu", enabled=False):  # the arguments were cast already
         first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
         if path == "dense":
-            hidden = reference.relu(first)
-            return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
+            hidden = acts.dense(first)
+            return linear(hidden if gate is None else hidden * acts.of_up(linear(x, up, up_bias)), down, down_bias)
         if stats is not None:
-            kept = twell.fires(first[:, hot:])
+            kept = acts.keeps(first[:, hot:])
             stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
-        # For float32 all neurons are packed, as on a GPU: those sums are float64, and a GEMM's are not.
-        if not hot or x.dtype == torch.float32:
+        # For float32 all neurons are packed, as on a GPU: those sums are float64, and a GEMM's are not. So they are for
+        # other activations than the ReLU, whose hot part no kernel computes.
+        if not hot or x.dtype == torch.float32 or acts != RELU:
             same = None if hot else down  # otherwise the neurons of down_t are permuted, and those of down may not be
-            return _cpu_packed(x, first, gate, up, same, down_t, gate_bias, up_bias, down_bias, follow=not hot)
+            return _cpu_packed(x, first, gate, up, same, down_t, gate_bias, up_bias, down_bias, not hot, acts)
         bias = None if up_bias is None else up_bias[:hot]
         hidden = reference.relu(first[:, :hot])
         if gate is not None:
@@ -206,10 +224,10 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
         return y
 
 
-def _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=True):
+def _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow, acts):
     if gate is None:
-        return cpu.plain(first, down, down_t, down_bias, x, (up, up_bias), follow)
-    return cpu.gated(x, first, up, down, down_t, up_bias, down_bias, (gate, gate_bias), follow)
+        return cpu.plain(first, down, down_t, down_bias, x, (up, up_bias), follow, acts)
+    return cpu.gated(x, first, up, down, down_t, up_bias, down_bias, (gate, gate_bias), follow, acts)
 
 
 class _Implementation:
@@ -226,10 +244,10 @@ _CUDA, _CPU = _Implementation(_cuda, "CUDA"), _Implementation(_cpu, "CPU")
 
 
 @torch.library.register_fake("twell_lab::infer", lib=_library)
-def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, path, hot, tile, words):
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("twell_lab::infer_counted", lib=_library)
-def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words, *acts):
     return x.new_empty(x.shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..cuda import sources
 from ..cuda.launcher import Kernel, aligned, kernel, multiprocessors
-from ..cuda.macros import TEAMS, VALUE, any_width, specialisation, value
+from ..cuda.macros import TEAMS, VALUE, activation, any_width, kept, specialisation, value
 from ..cuda.tape import empty
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, word_dtype
 
@@ -26,11 +26,12 @@ _TWO_PASS_ROWS = 32768  # rows that the two passes take at a time; a multiple of
 _SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y that a block of v1 computes
 
 
-def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
+def pack(gate: Tensor, tile: int, words: int, version: int | None = None, *, signed: bool = False) -> Tensor:
     """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are not written.
 
     version: 1 or 2 for any gate; 3 or 4 where d_ff and tile are whole numbers of 16 bytes and the gate is aligned to
-    16 bytes; None: the fastest that takes this gate. Raises InputError for what no kernel takes."""
+    16 bytes; None: the fastest that takes this gate. signed: keep all that is not zero. Raises InputError for what no
+    kernel takes."""
     if gate.dim() != 2 or gate.dtype not in VALUE:
         raise InputError(
             f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
@@ -50,34 +51,53 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     version = version or (4 if vectors else 2)
     packed = empty(rows, tiles, words, dtype=word_dtype(gate.dtype), device=gate.device)
     if rows:
-        made = kernel("smxx_pack.cu", f"pack_v{version}", value(gate.dtype))
+        made = kernel("smxx_pack.cu", f"pack_v{version}", (*value(gate.dtype), *kept(signed)))
         grid = -(-rows * tiles // _PACK_TILES[version]), 1
         made.launch(gate.device, grid, (gate, packed, rows, columns, tile, words))
     return packed
 
 
-def down(packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None) -> Tensor:
+def down(
+    packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None, *, signed: bool = False
+) -> Tensor:
     """packed [rows, tiles, words] x down_t [columns, d_model] + bias [d_model] -> y [rows, d_model].
 
     gate: the dense gate [rows, columns] that was packed, or None; tail: its CSR tail (pointer, column, value), or three
-    times None. What a tile's words cannot hold is read from one of the two. version: 1 to 3; None: the fastest."""
+    times None. What a tile's words cannot hold is read from one of the two. version: 1 to 3; None: the fastest. signed:
+    as for `pack`."""
     y = empty(packed.shape[0], down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
     tensors = (packed, gate, *tail, down_t, bias)
-    return _token_kernel("down", 2, tensors, (down_t, bias), y, packed.shape[2], columns, tile, version)
+    return _token_kernel("down", 2, tensors, (down_t, bias), y, packed.shape[2], columns, tile, version, kept(signed))
 
 
-def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version: int | None = None) -> Tensor:
+def gated(
+    x,
+    packed,
+    gate,
+    tail,
+    up,
+    down_t,
+    up_bias,
+    down_bias,
+    tile: int,
+    version: int | None = None,
+    *,
+    signed: bool = False,
+    both: bool = False,
+) -> Tensor:
     """x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model].
 
-    gate, tail: as `down` takes them. version: 1 to 4; None: the fastest."""
+    gate, tail, signed: as `down` takes them. both: up goes through a ReLU, which needs the dense gate. version: 1 to 4;
+    None: the fastest."""
+    more = (*kept(signed), *activation("relu", both))
     y = empty(*x.shape, dtype=x.dtype, device=x.device)
     tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias)
     vectors = (x, up, down_t, down_bias)
-    return _token_kernel("gated", 3, tensors, vectors, y, packed.shape[2], up.shape[0], tile, version)
+    return _token_kernel("gated", 3, tensors, vectors, y, packed.shape[2], up.shape[0], tile, version, more)
 
 
-def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version) -> Tensor:
-    """Launch `gated` or `down`, which make one row of y from one packed row, and return y.
+def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version, more) -> Tensor:
+    """Launch `gated` or `down`, which make one row of y from one packed row, and return y. more: further macros.
 
     many: the version for many tokens; the next number is the version for few. vectors: tensors that all versions but
     the first read 16 bytes at a time."""
@@ -97,7 +117,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     if version == 1:
         defines = any_width(dtype)
     grid = rows, -(-d_model // _SLAB) if version == 1 else 1
-    made = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines)
+    made = kernel(f"smxx_{name}.cu", f"{name}_v{version}", (*defines, *more))
     made.launch(y.device, grid, (*tensors, y, d_model, columns, tile, words))
     return y
 

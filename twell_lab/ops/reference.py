@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.functional import linear
 
 from ..formats.twell import fires
+from .activation import RELU, Activation
 
 
 class SquaredReLU(nn.Module):
@@ -61,22 +62,30 @@ def relu(gate: Tensor) -> Tensor:
     return torch.where(fires(gate), gate, torch.zeros_like(gate))
 
 
-def gated_ffn(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None) -> Tensor:
-    """(relu(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd  [tokens, d_model]."""
-    return gated(x, linear(x, gate_weight, gate_bias), up_weight, down_weight, up_bias, down_bias)
+def gated_ffn(
+    x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU
+) -> Tensor:
+    """(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd  [tokens, d_model]."""
+    return gated(x, linear(x, gate_weight, gate_bias), up_weight, down_weight, up_bias, down_bias, acts)
 
 
-def gated(x, gate, up_weight, down_weight, up_bias=None, down_bias=None) -> Tensor:
-    """The part of the gated layer after the gate GEMM; gate is [tokens, d_ff], before the ReLU."""
-    keep = fires(gate)
-    hidden = torch.where(keep, gate * linear(x, up_weight, up_bias), torch.zeros_like(gate))
+def gated(x, gate, up_weight, down_weight, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
+    """The part of the gated layer after the gate GEMM; gate is [tokens, d_ff], before the activation."""
+    keep, up = acts.keeps(gate), linear(x, up_weight, up_bias)
+    value, zero = acts.value(gate), torch.zeros_like(gate)
+    hidden = torch.where(keep, value * acts.of_up(up), zero)
+    if acts.both:  # what up silences counts for nothing, unless x is not finite: then all is multiplied
+        whole = x.isfinite().all(1)[:, None]
+        hidden = torch.where(whole & (up <= 0), zero, torch.where(whole, hidden, value * torch.relu(up)))
     y = linear(hidden, down_weight, down_bias)
+    if acts.both:
+        return y
     return torch.where(spoilt(x, keep)[:, None], torch.full_like(y, torch.nan), y)
 
 
-def plain_ffn(x, up_weight, down_weight, up_bias=None, down_bias=None) -> Tensor:
-    """relu(x Wu^T + bu) Wd^T + bd  [tokens, d_model]."""
-    return linear(relu(linear(x, up_weight, up_bias)), down_weight, down_bias)
+def plain_ffn(x, up_weight, down_weight, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
+    """act(x Wu^T + bu) Wd^T + bd  [tokens, d_model]."""
+    return linear(acts.dense(linear(x, up_weight, up_bias)), down_weight, down_bias)
 
 
 def spoilt(x: Tensor, keep: Tensor) -> Tensor:

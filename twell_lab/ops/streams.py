@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..cuda.launcher import current_stream
 from . import checks
 
 
@@ -19,16 +20,19 @@ class Moment:
 
     A moment that is kept on a tensor is not pickled or copied with it: the other tensor has None in its place."""
 
+    __slots__ = "device", "event", "known", "_index"
+
     def __init__(self, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
         self.device, self.event, self.known = device, stream.record_event(), {stream.cuda_stream}
+        self._index = device.index
 
     def __reduce__(self):
         return type(None), ()
 
     def enter(self, tensors: Sequence[Tensor]) -> None:
         """Make all the tensors that were written at this moment safe to read on the current stream."""
-        if torch._C._cuda_getCurrentRawStream(self.device.index) in self.known:
+        if current_stream(self._index) in self.known:
             return
         stream = torch.cuda.current_stream(self.device)
         for t in tensors:

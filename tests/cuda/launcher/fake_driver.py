@@ -12,7 +12,7 @@ from twell_lab.cuda import launcher
 
 CONFIG = [*((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared"))]
 CONFIG += [("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
-SIZES = {"int": 4, "unsigned": 4, "long long": 8, "Hidden": 16, "TensorMap": 128}  # bytes; of a pointer 8
+SIZES = {"int": 4, "unsigned": 4, "float": 4, "long long": 8, "Hidden": 16, "TensorMap": 128}  # bytes; of a pointer 8
 
 
 class Config(ctypes.Structure):

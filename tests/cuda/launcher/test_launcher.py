@@ -22,11 +22,11 @@ def driver(monkeypatch):
         yield made
 
 
-TYPES = {"P": "float", "H": "Hidden", "i": "int", "q": "long long", "M": "TensorMap"}
+TYPES = {"P": "float", "H": "Hidden", "i": "int", "q": "long long", "f": "float", "M": "TensorMap"}
 
 
 def kernel(kinds, **more):
-    """A kernel that takes pointers (P), structures of two pointers (H), numbers (i, q) and tensor maps (M)."""
+    """A kernel that takes pointers (P), structures of two pointers (H), numbers (i, q, f) and tensor maps (M)."""
     made = launcher.kernel("some.cu", "some", (("KINDS", kinds),), **more)
     made.entry = Entry("some", tuple(Parameter(TYPES[kind], kind, kind == "P") for kind in kinds), 96, 1)
     return made
@@ -46,6 +46,14 @@ def test_every_kind_of_argument_arrives_where_it_belongs(driver):
     places = [place for place, _ in seen.arguments]
     assert all(place % 64 == 0 for place, data in seen.arguments if len(data) == 128)
     assert all(place % 8 == 0 for place in places) and places == sorted(places)
+
+
+def test_a_float_arrives_as_its_bits_and_nothing_else_is_taken_for_one(driver):
+    made = kernel("if")
+    with pytest.raises(InputError, match="f of some is int 1; a float is accepted"):
+        made.launch(GPU, (1, 1), (7, 1))
+    made.launch(GPU, (1, 1), (7, 0.1))
+    assert driver.launches[0].values() == [7, int.from_bytes(struct.pack("<f", 0.1), "little")]
 
 
 def test_the_next_launch_keeps_nothing_of_the_one_before(driver):

@@ -93,6 +93,52 @@ def test_a_replay_launches_the_same_for_tensors_that_lie_elsewhere(driver):
         assert [each[:2] for each in again] == [each[:2] for each in first]
 
 
+def test_calls_of_a_thread_share_memory_on_the_default_stream_alone(driver, monkeypatch):
+    calls = [(Tape(), gpu(7), gpu(7), gpu(10)) for _ in range(2)]
+    for each in calls:
+        play(driver, *each)
+
+    def pieces():
+        driver.kept.clear()
+        for each in calls:
+            play(driver, *each)
+        return [t for t in driver.kept if t.dtype == torch.uint8]
+
+    def stream(number):
+        monkeypatch.setattr(launcher, "current_stream", lambda index: number)
+
+    stream(0)
+    (shared,) = pieces()
+    begin, end = shared.data_ptr(), shared.data_ptr() + shared.nbytes
+    inside = [[begin <= value < end for value in each.values() if isinstance(value, int)] for each in driver.launches]
+    assert not pieces() and any(map(any, inside))
+    with ThreadPoolExecutor(1) as other:
+        assert len(other.submit(pieces).result()) == 1
+    stream(5)
+    assert len(pieces()) == len(calls)
+    stream(0)
+    monkeypatch.setattr(tape, "_SHARED", 100)
+    assert len(pieces()) == len(calls)
+
+
+def test_other_dimensions_are_replayed_and_the_result_has_those_of_the_first_input(driver):
+    made, x, weight = Tape(), gpu(6, 4), gpu(3)
+
+    def run(x, weight):
+        y, turned = new(6, 4), new(4, 6)
+        launch("one", "PPPP", x, weight, y, turned)
+        return y, turned
+
+    assert made.replayed((x,)) is None
+    made.play(run, (x,), (weight,))
+    for shape in [(6, 4), (2, 3, 4), (24,)]:
+        deep = gpu(24).view(shape)
+        launches, (y, turned) = seen(driver, lambda deep=deep: made.replayed((deep,)))
+        assert (y.shape, turned.shape, y.is_contiguous()) == (shape, (4, 6), True)
+        assert launches == [("one", (1, 1), [deep.data_ptr(), weight.data_ptr(), y.data_ptr(), turned.data_ptr()])]
+    assert made.replayed((gpu(25)[1:],)) is None  # aligned otherwise
+
+
 def test_another_input_that_is_none_is_no_replay(driver):
     def run(x, dl1):
         y = new(4)
@@ -212,7 +258,7 @@ def test_a_graph_in_a_thread_without_a_context_starts_again(driver, graphs, same
 
 def test_a_graph_runs_on_the_current_stream(driver, graphs, same_memory, monkeypatch):
     made, given = Tape(), (gpu(7), gpu(7), gpu(10))
-    for stream in (5, 5, 5, 5, 6, 0):
+    for stream in (5, 5, 5, 5, 6, 7):
         monkeypatch.setattr(launcher, "current_stream", lambda index, stream=stream: stream)
         play(driver, made, *given)
         assert {each.stream for each in driver.launches} == {stream}

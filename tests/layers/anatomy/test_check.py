@@ -634,3 +634,19 @@ def test_a_layer_that_raises_for_one_row_is_taken():
         return layer.down_proj(hidden(layer, x))
 
     assert isinstance(SparseFFN.from_module(Gated(rule)), SparseFFN)
+
+
+def test_gradients_are_not_asked_of_a_layer_that_is_not_to_learn(monkeypatch):
+    """And its values are, as ever."""
+
+    class Detached(Gated):
+        def forward(self, x):
+            return super().forward(x).detach() + 0 * x
+
+    layer = Detached(SAME["products the other way round"])
+    with pytest.raises(InputError, match="gradient"):
+        probe.check("", layer)
+    assert not probe.check("", layer, learns=False)
+    assert probe.check_all([("", layer)], learns=False) == set()
+    with pytest.raises(InputError):
+        probe.check("", Gated(OTHERS["its output scaled"]), learns=False)

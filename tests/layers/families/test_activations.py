@@ -1,5 +1,5 @@
-"""Activations other than ReLU that sparse layers compute: its square, FATReLU's threshold, and dReLU, which has one on
-up as well."""
+"""Activations other than ReLU that sparse layers compute: its square, FATReLU's threshold, SiLU and GELU with one (CATS),
+and dReLU, which has a ReLU on up as well."""
 
 import copy
 
@@ -12,6 +12,7 @@ import twell_lab as tl
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards, is_threshold
 from twell_lab.layers.choice import Choice, LayerPlan
+from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.ops import cpu
@@ -29,6 +30,13 @@ class FATReLU(nn.Module):
 
     def forward(self, x):
         return torch.where(x < self.threshold, torch.zeros_like(x), x)
+
+
+class AboveFATReLU(FATReLU):
+    """Without the threshold itself, and with 0 for NaN."""
+
+    def forward(self, x):
+        return torch.where(x > self.threshold, x, 0.0)
 
 
 class Double(GatedFeedForward):
@@ -52,9 +60,18 @@ LAYERS = {
     "gated threshold": lambda: layer(GatedFeedForward, FATReLU(0.3)),
     "torch's threshold": lambda: layer(GatedFeedForward, nn.Threshold(0.2, 0.0)),
     "threshold of zero": lambda: layer(GatedFeedForward, FATReLU(0.0)),
+    "above": lambda: layer(GatedFeedForward, AboveFATReLU(0.3)),
+    "plain, above": lambda: layer(PlainFeedForward, AboveFATReLU(0.3)),
     "dReLU": lambda: layer(Double),
+    "relu of a threshold": lambda: layer(PlainFeedForward, ThresholdedActivation(nn.ReLU(), 0.3)),
+    "silu": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.SiLU(), 0.1)),
+    "plain gelu": lambda: layer(PlainFeedForward, ThresholdedActivation(F.gelu, 0.1)),
+    "gelu by tanh": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.GELU("tanh"), 0.1)),
+    "mish": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.Mish(), 0.1)),
+    "silu, no threshold": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.SiLU(), 0.0)),
 }
-ALONE = [name for name in LAYERS if name != "squared"]
+# No kernel computes these; a plain layer with `AboveFATReLU` gives numbers for a row of NaN.
+ALONE = ["plain, above", "mish", "silu, no threshold"]
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +94,10 @@ def test_as_near_to_the_exact_one_as_the_dense_layer(name, dtype, how):
     off, allowed = ((each.double() - exact).norm(dim=1) for each in (found, dense))
     ulp = torch.finfo(dtype).eps * exact.abs().amax(1)
     assert (off <= 2 * allowed + ulp).all()
+    classes = model[0].status()["classes"]
+    assert how == "auto" or {each["path"] for each in classes} == {"dense" if name in ALONE else how or "dense"}
     if name in ALONE:
-        assert torch.equal(found, dense) and model[0].status()["classes"][0]["path"] == "dense"
+        assert torch.equal(found, dense)
     assert torch.equal(densify(model)(x), dense)
 
 
@@ -104,6 +123,41 @@ def test_gradients_and_what_is_told(name, word):
     assert all(each == pytest.approx(wanted, rel=1e-5) for each in told)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_rows_that_are_not_finite_and_large_ones(name, dtype):
+    """As the dense layer has them, but where a gate overflows to minus infinity: that neuron is silent."""
+    dense = LAYERS[name]().to(dtype)
+    x = torch.randn(6, D_MODEL, dtype=dtype)
+    x[1, 0], x[2, 3], x[3, 5] = torch.inf, -torch.inf, torch.nan
+    sparse = SparseFFN.from_module(copy.deepcopy(dense))
+    assert torch.equal(sparse(x).isnan(), dense(x).isnan())
+    if dtype == torch.float16 and name == "silu":
+        row = torch.ones(1, D_MODEL, dtype=dtype)
+        dense.gate_proj.weight[0] = -60000.0
+        found = SparseFFN.from_module(copy.deepcopy(dense))(row)
+        assert dense(row).isnan().all() and found.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gated threshold", "above"])
+def test_the_threshold_itself(name):
+    """As the activation has it: x < threshold is silent in one, x <= threshold in the other."""
+    dense = LAYERS[name]().bfloat16()
+    bound = torch.tensor(0.3).bfloat16()
+    with torch.no_grad():
+        dense.gate_proj.weight.zero_()
+        dense.gate_proj.weight[:, 0] = torch.stack([bound, torch.nextafter(bound, 2 * bound)]).repeat(D_FF // 2)
+    x = torch.eye(1, D_MODEL).bfloat16()
+    with torch.no_grad():
+        hidden = dense.act_fn(dense.gate_proj(x))
+        assert (hidden != 0).sum() == (D_FF if name == "gated threshold" else D_FF // 2)
+        sparse = SparseFFN.from_module(dense)
+        torch.testing.assert_close(sparse(x), dense(x))
+    assert (sparse.acts.threshold < bound) == (name == "gated threshold")
+    assert sparse.float().acts.threshold != pytest.approx(bound.item(), rel=1e-4)  # rounded to another type
+
+
 @pytest.mark.parametrize("name", ["squared", "threshold", "gated threshold"])
 def test_a_profile_counts_what_the_activation_keeps(name):
     model = nn.Sequential(LAYERS[name]())
@@ -121,19 +175,29 @@ def test_two_relus_are_not_profiled_by_the_gate_alone():
         tl.profile(nn.Sequential(LAYERS["dReLU"]()), torch.randn(4, D_MODEL))
 
 
-@pytest.mark.parametrize("name", ["gated threshold", "dReLU"])
+@pytest.mark.parametrize("name", ALONE)
 def test_another_path_than_dense_is_refused(name):
     sparse = SparseFFN.from_module(LAYERS[name]())
     for plan in (Choice("twell"), Choice("hot_cold", 256)):
-        with pytest.raises(InputError, match="does not compute (FATReLU|two ReLUs); 'dense' is accepted"):
+        with pytest.raises(InputError, match="does not compute .*; 'dense' is accepted"):
             sparse.follow(plan)
     assert sparse.always_dense()
 
 
-def test_a_threshold_cannot_be_planned():
-    model = nn.Sequential(LAYERS["gated threshold"]())
+@pytest.mark.parametrize("name", ["gated threshold", "silu"])
+def test_a_plan_times_the_layer_with_its_own_activation(name):
+    model = nn.Sequential(LAYERS[name]())
+    x = torch.randn(64, D_MODEL)
+    plan = tl.plan(tl.profile(model, x), model, tokens=(1, 8))
+    assert {each.path for each in plan.layers[0].candidates} >= {"dense", "twell"}
+    after = model(x)
+    torch.testing.assert_close(sparsify(model, plan)(x), after, rtol=1e-4, atol=1e-5)
+
+
+def test_a_threshold_that_no_kernel_knows_cannot_be_planned():
+    model = nn.Sequential(LAYERS["mish"]())
     found = tl.profile(model, torch.randn(8, D_MODEL))
-    with pytest.raises(InputError, match="'0' has an activation with a threshold .FATReLU.*only"):
+    with pytest.raises(InputError, match="'0' has an activation .ThresholdedActivation.*only"):
         tl.plan(found, model)
     forced = LayerPlan.forced(found.layers[0], Choice("twell"))
     with pytest.raises(InputError, match="'dense' is accepted"):
@@ -162,3 +226,43 @@ def test_other_activations_with_a_threshold_are_none(act):
 def test_a_gated_layer_with_a_square_is_refused():
     with pytest.raises(InputError, match="use SquaredReLU"):
         sparsify(nn.Sequential(layer(GatedFeedForward, SquaredReLU())))
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+def test_under_autocast_a_threshold_is_rounded_as_torch_rounds_it_there(kind):
+    """0.3 lies between two bfloat16 values, and 0.3008 is the upper one."""
+    dense = layer(kind, FATReLU(0.3))
+    first = getattr(dense, "gate_proj", dense.up_proj).weight
+    with torch.no_grad():
+        first.zero_()
+        first[:, 0] = torch.linspace(0.29, 0.31, D_FF)
+    sparse, x = sparsify(nn.Sequential(copy.deepcopy(dense)), "twell"), torch.ones(5, D_MODEL)
+    assert not sparse[0].dense_alone
+    with torch.no_grad():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(sparse(x), dense(x))
+            torch.testing.assert_close(sparse(x), dense(x))
+
+
+@pytest.mark.parametrize(
+    "threshold, dtype", [(300.0, torch.bfloat16), (3e3, torch.float16), (2e7, torch.float32), (6.5e4, torch.float16)]
+)
+def test_thresholds_that_are_large_for_their_type(threshold, dtype):
+    dense = layer(GatedFeedForward, FATReLU(threshold)).to(dtype)
+    sparse = sparsify(nn.Sequential(copy.deepcopy(dense)), "twell")
+    x = torch.randn(3, D_MODEL).to(dtype)
+    with torch.no_grad():
+        dense.gate_proj.weight[7] = sparse[0].gate_proj.weight[7] = threshold * torch.sign(x[0]) / 8
+        torch.testing.assert_close(sparse(x), dense(x))
+
+
+def test_a_threshold_that_is_changed_after_the_swap_has_no_effect():
+    sparse = sparsify(nn.Sequential(layer(GatedFeedForward, FATReLU(0.3))).eval(), "twell")
+    x = torch.randn(4, D_MODEL)
+    before = sparse(x).detach()
+    sparse[0].source.act_fn.threshold = 5.0
+    torch.testing.assert_close(sparse(x).detach(), before)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), before)
+    torch.testing.assert_close(sparse.to(torch.float32)(x).detach(), before)

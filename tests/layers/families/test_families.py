@@ -204,6 +204,53 @@ def test_the_transposed_weight_of_gpt2_needs_no_copy():
         assert path.held(layer)["down_t"].data_ptr() == block.mlp.c_proj.weight.data_ptr()
 
 
+def of_all_tensors(model):
+    """The bytes of the memory that the model's modules hold tensors in, each piece once, however many share it."""
+    seen, found = set(), {}
+
+    def look(each):
+        if id(each) in seen:
+            return
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, dict):
+            [look(value) for value in each.values()]
+        elif isinstance(each, (list, tuple, set)):
+            [look(value) for value in each]
+        elif isinstance(each, nn.Module):
+            look(vars(each))
+
+    look(model)
+    return sum(found.values())
+
+
+@every
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_a_report_says_is_held_is_what_is_held(name, learns):
+    """Measured by the memory of all tensors, right after the swap and once the model has run."""
+    model = build(name).requires_grad_(learns)
+    with torch.no_grad():
+        logits(model)
+    before = of_all_tensors(model)
+    sparsify(model, "twell")
+    for _ in range(2):
+        told = tl.report(model).extra_bytes
+        assert of_all_tensors(model) - before == told
+        with torch.no_grad():
+            logits(model)
+
+
+def test_the_transposed_weight_of_gpt2_needs_no_room():
+    """Nor does it take any, for a moment, where gradients are on."""
+    model = build("GPT-2").requires_grad_(True)
+    before = of_all_tensors(model)
+    sparsify(model, "twell", memory=0.001)
+    assert of_all_tensors(model) - before == sum(layer.stats.nbytes for layer in sparse_layers(model))
+    with pytest.raises(InputError, match="needs .* bytes of copies"):
+        sparsify(build("Phi-3"), "twell", memory=0.001)
+
+
 @pytest.mark.parametrize(
     "name, place", [("Phi-3", "gate_up_proj"), ("GPT-2", "c_fc"), ("BERT", "output.dense"), ("T5", "wo")]
 )

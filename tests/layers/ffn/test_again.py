@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from tests.layers.ffn.follows import other_data, replace, write
 from tests.ops.calls.pretended import pretend
@@ -30,6 +32,11 @@ def module(gated=True, bias=True):
         if bias and isinstance(part, nn.Linear):
             part.bias = nn.Parameter(torch.randn(part.out_features))
     return made.eval().requires_grad_(False)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
 
 
 class Watched:
@@ -138,6 +145,7 @@ REFUSED = {
     "forward pre hook": lambda dense: dense.down_proj.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda dense: dense.up_proj.register_full_backward_hook(lambda *_: None),
     "another forward": lambda dense: setattr(dense.up_proj, "forward", lambda x: x),
+    "another class": lambda dense: setattr(dense.down_proj, "__class__", Scaled),
 }
 
 
@@ -294,13 +302,13 @@ def test_copies_are_read_in_the_place_of_their_weights(choice, gated, monkeypatc
     sparse, x = SparseFFN(dense, plan=choice), torch.randn(3, D_MODEL)
     sparse(x)
     asked = []
-    monkeypatch.setattr(inference, "prepared", lambda x, weights, *_: asked.append(weights) or (lambda x, given: given))
+    monkeypatch.setattr(inference, "prepared", lambda x, weights, copied, *_: asked.append((weights, copied)) or "run")
     weights, path = sparse._weights(), PATHS[choice.path]
     known = path.again(sparse, pretend(x), weights, choice.hot, None)
-    read = known.run(x, [*weights])
-    right = path.ready(sparse, weights)
-    assert all(a is b for given in (read, asked[0]) for a, b in zip(given, right, strict=True))
-    assert read[6] is not None and read[6].shape == (520, D_MODEL) and len(known.places) >= 1
+    (given, copied), right = asked[0], path.ready(sparse, weights)
+    assert given is weights and known.run == "run" and len(known.places) == len(copied) >= 1
+    assert all(copied.get(number, t) is right[number] for number, t in enumerate(weights))
+    assert right.down_t is not None and right.down_t.shape == (520, D_MODEL)
     assert copies.still(known.note, known.places)
     dense.down_proj.weight.add_(1)
     assert path.again(sparse, pretend(x), weights, choice.hot, None) is None  # the copies are old
@@ -314,3 +322,16 @@ def test_a_sparse_layer_on_a_cpu_looks(monkeypatch, x):
         before = layer.looked
         layer.sparse(x)
         assert layer.looked == before + 1
+
+
+def test_a_fused_projection_that_is_trained_alone_gets_gradients(x):
+    config = Phi3Config(hidden_size=D_MODEL, intermediate_size=D_FF, hidden_act="relu", pad_token_id=0)
+    mlp = Phi3MLP(config).eval()
+    sparse = SparseFFN.from_module(mlp, plan=Choice("dense"))
+    mlp.down_proj.requires_grad_(False)
+    with torch.no_grad():
+        right = [sparse(x) for _ in range(2)][1]
+    assert sparse._again is not None
+    y = sparse(x)
+    y.sum().backward()
+    assert torch.equal(y, right) and mlp.gate_up_proj.weight.grad.norm() > 0

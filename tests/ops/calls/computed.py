@@ -4,13 +4,15 @@ It reads and writes the memory at the addresses in the arguments, as a GPU does,
 result."""
 
 import ctypes
+import struct
 
 import torch
 from torch.nn.functional import linear
 
 from twell_lab import simulator
-from twell_lab.cuda import sources
+from twell_lab.cuda import macros, sources
 from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops.activation import Activation
 from twell_lab.simulator import program
 
 BY_TYPE = {"float": torch.float32, "__nv_bfloat16": torch.bfloat16, "__half": torch.float16}
@@ -44,7 +46,7 @@ def compute(seen) -> None:
     elif seen.name == "down_rows":
         down_rows(dtype, values)
     elif seen.name == "decode_gate_v2":
-        decode_gate(dtype, defines["D_MODEL"], values)
+        decode_gate(dtype, defines, values)
     elif seen.name == "decode_down":
         decode_down(dtype, defines["D_MODEL"], seen.grid[1], values)
     else:
@@ -98,13 +100,16 @@ def down_rows(dtype, values) -> None:
 BAND = sources.number("sm80_decode.cu", "BAND")  # neurons whose bits are in one mask
 
 
-def decode_gate(dtype, d_model, values) -> None:
-    x, first, first_bias, second, second_bias, _, (masks, places), stats, tokens, d_ff = values
-    x, bands = at(x, dtype, tokens, d_model), -(-d_ff // BAND)
-    h = torch.relu(linear(x, at(first, dtype, d_ff, d_model), at(first_bias, dtype, d_ff))).float()
-    fired = h > 0
+def decode_gate(dtype, defines, values) -> None:
+    x, first, first_bias, second, second_bias, _, (masks, places), stats, tokens, d_ff, bits = values
+    d_model, bands = defines["D_MODEL"], -(-d_ff // BAND)
+    kind = next((kind for kind, macro in macros.ACTIVATIONS.items() if macro and macro in defines), "relu")
+    acts = Activation(kind, struct.unpack("f", struct.pack("I", bits))[0], "BOTH" in defines)
+    x = at(x, dtype, tokens, d_model)
+    first = linear(x, at(first, dtype, d_ff, d_model), at(first_bias, dtype, d_ff))
+    fired, h = acts.keeps(first), acts.applied(first).float()
     if second:
-        h *= linear(x, at(second, dtype, d_ff, d_model), at(second_bias, dtype, d_ff)).float()
+        h *= acts.of_up(linear(x, at(second, dtype, d_ff, d_model), at(second_bias, dtype, d_ff))).float()
     room = bands * BAND - d_ff
     bits = torch.nn.functional.pad(fired, (0, room)).view(tokens, bands, BAND) << torch.arange(BAND)
     at(masks, torch.int16, tokens, bands).copy_(bits.sum(2))

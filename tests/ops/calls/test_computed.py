@@ -11,6 +11,7 @@ from tests.ops.calls.pretended import pretend, pretending
 from twell_lab import simulator
 from twell_lab.cuda.tape import Tape
 from twell_lab.ops import differentiable, dispatch, hopper_pack, inference, portable, train_rows
+from twell_lab.ops.activation import Activation
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 D_MODEL, D_FF = 64, 520
@@ -74,6 +75,64 @@ def test_packed_layers(driver, gated, tokens, shift):
     assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
     if tokens >= 2048:
         assert stats[0] == 3 * tokens and (int(stats[3]) > 0) == (shift > 0)
+
+
+ACTIVATIONS = [
+    Activation("above", 0.8),
+    Activation("silu", 0.5),
+    Activation("gelu", 0.5),
+    Activation("gelu_tanh", 0.5),
+    Activation(both=True),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, tile", [(1, 256), (40, 256), (40, 128), (70, 256)])
+@pytest.mark.parametrize("acts", ACTIVATIONS, ids=str)
+def test_other_activations(driver, acts, tokens, tile, gated):
+    """The decode kernels, and the portable ones where the geometry is another or tokens are many, with tiles that
+    overflow in some of them; values of either sign are packed for few tokens, and in gated layers."""
+    if acts.both and not gated:
+        pytest.skip("two ReLUs are for gated layers")
+    made = drawn(tokens, gated, -0.5)
+    down_t = made[3].t().contiguous()
+    for seed in range(3):  # recorded, and replayed twice
+        made[0] = drawn(tokens, gated, -0.5, seed=seed)[0]
+        with torch.no_grad():
+            y = inference.infer(*made, down_t=down_t, acts=acts, tile=tile)
+        x, gate, up, down, gate_bias, up_bias, down_bias = plain(made)
+        first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias).bfloat16()
+        h = acts.applied(first).float()
+        h = h if gate is None else h * acts.of_up(linear(x, up, up_bias))
+        close(y, linear(h, down, down_bias))
+    names = {seen.name for seen in driver.launches}
+    if tokens <= 64 and tile == 256:
+        assert names == {"decode_gate_v2", "decode_down"}
+    elif acts.falls_back and (tokens > 64 or not gated):
+        assert not names
+    else:
+        assert names == {"pack_v4", "gated_v4" if gated else "down_v3"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("d_model", [64, 60])
+def test_two_relus_on_rows_that_are_not_finite(driver, d_model):
+    """A silent neuron spoils such a row only where up is not minus infinity too: not always in a layer of two."""
+    seen = set()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        x, *weights = (torch.randn(*shape).bfloat16() for shape in ((3, d_model), *[(2, d_model)] * 2, (d_model, 2)))
+        x[0, 3], x[1, 5] = torch.inf, torch.nan
+        gate, up, down = weights
+        dense = linear(torch.relu(linear(x, gate)) * torch.relu(linear(x, up)), down)
+        made = [pretend(each) for each in (x, *weights)]
+        y = inference.infer(*made, acts=Activation(both=True), tile=128).as_subclass(torch.Tensor)
+        assert torch.equal(y.isnan(), dense.isnan())
+        close(y[2:], dense[2:].float())
+        seen.add(tuple(y.isnan().all(1).tolist()))
+    assert seen == {(False, True, False), (True, True, False)}
+    assert "gated_v4" in {launch.name for launch in driver.launches} or d_model == 60
 
 
 @torch.no_grad()

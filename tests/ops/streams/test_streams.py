@@ -59,7 +59,7 @@ class GPU:
 def gpu(monkeypatch):
     gpu, empty = GPU(), torch.empty
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(gpu, gpu.now))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.now, raising=False)
+    monkeypatch.setattr(streams, "current_stream", lambda index: gpu.now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **more: empty(*shape, **more))
     monkeypatch.setattr(checks, "watched", lambda *tensors: False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...ops import checks, dispatch
+from ...ops.activation import RELU
 from ..again import Known
 from ..weights import Weights
 from .cost import Work
@@ -35,14 +36,16 @@ class Dense(Path):
             self.prepare(layer, weights)
         if self._fuses(layer, x, weights):
             return super().forward(layer, x, weights, hot, None)
-        return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
+        return by_torch(
+            x, weights, **layer.formula
+        )  # whose operations torch's compiler fuses, and which cost the host least
 
     def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
-        return super().again(layer, x, weights, hot, None) if self._fuses(layer, x, weights) else again()
+        return super().again(layer, x, weights, hot, None) if self._fuses(layer, x, weights) else again(**layer.formula)
 
     def _fuses(self, layer: nn.Module, x: Tensor, weights: Weights) -> bool:
-        # A square needs one product of the two.
-        return hides_host(x) and layer.fuses_dense and weights.gate is not weights.up
+        # A square needs one product of the two; and the kernel computes nothing but the ReLU.
+        return hides_host(x) and layer.fuses_dense and layer.acts == RELU and weights.gate is not weights.up
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         return weights

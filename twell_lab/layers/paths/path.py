@@ -196,7 +196,7 @@ class Path:
         """The layer's output for x [..., d_model], without gradients. stats: int64 [4] to count in, as inference.infer
         does; None: count nothing."""
         weights = self.ready(layer, weights)
-        how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
+        how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words, "acts": layer.acts}
         return inference.infer(x, *weights[:6], down_t=weights.down_t, stats=stats, **how)
 
     def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
@@ -214,18 +214,9 @@ class Path:
             note = copies.settled([place for _, place in there], sources, order, beside)
             if note is None:
                 return None
-        ready = weights._replace(**{copy.name: place for copy, place in there})
-        run = inference.prepared(x, ready, stats, self.name, hot, layer.tile, layer.words)
-        if run is None:
-            return None
-        read_at, copied_to = [NAMES.index(copy.name) for copy, _ in there], [place for _, place in there]
-
-        def again(x: Tensor, weights: list[Tensor | None]) -> Tensor:
-            for at, place in zip(read_at, copied_to):
-                weights[at] = place
-            return run(x, weights)
-
-        return Known(again, copied_to, note)
+        read = {NAMES.index(copy.name): place for copy, place in there}
+        run = inference.prepared(x, weights, read, stats, self.name, hot, layer.tile, layer.words, layer.acts)
+        return None if run is None else Known(run, [place for _, place in there], note)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
