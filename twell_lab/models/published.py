@@ -4,6 +4,7 @@ The models of the method's paper (arXiv 2603.23198, SakanaAI/SparseLM0.5B to 2B)
 does not know, "llama_sparse_relu", and a config.json whose hidden_act says silu while their layers compute a ReLU.
 Their weights are named as a Llama's. What decides is in the other entries that begin with "sparsity_": whether the
 layers have a gate, how wide they are, and whether `down` was saved transposed, as the kernels that trained it read it.
+Other ReLU models that transformers does not know are in twell_lab.models.foreign.
 
 No code of a repository is run, and no pickled weights are read."""
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 import safetensors
@@ -27,6 +29,7 @@ from .tiny import LanguageModel
 # The model_type of a checkpoint whose layers compute a ReLU, whatever its hidden_act says: that of the same model in
 # transformers, with gated layers and with plain ones (None: there is no such model).
 _SPARSE_RELU = {"llama_sparse_relu": ("llama", "arcee"), "qwen2_sparse_relu": ("qwen2", None)}
+_FOREIGN = ("sparsellama", "minicpm", "bamboo")  # those of twell_lab.models.foreign
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt")  # the files of a repository that are fetched
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = "model.safetensors"
@@ -43,9 +46,10 @@ def load(
     """A causal language model, in evaluation mode.
 
     Args:
-        name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's;
-            or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"), which is downloaded
-            unless it is in the Hub's cache. How much is said on stderr before.
+        name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's,
+            of ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub
+            ("SakanaAI/SparseLM0.5B"), which is downloaded unless it is in the Hub's cache. How much is said on stderr
+            before, and nothing large is fetched of a model that could not be loaded.
         dtype: of the weights; by default what the checkpoint says.
         device: where the model goes.
         revision: of a repository: a branch, tag or commit.
@@ -65,6 +69,8 @@ def load(
         model: nn.Module = LanguageModel.load(folder)
     elif _kind(said) in _SPARSE_RELU:
         model = _sparse_relu(folder, said, dtype)
+    elif _kind(said) in _FOREIGN:
+        model = _foreign(folder, said, dtype)
     else:
         model = _plain(folder, said, dtype)
     return model.to(place, dtype).eval() if dtype is not None else model.to(place).eval()
@@ -105,10 +111,15 @@ def _fetched(name: str, revision: str | None) -> Path:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
         wanted = [file for file in files if any(Path(file.rfilename).match(pattern) for pattern in _WANTED)]
         size = sum(file.size or 0 for file in wanted)
+        small = Path(snapshot_download(name, revision=revision, allow_patterns=("*.json",)))
+        if (small / "config.json").is_file():
+            _refuse(small, configuration(small))
         print(
             f"{name}: {len(wanted)} files, {size / 1e9:.2f} GB, from the Hugging Face Hub", file=sys.stderr, flush=True
         )
         return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+    except (InputError, StackError):
+        raise
     except Exception as error:  # the Hub's client and the network each raise their own kinds
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
@@ -117,18 +128,21 @@ def _fetched(name: str, revision: str | None) -> Path:
         ) from error
 
 
+def _placed(folder: Path) -> dict[str, str]:
+    """The file of each weight, as the index says. InputError where it does not."""
+    index = read_json(folder / _INDEX, "model")
+    placed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(placed, dict) or not all(
+        type(each) is str and Path(each).name == each for each in placed.values()
+    ):
+        raise InputError(f"{_INDEX} in {str(folder)!r} has no weight_map of file names")
+    return placed
+
+
 def _shards(folder: Path) -> list[Path]:
     """The files with the weights. InputError where there are none, or one is missing."""
-    if (folder / _INDEX).is_file():
-        index = read_json(folder / _INDEX, "model")
-        placed = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(placed, dict) or not all(
-            type(each) is str and Path(each).name == each for each in placed.values()
-        ):
-            raise InputError(f"{_INDEX} in {str(folder)!r} has no weight_map of file names")
-        found = [folder / each for each in sorted(set(placed.values()))]
-    else:
-        found = [folder / _WEIGHTS]
+    names = sorted(set(_placed(folder).values())) if (folder / _INDEX).is_file() else [_WEIGHTS]
+    found = [folder / each for each in names]
     for path in found:
         if not path.is_file():
             raise InputError(
@@ -154,7 +168,54 @@ def configuration(folder: Path) -> dict:
 def _kind(said: dict) -> str:
     """Its model_type; "" where it has none that is a word."""
     kind = said.get("model_type")
+    if kind is None and said.get("architectures") == ["MiniCPMForCausalLM"]:
+        return "minicpm"
     return kind if isinstance(kind, str) else ""
+
+
+def _refuse(folder: Path, said: dict) -> None:
+    """InputError for a model of transformers that cannot be loaded, as far as its small files tell: its weights need
+    not be there yet."""
+    kind = _kind(said)
+    if "format" in said or kind in _SPARSE_RELU:
+        return
+    if kind in _FOREIGN:
+        from . import foreign
+
+        if reason := foreign.obstacle(kind, said):
+            raise InputError(f"{reason}: config.json in {str(folder)!r}")
+        if names := [name for name in _named(folder) if ".predictor." in name]:
+            raise InputError(
+                f"{str(folder)!r} has {names[0]}: its layers leave out the neurons that a predictor takes for silent, "
+                "which no model here does; accepted: a checkpoint without predictors"
+            )
+        return
+    auto = _transformers().models.auto
+    causal = [*auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_SPARSE_RELU, *_FOREIGN]
+    if kind not in causal:
+        there = kind in auto.configuration_auto.CONFIG_MAPPING
+        what = "is no causal language model of transformers'" if there else "transformers does not know"
+        code = ", and the repository's own code is not run" if said.get("auto_map") and not there else ""
+        near, own = get_close_matches(kind, causal, 3), (*_SPARSE_RELU, *_FOREIGN)
+        raise InputError(
+            f"model_type is {said.get('model_type')!r:.80} in {str(folder)!r}, which {what}{code}"
+            + (f"; close to it: {', '.join(near)}" if near else "")
+            + f"; accepted: {', '.join(own)}, and {len(causal) - len(own)} of transformers, which "
+            "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES lists"
+        )
+
+
+def _named(folder: Path) -> list[str]:
+    """The names of the weights, as far as they are there: of the index, or of the one file's header."""
+    if (folder / _INDEX).is_file():
+        return sorted(_placed(folder))
+    if not (folder / _WEIGHTS).is_file():
+        return []
+    try:
+        with safetensors.safe_open(folder / _WEIGHTS, "pt") as file:
+            return sorted(file.keys())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _unreadable(folder / _WEIGHTS, error) from error
 
 
 def tokenizer_of(folder: Path):
@@ -175,23 +236,50 @@ def _transformers():
 
 def _plain(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
     """A model that transformers knows."""
-    library = _transformers()
-    if _kind(said) not in library.models.auto.configuration_auto.CONFIG_MAPPING:
-        code = ", and the repository's own code is not run" if said.get("auto_map") else ""
-        raise InputError(
-            f"model_type is {said.get('model_type')!r:.80} in {str(folder)!r}, which transformers does not know{code}; "
-            f"accepted: what transformers knows, {', '.join(_SPARSE_RELU)}"
-        )
+    _refuse(folder, said)
+    return _from_pretrained(_transformers().AutoModelForCausalLM, folder, dtype)
+
+
+def _foreign(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
+    """A model of twell_lab.models.foreign."""
+    _transformers()
+    from . import foreign
+
+    _refuse(folder, said)
+    kind = foreign.MODELS[_kind(said)]
+    entries = {"tie_word_embeddings": _kind(said) == "minicpm"} | said  # where it does not say
+    try:
+        config = kind.config_class.from_dict({k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
+    except Exception as error:  # the library checks the entries, each in its own way
+        raise InputError(f"config.json in {str(folder)!r} is not that of a {_kind(said)}: {error}") from error
+    model, found = _from_pretrained(kind, folder, dtype, config=config, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(f"{str(folder)!r} lacks {missing[0]}")
+    if unknown := sorted(found["unexpected_keys"]):
+        raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
+    return model
+
+
+def _from_pretrained(kind, folder: Path, dtype: torch.dtype | None, **how):
+    """What kind.from_pretrained gives, from safetensors alone, and without bars where nobody sees them."""
     _shards(folder)
-    bars = library.utils.logging
+    bars = _transformers().utils.logging
     quiet = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
     try:
         if quiet:
             bars.disable_progress_bar()
-        return library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
+        return kind.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True, **how
         )
-    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ArithmeticError,  # of sizes that cannot be
+        ImportError,  # of what a quantised model needs
+        safetensors.SafetensorError,
+    ) as error:
         raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
     finally:
         if quiet:
@@ -231,8 +319,12 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         try:
             found |= safetensors.torch.load_file(path)
         except (OSError, safetensors.SafetensorError) as error:
-            raise InputError(f"{str(path)!r} cannot be read: {error}; accepted: a whole safetensors file") from error
+            raise _unreadable(path, error) from error
     return found
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(f"{str(path)!r} cannot be read: {error}; accepted: a whole safetensors file")
 
 
 def _fill(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:

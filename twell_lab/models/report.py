@@ -12,6 +12,7 @@ from ..analysis.plan import COLUMNS, chosen
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.lossy import Lossy
+from ..layers.shards import part_of
 from ..layers.sparse_ffn import SparseFFN
 
 _COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs", "layout": "weights"}
@@ -86,7 +87,7 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
         same = {"layer": found.name, "state": state, "layout": layout, "extra_bytes": held}
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else ""
         rows += [{**nothing, **row, **same, "why": f"{row['why']}{lossy}"} for row in told]
-    return Report(rows, sum(p.nbytes for p in model.parameters()))
+    return Report(rows, sum(part_of(p).nbytes for p in model.parameters()))
 
 
 def _state(module: nn.Module) -> tuple[str, list[dict]]:

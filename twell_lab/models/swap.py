@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import os
 
+import torch
 from torch import nn
 
 from ..analysis.auto import Shared, Watch
 from ..analysis.plan import Plan, rates_of
 from ..analysis.room import SHARE, Room, check_share
+from ..analysis.trials import beside
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
+from ..layers.activations import known
 from ..layers.anatomy import FeedForward, Only, check_model, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.layout import Holders
-from ..layers.parts import HandOn
+from ..layers.parts import HandOn, own_forward, set_forward
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import turned
@@ -58,8 +61,15 @@ def sparsify(
     Each routed expert of a model is a layer, named by its number. Without a plan they stay dense for good, since the
     model computes all experts together faster than one after the other, which is what another path has it do.
 
-    A layer whose activation has a threshold (FATReLU), and one that has a ReLU on up as well (dReLU), stays dense
-    whatever it is told: no kernel computes it yet.
+    A layer whose activation has a threshold (FATReLU; SiLU or GELU with one, as twell_lab.thresholds puts there), and
+    one that has a ReLU on up as well (dReLU), is computed by kernels like any other, but dense where gradients are
+    needed. One with a threshold on another function stays dense whatever it is told.
+
+    A model may lie on several devices (a device_map, accelerate's dispatch_model) if each layer lies on one: what moves
+    the input of a dense layer moves that of the SparseFFN. Layers whose weights are offloaded are refused. Of a model
+    that transformers' tensor parallelism split over processes (tp_plan="auto") each process has to swap the same
+    layers, and decides for its own neurons, which is what its profile, plan and report are of. Where gradients are
+    needed, such a layer computes as it did, densely.
 
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
@@ -105,7 +115,7 @@ def sparsify(
     both = probe.check_all(dense, both=True)
     alone = {found.name for found in layers if _alone(found, both)}
     room = _room(model, plan, layers, memory, reorder)
-    shared = Shared(room)
+    shared = Shared(room, beside(model, layers[0].up.weight))
     follows = _followed(plan, [found for found in layers if found.name not in alone], room)
     how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_reorders": reorder}
     how["_holders"] = Holders(layers) if reorder else None
@@ -121,7 +131,7 @@ def sparsify(
             sparse = SparseFFN(source, plan=followed, _both=id(source) in both, **how)
             if isinstance(source, Expert):
                 source.of.add_module(found.name.rpartition(".")[2], sparse)
-                source.of.forward = Routed(source.of)
+                set_forward(source.of, Routed(source.of))
                 continue
             if sparse.registered:
                 model = _put(model, source, sparse)
@@ -138,7 +148,9 @@ def sparsify(
 def _alone(found: FeedForward, both: set[int]) -> bool:
     """Whether the dense path is the only one that computes this layer. both: ids of modules with a ReLU on up, too."""
     module = found.module
-    return module.dense_alone if isinstance(module, SparseFFN) else found.acts is not None or id(module) in both
+    if isinstance(module, SparseFFN):
+        return module.dense_alone
+    return known(found.acts or torch.relu, found.gate is not None, id(module) in both) is None
 
 
 def _room(model: nn.Module, plan, layers: list[FeedForward], memory: float | None, reorder: bool) -> Room:
@@ -197,15 +209,15 @@ def densify(model: nn.Module) -> nn.Module:
     check_model(model)
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         sparse.layout.check(sparse)
-    for module in [each for each in model.modules() if isinstance(vars(each).get("forward"), Routed)]:
-        del module.forward
+    for module in [each for each in model.modules() if isinstance(own_forward(each), Routed)]:
+        set_forward(module, None)
         for name, sparse in [(name, each) for name, each in module._modules.items() if isinstance(each, SparseFFN)]:
             sparse.turn_back()
             del module._modules[name]
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
     for module in model.modules():  # also those of a block whose SparseFFN was replaced
-        if isinstance(vars(module).get("forward"), HandOn):
-            del module.forward
+        if isinstance(own_forward(module), HandOn):
+            set_forward(module, None)
     for sparse in layers:
         source = sparse.source
         sparse.turn_back()

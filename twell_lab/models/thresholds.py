@@ -45,7 +45,7 @@ from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.hooks import on_part
 from ..layers.lossy import Lossy, ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import is_projection, put
+from ..layers.parts import is_projection, put, uncompiled
 from ..layers.sparse_ffn import SparseFFN
 
 FORMAT = "twell-lab thresholds"
@@ -232,11 +232,7 @@ class Calibration:
 
     def sparsities(self, sparsity: float, *, greedy: bool = False) -> list[dict[str, float]]:
         """The sparsity of each place, by layer: the same for all, or as this module's first lines say."""
-        most = LEVELS[-1] if greedy else 1.0
-        wrong = isinstance(sparsity, bool) or not isinstance(sparsity, (int, float))
-        if wrong or not 0 <= sparsity <= most or sparsity == 1:
-            until = f"up to {most:g}" if greedy else "up to, but not, 1"
-            raise InputError(f"sparsity is {sparsity!r:.80}; a share of the values, from 0 {until}, is accepted")
+        _check_wish(sparsity, greedy)
         found = [dict.fromkeys(layer.sites, 0.0 if greedy else float(sparsity)) for layer in self.layers]
         if greedy:
             self._raise(found, float(sparsity))
@@ -280,16 +276,15 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     found = _layers(model, only)
     if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    probe.check_all((layer.name, layer.module) for layer in found)
+    probe.check_all(((layer.name, layer.module) for layer in found), learns=False)
     layers = [LayerCalibration(layer, method) for layer in found]
     if not run(model, [(each.layer, each.see) for each in layers], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
     for layer in layers:
         if not layer.tokens:
             raise InputError(
-                f"{layer.name!r} saw no token: the batches were empty, or have nothing for it, or the model was "
-                "compiled, which hides it from hooks; accepted: one token or more, not yet compiled, or an `only` that "
-                "leaves it out"
+                f"{layer.name!r} saw no token: the batches were empty, or have nothing for it; accepted: one token or "
+                "more, or an `only` that leaves it out"
             )
     return Calibration(method, layers)
 
@@ -325,7 +320,18 @@ def thresholds(
             that has thresholds; for values that are not finite; and for wrong arguments. Routed experts are left as
             they are, and a model that has no other layer is refused: they share one activation.
     """
+    _check_wish(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
+
+
+def _check_wish(sparsity, greedy) -> None:
+    if not isinstance(greedy, bool):
+        raise InputError(f"greedy is {greedy!r:.80}; True or False is accepted")
+    most = LEVELS[-1] if greedy else 1.0
+    wrong = isinstance(sparsity, bool) or not isinstance(sparsity, (int, float))
+    if wrong or not 0 <= sparsity <= most or sparsity == 1:
+        until = f"up to {most:g}" if greedy else "up to, but not, 1"
+        raise InputError(f"sparsity is {sparsity!r:.80}; a share of the values, from 0 {until}, is accepted")
 
 
 def _matrices(site: str, gated: bool) -> int:
@@ -403,7 +409,8 @@ class Thresholds:
 
         With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput.
         They are named lossy where the model is printed, have no parameters, and are not saved with it: save the
-        Thresholds. Others that are on the model are taken off before. Gradients go through what is kept.
+        Thresholds. Others that are on the model are taken off before. Gradients go through what is kept. `sparsify`
+        takes a model with "cats" on it, and kernels then skip its silent neurons.
 
         Raises InputError, with nothing changed, for a model whose layers have other names, shapes or activations than
         those that were calibrated, and for one that `sparsify` swapped."""
@@ -529,7 +536,7 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     check_model(model)
     _check_dense(model)
     found, reasons, experts = [], [], 0
-    for name, module in model.named_modules():
+    for name, module in uncompiled(model).named_modules():
         if experts_of(module):
             experts += 1
             continue

@@ -31,18 +31,6 @@ SIZES = dict(
 TOKENS = torch.arange(14).view(2, 7)
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    """No network."""
-    import socket
-
-    def refuse(*_, **__):
-        raise OSError("no network in tests")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
 def right(gated=True, kind="llama", **changes):
     """The model that computes what such a checkpoint does."""
     torch.manual_seed(0)
@@ -177,7 +165,7 @@ DAMAGE = {
     "a kind that is a list": (lambda f: said(f, model_type=["llama"]), r"model_type is \['llama'\]"),
     "another kind": (
         lambda f: said(f, model_type="new", auto_map={"AutoModel": "code.Model"}),
-        "model_type is 'new' .* own code is not run; accepted: what transformers knows, llama_sparse_relu",
+        "model_type is 'new' .* own code is not run; accepted: llama_sparse_relu, .* of transformers",
     ),
 }
 
@@ -199,6 +187,18 @@ def test_a_folder_that_is_damaged_is_told_by_name(tmp_path, damage, message):
     damage(folder)
     with pytest.raises(InputError, match=message):
         tl.load(folder)
+
+
+@pytest.mark.parametrize(
+    "kind, near", [("t5", "is no causal language model"), ("lama", "close to it: llama"), ("mistrel", "mistral")]
+)
+def test_a_kind_that_is_no_causal_model_is_told_shortly(tmp_path, kind, near):
+    folder = written(tmp_path, right())
+    said(folder, model_type=kind)
+    with pytest.raises(InputError, match=near) as told:
+        tl.load(folder)
+    assert "accepted: llama_sparse_relu" in str(told.value) and "of transformers, which" in str(told.value)
+    assert len(str(told.value).replace(str(folder), "")) < 500
 
 
 def test_a_model_of_transformers_that_is_damaged(tmp_path):
@@ -253,10 +253,11 @@ def test_the_size_is_said_before_a_download(tmp_path, monkeypatch, capsys):
     file = lambda name, size: type("File", (), {"rfilename": name, "size": size})  # noqa: E731
     files = [file("model.safetensors", 2_000_000_000), file("config.json", 900), file("pytorch_model.bin", 9**12)]
 
-    def download(name, local_files_only=False, **_):
+    def download(name, local_files_only=False, **how):
         if local_files_only:
             raise LocalEntryNotFoundError("not here")
-        assert "SakanaAI/SparseLM2B: 2 files, 2.00 GB" in capsys.readouterr().err
+        if how["allow_patterns"] == published._WANTED:
+            assert "SakanaAI/SparseLM2B: 2 files, 2.00 GB" in capsys.readouterr().err
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -341,6 +342,8 @@ def test_a_silu_model_of_transformers_gets_thresholds(folder, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [row["activation density"] for row in found["thresholds"]] == pytest.approx([0.5, 0.5], abs=0.01)
     assert found["loss"]["bits_per_byte"] is None and found["loss"]["tokens"] == 3 * 63
+    assert found["model"] == str(folder) and found["text"] == "text" and found["tokens"] == 3 * 64
+    assert (found["method"], found["sparsity"], found["greedy"]) == ("cats", 0.5, False)
     tl.Thresholds.load(out).apply(tl.load(folder))
 
 

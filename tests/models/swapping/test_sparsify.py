@@ -40,7 +40,7 @@ def clock(monkeypatch):
     """clock(dense=..., twell=..., hot_cold=...): what the clock will read, in microseconds."""
 
     def read(**us):
-        def clock(calls, device):
+        def clock(calls, device, beside):
             return {each: Times(us["dense"] if each is None else us[each.path]) for each in calls}
 
         monkeypatch.setitem(trials.CLOCKS, "wall", clock)

@@ -614,3 +614,11 @@ def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
     assert "nothing is changed" in said and LOSSY not in said
     cut = replace(layer, thresholds={"activation": 0.1})
     assert LOSSY in str(tl.Thresholds("cats", 0.5, False, 100, [cut]))
+
+
+@pytest.mark.parametrize("greedy", [3, 1, None, "yes"])
+def test_greedy_is_true_or_false(greedy):
+    ran = []
+    model = nn.Module()
+    with pytest.raises(InputError, match="greedy is .*; True or False is accepted"):
+        tl.thresholds(model, ran, greedy=greedy)

@@ -1,0 +1,132 @@
+"""Models that transformers' tensor parallelism splits over processes, swapped beside what they gave before.
+
+    torchrun --nproc-per-node=2 tests/models/swapping/split.py cpu|cuda [FOLDER]
+
+FOLDER: a saved model, which is loaded with tp_plan="auto", too. Each process prints the names of what it compared."""
+
+import re
+import sys
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+import twell_lab as tl
+from tests.models.swapping.spread import llama
+from twell_lab.core.errors import InputError
+from twell_lab.layers.sparse_ffn import SparseFFN
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+
+
+def neox():
+    config = transformers.GPTNeoXConfig(**SIZES, intermediate_size=600, hidden_act="relu")
+    return transformers.GPTNeoXForCausalLM(config).eval()
+
+
+def nemotron():
+    config = transformers.NemotronConfig(**SIZES, intermediate_size=81, num_key_value_heads=2, hidden_act="relu2")
+    return transformers.NemotronForCausalLM(config).eval()
+
+
+def phi3():
+    more = dict(intermediate_size=80, num_key_value_heads=2, hidden_act="relu", pad_token_id=0)
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **more)).eval()
+
+
+MODELS = {
+    "llama": llama,
+    "llama with biases and an odd width": lambda: llama(intermediate_size=81, mlp_bias=True),
+    "neox": neox,
+    "nemotron": nemotron,
+}
+
+
+def split(model, mesh, only=""):
+    """The model, split by its own plan, as tp_plan="auto" does; only: names that end so."""
+    wanted = {re.sub(r"^", "*", name): style for name, style in model.tp_plan.items() if "lm_head" not in name}
+    plan = {}
+    for name, module in model.named_modules():
+        for pattern, style in wanted.items():
+            if fnmatchcase(name, pattern) and name.endswith(only):
+                plan |= {f"{name}.{key}": style for key in module._parameters if module._parameters[key] is not None}
+                plan[name] = style
+    return apply_tensor_parallelism(model, mesh, plan)
+
+
+@torch.no_grad()
+def logits(model, tokens, **how):
+    return model(tokens, **how).logits
+
+
+def compare(name, model, tokens, whole=None):
+    """The split model swapped, beside itself before, and beside the whole one."""
+    exact, device = dict(rtol=0, atol=0), tokens.device.type
+    near = exact if device == "cpu" else {}
+    dense, names = logits(model, tokens), list(model.state_dict())
+    if whole is not None:
+        torch.testing.assert_close(dense, whole)
+    said = model.generate(tokens[:1], max_new_tokens=6, do_sample=False)
+    model(tokens).logits.float().pow(2).sum().backward()
+    gradients = {key: p.grad.to_local().clone() for key, p in model.named_parameters() if hasattr(p.grad, "to_local")}
+    for plan in ("twell", "dense", None):
+        model.zero_grad()
+        tl.sparsify(model, plan)
+        layers = [each for each in model.modules() if isinstance(each, SparseFFN)]
+        assert len(layers) == 2
+        assert all(each.up.weight.shape[0] < model.config.intermediate_size for each in layers)
+        for _ in range(10):  # enough for layers that decide by themselves
+            found = logits(model, tokens)
+        torch.testing.assert_close(found, dense, **near)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(tokens).logits, dense, **near)
+        if plan == "twell":
+            torch.compiler.reset()
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            torch.testing.assert_close(logits(compiled, tokens, use_cache=False), dense, **near)
+        assert torch.equal(model.generate(tokens[:1], max_new_tokens=6, do_sample=False), said)
+        assert list(model.state_dict()) == names
+        model(tokens).logits.float().pow(2).sum().backward()
+        for key, p in model.named_parameters():
+            if key in gradients:
+                torch.testing.assert_close(p.grad.to_local(), gradients[key])
+        tl.densify(model)
+        assert torch.equal(logits(model, tokens), dense)
+    tl.sparsify(model, "twell")
+    logits(model, tokens)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+    changed = logits(model, tokens)
+    torch.testing.assert_close(changed, logits(tl.densify(model), tokens), **near)
+    assert not torch.equal(changed, dense)
+    print(f"{name} compared", flush=True)
+
+
+def main(device, folder=None):
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    tokens = torch.arange(36, device=device).view(3, 12)
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make().to(device)
+        compare(name, split(model, mesh), tokens, logits(model, tokens))
+    model = split(phi3().to(device), mesh)
+    try:
+        tl.sparsify(model)
+    except InputError as error:
+        assert "gate_up_proj is split over processes" in str(error) and "without tp_plan" in str(error), error
+        print("phi3 refused", flush=True)
+    if folder is not None:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+        compare("tp_plan", loaded, tokens)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo" if sys.argv[1] == "cpu" else "nccl")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""Published ReLU models that transformers does not know: what their layers compute, on models of transformers.
+
+- "sparsellama", ProSparse (arXiv 2402.13516, SparseLLM/prosparse-llama-2-7b and 13b): a Llama whose hidden_act is
+  "fatrelu", a ReLU that keeps what reaches hidden_act_param.
+- "minicpm", MiniCPM-S (openbmb/MiniCPM-S-1B-sft): the same activation in a MiniCPM (arXiv 2404.06395), which scales its
+  embeddings, residuals and logits as a Granite does. Its config.json names it in `architectures` alone.
+- "bamboo", Bamboo (PowerInfer/Bamboo-base-v0_1 and DPO-v0_1): a Mistral with a ReLU on gate and up (dReLU).
+
+Their weights have the names of the models that they are built on. Saved, they say what they are, so that `load` reads
+them back and a plain transformers refuses them, in the place of computing something else. Imported when one is loaded,
+since it needs transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralMLP
+
+
+class FATReLU(nn.Module):
+    """Keeps values from `threshold` up, that one included, and sets the others to zero."""
+
+    def __init__(self, threshold: float):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x >= self.threshold, x, 0.0)
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold:g}"
+
+
+@contextmanager
+def _as_relu(config) -> Iterator[None]:
+    """The configuration says a ReLU: transformers, which makes the layers, does not know every activation."""
+    said, config.hidden_act = config.hidden_act, "relu"
+    yield
+    config.hidden_act = said
+
+
+def _set_activation(model: nn.Module) -> None:
+    """The one that the model's configuration says."""
+    if model.config.hidden_act == "fatrelu":
+        for layer in model.model.layers:
+            layer.mlp.act_fn = FATReLU(float(model.config.hidden_act_param))
+
+
+class SparseLlamaConfig(LlamaConfig):
+    model_type = "sparsellama"
+
+
+class SparseLlamaForCausalLM(LlamaForCausalLM):
+    config_class = SparseLlamaConfig
+
+    def __init__(self, config):
+        with _as_relu(config):
+            super().__init__(config)
+        _set_activation(self)
+
+
+class MiniCPMConfig(GraniteConfig):
+    model_type = "minicpm"
+
+
+class MiniCPMForCausalLM(GraniteForCausalLM):
+    config_class = MiniCPMConfig
+
+    def __init__(self, config):
+        config.embedding_multiplier = config.scale_emb
+        config.residual_multiplier = config.scale_depth / sqrt(config.num_hidden_layers)
+        config.logits_scaling = config.hidden_size / config.dim_model_base
+        config.attention_multiplier = (config.hidden_size // config.num_attention_heads) ** -0.5
+        with _as_relu(config):
+            super().__init__(config)
+        _set_activation(self)
+
+
+class BambooConfig(MistralConfig):
+    model_type = "bamboo"
+
+
+class BambooMLP(MistralMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
+
+
+class BambooForCausalLM(MistralForCausalLM):
+    config_class = BambooConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = BambooMLP(config)
+
+
+MODELS = {
+    each.config_class.model_type: each for each in (SparseLlamaForCausalLM, MiniCPMForCausalLM, BambooForCausalLM)
+}
+_SCALES = ("scale_emb", "scale_depth", "dim_model_base")
+_LARGEST = 1e30  # of a scale or threshold: no type of the weights tells larger ones from infinity
+
+
+def obstacle(kind: str, said: dict) -> str | None:
+    """Why a configuration of this kind is none of those above; None where it is one."""
+    act, bound = said.get("hidden_act"), said.get("hidden_act_param")
+    if kind == "bamboo":
+        return None if act == "relu" else f"hidden_act is {act!r:.80}; 'relu' is accepted in a bamboo"
+    if act not in ("relu", "fatrelu"):
+        return f"hidden_act is {act!r:.80}; 'relu' and 'fatrelu' are accepted in a {kind}"
+    if act == "fatrelu" and not _positive(bound, 0):
+        return f"hidden_act_param is {bound!r:.80}; a finite number from 0 up is accepted"
+    if kind == "minicpm":
+        for name in _SCALES:
+            if not _positive(said.get(name)):
+                return f"{name} is {said.get(name)!r:.80}; a positive number is accepted in a minicpm"
+        for name in ("rope_scaling", "num_experts", "sparse_config"):
+            if said.get(name):
+                return f"{name} is {said[name]!r:.80}; none is accepted in a minicpm"
+    return None
+
+
+def _positive(value, least: float | None = None) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (0 < value <= _LARGEST if least is None else least <= value <= _LARGEST)
