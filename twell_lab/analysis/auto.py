@@ -3,13 +3,13 @@ plan has every layer do so."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..layers.anatomy import FeedForward
 from ..layers.choice import LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 from . import costs, planner
@@ -24,12 +24,12 @@ TOKENS, FORWARDS, LEAST = 4096, 8, 128
 
 class Shared:
     """What the watching layers of one model share: the measured rates of each device and dtype, what was timed, and the
-    room for copies of weights (None: any)."""
+    room for copies of weights (None: any). others: the bytes of the model's weights but those of a layer."""
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, room: Room | None = None, others: int = 0) -> None:
         self.room = room
         self.rates: dict = {}
-        self.trials = Trials()
+        self.trials = Trials(beside=others)
 
 
 class Watch:
@@ -58,7 +58,7 @@ class Watch:
         if self.tokens >= TOKENS or (self.forwards >= FORWARDS and self.tokens >= LEAST):
             return self._decide(layer, rows)
         if self.counter is None:
-            found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)
+            found = replace(layer.feed_forward(""), name=self.name)
             self.counter = Counter(found, layer.tile, layer.words)
         pattern = self.counter.layer.pattern
         self.counter.add(rows, lambda of: linear(rows[of], pattern.weight, pattern.bias))

@@ -15,6 +15,12 @@ from .layer_profile import LayerProfile
 HOT = 0.05  # the share of a layer's neurons that are called its hottest
 ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a plan is concerned
 KEPT = 0.8  # from this share of the firing on, one profile's hottest neurons serve the other
+_EXPLAINED = (
+    "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two",
+    f"hot overlap: the share of the {HOT:.0%} of neurons that fire most which are the same in both",
+    "hot kept: what the other's hottest catch of the firing here, as a share of what the hottest here do",
+    "nnz shift: by how many neurons the tokens' counts differ, on average, those of both sorted",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Comparison:
         """`rows` as lines of text, and the verdict."""
         columns = {"layer": "layer", "density": "density", "other_density": "other density", "ratio": "ratio"}
         columns |= {"hot_overlap": "hot overlap", "hot_kept": "hot kept", "nnz_shift": "nnz shift"}
-        return f"{records.table(self.rows, columns)}\n{self.verdict}"
+        return "\n".join([records.table(self.rows, columns), *_EXPLAINED, self.verdict])
 
 
 def check_alike(layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> None:

@@ -34,7 +34,8 @@ from tqdm import tqdm
 from ..core.errors import InputError
 from ..core.files import WHOLE
 from ..formats.twell import VALUE_DTYPES
-from ..layers.anatomy import FeedForward, Only, feed_forwards
+from ..layers.activations import known
+from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS
 from ..layers.paths.hot_cold import STEP
@@ -46,7 +47,7 @@ from .judge import MARGIN, MARGIN_PREDICTED, MARGIN_SHARED, barred, expected, ju
 from .plan import Plan, check_fits
 from .profile import FiringProfile, LayerProfile, captured
 from .room import Room, check_share
-from .trials import Subject, Trial, Trials, check_clock
+from .trials import Subject, Trial, Trials, beside, check_clock
 
 __all__ = ["Candidate", "Choice", "LayerPlan", "Plan", "Rates", "measure_rates", "plan", "plan_layer"]
 
@@ -115,7 +116,8 @@ def plan(
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = clocks.present_device(device if device is not None or weight is None else weight.device)
-    trials = Trials(check_clock(device, for_graphs))
+    others = 0 if model is None or weight is None else beside(model, weight)
+    trials = Trials(check_clock(device, for_graphs), others)
     if weight is not None:
         if measure and device.type != weight.device.type:
             raise InputError(
@@ -333,9 +335,9 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
                 f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
                 "order; accepted: twell_lab.densify first"
             )
-        if each.acts is not None:
+        if known(each.acts or torch.relu, each.gate is not None, each.both) is None:
             raise InputError(
-                f"{name!r} has an activation with a threshold ({type(each.acts).__name__}), which the dense path alone "
-                "computes, so there is nothing to plan; accepted: an `only` that leaves it out"
+                f"{name!r} has an activation ({kind_of(each.acts)}) that the dense path alone computes, so there is "
+                "nothing to plan; accepted: an `only` that leaves it out"
             )
     return found

@@ -4,8 +4,9 @@ A neuron fires at a token where its gate's pre-activation is kept by packing: `n
 NaN (plain layers have no gate; there the up projection decides). All counts are whole numbers, gathered on
 the model's device without waiting for it; everything else (density, frequencies, ...) is computed from them.
 
-Memory does not grow with the number of tokens: long inputs are counted in pieces. For a layer there are 8 bytes a
-neuron, twice, and about 3 kB; for a model 16 bytes a token of its vocabulary.
+Memory does not grow with the number of tokens: long inputs are counted in pieces, short ones together. For a layer
+there are 8 bytes a neuron, twice, about 3 kB, and the gate's answers to a few short inputs, about 2**18 at most; for a
+model 16 bytes a token of its vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ _TOKENS = ("token_counts", "token_nnz")
 _LARGEST = 2**24  # ids of a vocabulary, in a file
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
+_TOGETHER = 2**18  # and answers of short inputs are kept until there are so many: counting takes as long for one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,13 +233,13 @@ def profile(
     least.
 
     model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
-        in evaluation mode without gradients; every module's mode is put back and the hooks are taken off
-        afterwards, also when a batch fails.
+        in evaluation mode without gradients, and eagerly if it was compiled; every module's mode is put back
+        and the hooks are taken off afterwards, also when a batch fails.
     batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
         transformers tokenizer returns) or a tuple of arguments. A single tensor or mapping is one batch.
-        Tensors are moved to the device of the model's first parameter. Where a mapping holds an
-        `attention_mask` [batch, tokens], positions where it is 0 are left out of every count. Token ids
-        [batch, tokens], the first argument or `input_ids`, say which tokens these are.
+        Tensors are moved to the device of the model's first parameter. Where there is an `attention_mask`
+        [batch, tokens], by name or in its place, positions where it is 0 are left out of every count. Token
+        ids [batch, tokens], the first argument or `input_ids`, say which tokens these are.
     tile, words: the TwELL geometry for which tiles are counted.
     only: profile the layers for which only(name, module) is true.
 
@@ -246,20 +247,21 @@ def profile(
     parts say (probe.check: then the gate alone does not say who fires), no batches, and batches without a token."""
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
-    probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
+    dense = ((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
+    probe.check_all(dense, learns=False)
     counters = [Counter(layer, tile, words) for layer in found]
     vocabulary = _Vocabulary(model)
 
-    def counting(counter: Counter) -> tuple[FeedForward, Any]:
-        return counter.layer, lambda x, gate, rows: vocabulary.add(rows, counter.add(x, gate, rows))
-
-    if not run(model, [counting(counter) for counter in counters], batches, after=vocabulary.see):
+    gathered = [_Gathered(counter, vocabulary) for counter in counters]
+    if not run(model, [(each.counter.layer, each.see) for each in gathered], batches, after=vocabulary.see):
         raise InputError("batches is empty; accepted: at least one input of the model")
+    for each in gathered:
+        each.count()
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
         raise InputError(
-            "no feed-forward layer saw a token: the batches were empty, or the model was "
-            "compiled, which hides it from hooks; accepted: one token or more, not yet compiled"
+            "no feed-forward layer saw a token: the batches were empty, or the model does not call its layers; "
+            "accepted: one token or more"
         )
     return FiringProfile(layers, **vocabulary.result())
 
@@ -343,14 +345,14 @@ class Counter:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing
-        in_tile = whole.view(-1, tiles, self.tile).sum(-1)
+        in_tile = whole.view(-1, tiles, self.tile).sum(-1, dtype=torch.int32).long()  # twice as fast as whole in int64
         nnz, own = in_tile.sum(-1), in_tile[:many]
         counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()
         self.counts["tokens"] += counted.sum()
         self.counts["overflowing"] += (own >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
         self.counts["nnz_histogram"].scatter_add_(0, nnz[:many], counted)
-        self.counts["neuron_counts"] += firing[:many].sum(0)
+        self.counts["neuron_counts"] += firing[:many].sum(0, dtype=torch.int32)
         self.counts["tile_histogram"].scatter_add_(0, own.flatten(), counted[:, None].expand(-1, tiles).flatten())
         if rows.group is not None:
             self.counts["position_tokens"].scatter_add_(0, rows.group[:many], counted)
@@ -359,7 +361,7 @@ class Counter:
             linked = rows.linked[: len(firing) - 1]
             self.counts["pairs"] += linked.sum()
             self.counts["pair_nnz"] += (linked * (nnz[:-1] + nnz[1:])).sum()
-            self.counts["pair_shared"] += (linked * (firing[:-1] & firing[1:]).sum(-1)).sum()
+            self.counts["pair_shared"] += (linked * (firing[:-1] & firing[1:]).sum(-1, dtype=torch.int32)).sum()
         return nnz[:many]
 
     def result(self) -> LayerProfile:
@@ -377,6 +379,34 @@ class Counter:
             words=self.words,
             **{**counts, **numbers},
         )
+
+
+class _Gathered:
+    """Has the inputs of one layer counted, those of few rows together."""
+
+    def __init__(self, counter: Counter, vocabulary: _Vocabulary) -> None:
+        self.counter, self.vocabulary = counter, vocabulary
+        self._gates: list[Tensor] = []
+        self._rows: list[Rows] = []
+
+    def see(self, x: Tensor, gate: Gate, rows: Rows) -> None:
+        """As analysis.running.run calls it."""
+        if self._rows and (self._rows[-1].known != rows.known or self._gates[-1].device != x.device):
+            self.count()
+        if x.shape[:-1].numel() * self.counter.d_ff > _TOGETHER:
+            self.vocabulary.add(rows, self.counter.add(x, gate, rows))
+            return
+        self._gates.append(gate(ALL).clone())  # the model may go on in the same memory
+        self._rows.append(rows)
+        if sum(map(Tensor.numel, self._gates)) >= _TOGETHER:
+            self.count()
+
+    def count(self) -> None:
+        """Count what was kept."""
+        if self._rows:
+            gates, rows = torch.cat(self._gates), Rows.joined(self._rows)
+            self._gates, self._rows = [], []
+            self.vocabulary.add(rows, self.counter.add(gates, gates.__getitem__, rows))
 
 
 class _Vocabulary:

@@ -19,6 +19,7 @@ from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.layout import Holders, copy_bytes
 from ..layers.paths import PATHS
+from ..layers.shards import part_of
 from ..ops import decode
 from . import costs
 from .costs import Firing, Rates
@@ -47,7 +48,7 @@ class Room:
 
     def __init__(self, model: nn.Module, memory: float, reorders: bool = False, held: int = 0) -> None:
         self.memory, self.reorders = memory, reorders
-        whole = sum(p.nbytes for p in model.parameters())
+        whole = sum(part_of(p).nbytes for p in model.parameters())
         self.left = max(0.0, (memory * whole if whole else 0.0) - held)
 
     def need(self, found: FeedForward, holders: Holders | None = None) -> dict[str, int]:

@@ -3,6 +3,7 @@ which tokens these rows are, as far as that is certain."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from ..core.errors import InputError
 from ..layers.anatomy import FeedForward
+from ..layers.parts import uncompiled
 from ..layers.sparse_ffn import SparseFFN
 from .layer_profile import LATER, POSITIONS
 
@@ -41,6 +43,17 @@ class Rows:
     def to(self, device: torch.device) -> Rows:
         """The same on another device."""
         return self._each(lambda values: values.to(device))
+
+    @property
+    def known(self) -> tuple[bool, ...]:
+        """Of each entry, whether it is known."""
+        return tuple(getattr(self, each.name) is not None for each in fields(self))
+
+    @staticmethod
+    def joined(several: list[Rows]) -> Rows:
+        """The rows of several calls, of which the same is known, one after the other."""
+        held = zip(*[[getattr(each, field.name) for field in fields(each)] for each in several])
+        return Rows(*(None if values[0] is None else torch.cat(values) for values in held))
 
     def kept(self, values: Tensor) -> Tensor:
         """The layer's input, or its gate's answers, [..., n], as [tokens, n], what is no token left out."""
@@ -103,13 +116,14 @@ def run(
     without gradients, and is left as it was. Returns whether there was a batch."""
     batch: _Batch | None = None
     vocabulary, ran = vocabulary_of(model), False
+    shapes: dict[tuple, Rows] = {}
     with evaluating(model), ExitStack() as hooks:
         for layer, see in watched:
             hooks.enter_context(
                 on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
             )
         for given in _each(batches):
-            batch, ran = _Batch(model, given, vocabulary), True
+            batch, ran = _Batch(model, given, vocabulary, shapes), True
             batch.run()
             for rows in batch.seen:
                 after(rows)
@@ -120,11 +134,12 @@ def run(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is back in its own mode."""
+    """Evaluation mode without gradients, and nothing compiled, since hooks are not called in compiled code; afterwards
+    each module is back in its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, mode in modes:
@@ -145,15 +160,18 @@ class _Batch:
     Which tokens a layer's rows are is certain where there are as many rows as token ids (or entries of a mask, or
     embeddings), sequence by sequence, in a tensor of any shape; and of the rows that a routed expert was given.
     Where nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none.
+
+    shapes: what `_in_sequences` gave for the last shape, which the next batch often has, too.
     """
 
-    def __init__(self, model: nn.Module, given, vocabulary: int) -> None:
+    def __init__(self, model: nn.Module, given, vocabulary: int, shapes: dict[tuple, Rows]) -> None:
         device = next(model.parameters()).device
 
         def move(value):
             return value.to(device) if isinstance(value, Tensor) else value
 
         self.model, self._vocabulary, self._known, self._seen = model, vocabulary, {}, {}
+        self._shapes = shapes
         if isinstance(given, Mapping):
             self.given = {name: move(value) for name, value in given.items()}
         elif isinstance(given, (tuple, list)):
@@ -162,7 +180,7 @@ class _Batch:
             self.given = (given.to(device),)
         else:
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
-        self._named = self.given if isinstance(self.given, dict) else dict(zip(["input_ids"], self.given))
+        self._named = self.given if isinstance(self.given, dict) else dict(zip(_arguments(model), self.given))
         self._decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def run(self) -> None:
@@ -197,7 +215,15 @@ class _Batch:
             )
         if len(found) != 2 or chosen is not None or (shape is not None and found[0] != shape[0]):
             return Rows()
-        return _in_sequences(*found, device=x.device)
+        return self._in_order(found, x.device)
+
+    def _in_order(self, shape: torch.Size, device: torch.device) -> Rows:
+        """`_in_sequences`, made once for batches of one shape."""
+        if (key := (shape, device)) not in self._shapes:
+            batch, sequence = shape
+            self._shapes.clear()
+            self._shapes[key] = _in_sequences(batch, sequence, device)
+        return self._shapes[key]
 
     def _tokens(self, prefix: str) -> tuple[torch.Size | None, Rows]:
         """The batch's tokens in their shape [batch, sequence], None where nothing says which they are; and what is
@@ -216,8 +242,13 @@ class _Batch:
         counted = None if mask is None else mask != 0
         if counted is not None and counted.shape != given.shape:
             return None, Rows(counted)
-        position = self._positions(prefix, given, counted)
-        group, linked = (None, None) if position is None else (_groups(position), _linked(position, counted))
+        if counted is None and self._named.get(f"{prefix}position_ids") is self._named.get("past_key_values") is None:
+            first = self._in_order(given.shape, given.device)
+            group, linked = first.group, first.linked
+        elif (position := self._positions(prefix, given, counted)) is not None:
+            group, linked = _groups(position), _linked(position, counted)
+        else:
+            group = linked = None
         if ids is not None and self._vocabulary:
             ids = torch.where((ids >= 0) & (ids < self._vocabulary), ids, self._vocabulary).long()
         else:
@@ -233,9 +264,17 @@ class _Batch:
             return said.expand(given.shape).long() if fits and said.shape[0] in (1, given.shape[0]) else None
         if self._named.get("past_key_values") is not None:
             return None
-        if counted is not None:
-            return (counted.long().cumsum(-1) - 1).clamp(min=0)
-        return torch.arange(given.shape[1], device=given.device).expand(given.shape)
+        assert counted is not None  # or `_tokens` had not asked
+        return (counted.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """What the model calls its arguments; the first one is taken for token ids, whatever its name."""
+    try:
+        said = inspect.signature(uncompiled(model).forward).parameters.values()
+    except (TypeError, ValueError):
+        said = ()
+    return ["input_ids", *[each.name for each in said if each.kind is each.POSITIONAL_OR_KEYWORD][1:]]
 
 
 def _groups(position: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ from torch.nn.functional import linear
 
 from ..core.errors import InputError
 from ..layers import hooks
+from ..layers.activations import known
 from ..layers.anatomy import FeedForward, StandIn, family_of
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.shards import split_of
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
 from .profile import LayerProfile
@@ -34,6 +36,7 @@ _LONG_MS = 2.0  # of a call that takes at least this long
 _FEW_ROUNDS = 2  # are enough: it waits for nothing, its caches are its own, and its time hardly varies
 _BURST_MS = 3.0  # about how long the calls of a burst take; at least 3 calls (on a CPU 1), at most 10
 _CPU_MS = 150.0  # about how long a trial takes on a CPU; at least 3 bursts of each call, at most 10
+_MOST_BESIDE = 64 << 20  # bytes that come between two calls on a CPU, whose caches mostly hold fewer
 
 
 # ---- clocks ----
@@ -57,13 +60,24 @@ class Times(NamedTuple):
 Calls = dict[Choice | None, Callable[[int], object]]
 
 
-def wall(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
+def wall(calls: Calls, device: torch.device, beside: int = 0) -> dict[Choice | None, Times]:
     """Times of plain eager calls. `call` is the wall time of a burst that is waited for at its end, divided by its
-    calls. On a GPU `host` is what of it passes until the last call returns, and `device` is taken by events, cold L2;
-    on a CPU there is one clock."""
+    calls. On a GPU `host` is what of it passes until the last call returns, and `device` is taken by events, cold L2.
+
+    On a CPU there is one clock. beside: the bytes of the model's other weights, which come through a CPU's caches
+    between two calls of a layer there. So they do here: else a layer that fits into the caches would be timed in them,
+    and seem to gain less by weights that it need not read."""
     if device.type != "cuda":
         once = measure.time_bursts(calls, _nothing, rounds=1, count=1)  # which warms up, too
         ms = [ended for _, (ended,) in once.values()]
+        if beside:
+            others = torch.zeros(min(beside, _MOST_BESIDE), dtype=torch.uint8, device="cpu")
+            rounds = min(10, max(3, int(_CPU_MS / sum(ms))))
+            bursts = measure.time_bursts(calls, lambda: others.add_(1), rounds=rounds, count=1, warm=False)
+            # A call has finished when it returns; what is waited for afterwards is for the next one.
+            return {
+                name: Times(1e3 * ms) for name, ms in _medians({n: host for n, (host, _) in bursts.items()}).items()
+            }
         count = min(10, max(1, int(_BURST_MS / max(ms))))
         rounds = min(10, max(3, int(_CPU_MS / (2 * count * sum(ms)))))
         bursts = measure.time_bursts(calls, _nothing, rounds=rounds, count=count)
@@ -86,8 +100,9 @@ def _nothing() -> None:
     """A CPU has finished when a call returns."""
 
 
-def graph(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
-    """Times of the calls replayed from CUDA graphs, by device events, cold L2: there the host does next to nothing."""
+def graph(calls: Calls, device: torch.device, beside: int = 0) -> dict[Choice | None, Times]:
+    """Times of the calls replayed from CUDA graphs, by device events, cold L2: there the host does next to nothing.
+    beside: as in `wall`, on a GPU of no use."""
     with torch.cuda.device(device):
         busy = _medians(measure.time_cuda({name: measure.graphed(call) for name, call in calls.items()}, _ROUNDS))
     return {name: Times(1e3 * ms, None, 1e3 * ms) for name, ms in busy.items()}
@@ -136,9 +151,9 @@ class Subject:
         if self.rows is not None:
             module = self.found.module
             family = None if isinstance(module, (StandIn, Expert)) else family_of(module)
-            if (
-                family is not None and not family.inside and hooks.obstacle(module) is None
-            ):  # calling it does what the model does, and nothing else
+            alone = family is not None and not family.inside and hooks.obstacle(module) is None
+            # Calling it does what the model does, and nothing else; and no other process has to call it, too.
+            if alone and not any(map(split_of, family.owners(module).values())):
                 self._as_it_is = module
             return _Parts(self.found), self.rows().to(self.weight.device, self.weight.dtype)
         drawn, inputs = stand_in(self.layer, self.most, self.weight.dtype, self.weight.device)
@@ -149,7 +164,8 @@ class Subject:
     def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
         plan = LayerPlan.forced(self.layer, choice)
         modes = [(each, each.training) for each in module.modules()]
-        made = SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
+        how = {"tile": self.layer.tile, "words": self.layer.words, "_check": False, "_both": module.both}
+        made = SparseFFN(module, plan=plan, **how)
         for each, mode in modes:  # a SparseFFN sets its projections' mode, and these are the model's
             each.training = mode
         return made
@@ -160,16 +176,17 @@ class _Parts(nn.Module):
 
     def __init__(self, found: FeedForward) -> None:
         super().__init__()
-        self.gated = found.gate is not None
+        self.gated, self.both = found.gate is not None, found.both
         if self.gated:
             self.gate_proj = found.gate
-        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
+        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, found.acts or nn.ReLU()
         self.training = False  # as the plan's layers will be; the projections themselves stay in the model's mode
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))
         if self.gated:
-            hidden = hidden * (hidden if self.gate_proj is self.up_proj else _project(x, self.up_proj))
+            beside = hidden if self.gate_proj is self.up_proj else _project(x, self.up_proj)
+            hidden = hidden * (self.act_fn(beside) if self.both else beside)
         return _project(hidden, self.down_proj)
 
 
@@ -235,10 +252,10 @@ class Trial:
 class Trials:
     """The trials of one plan, or of one model whose layers plan themselves.
 
-    clock: "wall" or "graph", see CLOCKS."""
+    clock: "wall" or "graph", see CLOCKS. beside: the bytes of the model's weights but those of a layer, see wall."""
 
-    def __init__(self, clock: str = "wall") -> None:
-        self.clock = clock
+    def __init__(self, clock: str = "wall", beside: int = 0) -> None:
+        self.clock, self.beside = clock, beside
         self.kept: dict[tuple, list[Trial]] = {}
 
     def find(
@@ -266,13 +283,20 @@ class Trials:
     ) -> Trial:
         """Time the choices, and the layer as it is, on the subject."""
         choices = dict.fromkeys([DENSE, *choices])
-        times = CLOCKS[self.clock](subject.calls(choices, tokens), subject.weight.device)
+        times = CLOCKS[self.clock](subject.calls(choices, tokens), subject.weight.device, self.beside)
         return self.keep(subject, tokens, Trial(subject.layer.name, {each: predict(each) for each in choices}, times))
 
 
 def _key(subject: Subject, tokens: int) -> tuple:
     layer, weight = subject.layer, subject.weight
-    return layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, weight.dtype, weight.device, tokens
+    kind = known(subject.found.acts or torch.relu, layer.gated, subject.found.both)
+    form = layer.d_model, layer.d_ff, layer.gated, kind and kind._replace(threshold=0.0)
+    return *form, layer.tile, layer.words, weight.dtype, weight.device, tokens
+
+
+def beside(model: nn.Module, weight: Tensor) -> int:
+    """The bytes of a model's weights but those of one of its feed-forward layers; weight: the layer's up."""
+    return max(0, sum(each.nbytes for each in model.parameters()) - 3 * weight.nbytes)
 
 
 def check_clock(device: torch.device, for_graphs: bool) -> str:

@@ -35,7 +35,7 @@ def times(monkeypatch):
     clock, as lists of what was timed."""
 
     def read(**us):
-        def clock(calls, device):
+        def clock(calls, device, beside):
             for call in calls.values():
                 call(0)
             timed.append([*calls])
@@ -154,7 +154,7 @@ def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer
             asked.append(tokens)
             return {c: tokens for c in (None, *choices)}
 
-        def clock(calls, device):
+        def clock(calls, device, beside):
             return {
                 c: Times(100.0 if c in (None, DENSE) else 50.0 if n >= first_wins else 200.0) for c, n in calls.items()
             }

@@ -302,7 +302,7 @@ def test_a_share_that_is_none(memory):
 def timed(monkeypatch):
     """What the clock reads: hot/cold is the best."""
 
-    def clock(calls, device):
+    def clock(calls, device, beside):
         us = {"dense": 100.0, "twell": 90.0, "hot_cold": 50.0}
         return {each: Times(us["dense"] if each is None else us[each.path]) for each in calls}
 

@@ -30,9 +30,9 @@ def timings(monkeypatch):
     """How many calls were really timed together, one number for each time that the CPU's clock ran."""
     seen, clock = [], trials.wall
 
-    def counted(calls, device):
+    def counted(calls, device, beside):
         seen.append(len(calls))
-        return clock(calls, device)
+        return clock(calls, device, beside)
 
     monkeypatch.setitem(trials.CLOCKS, "wall", counted)
     monkeypatch.setattr(planner, "_REACH", 100.0)  # layers as small as these are predicted to be all launches
@@ -118,6 +118,41 @@ def test_on_a_cpu_there_is_one_clock(monkeypatch, ms, bursts, each):
     assert order == warm + ([None] * 2 * each + [DENSE] * 2 * each) * bursts
 
 
+@pytest.mark.parametrize("ms, rounds", [(0.1, 10), (10.0, 7), (1000.0, 3)])
+def test_on_a_cpu_other_weights_come_between_two_calls(monkeypatch, ms, rounds):
+    machine, order, others = Machine(ms / 1e3, 0.0), [], []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
+    made = torch.zeros
+
+    def zeros(*size, **how):
+        others.append(made(*size, **how).as_subclass(Passing))
+        return others[-1]
+
+    class Passing(torch.Tensor):
+        def add_(self, value):
+            order.append("others")
+            machine.now += 5.0  # which is in no time
+            return self
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(trials, "_MOST_BESIDE", 1000)
+    calls = {c: lambda turn, c=c: (order.append(c), machine.call(turn)) for c in (None, DENSE)}
+    found = trials.wall(calls, torch.device("cpu"), 2**40)
+    assert found == {c: (pytest.approx(1e3 * ms), None, None) for c in calls} and others[0].nbytes == 1000
+    assert order == [None, None, DENSE, DENSE] + ["others", None, "others", "others", DENSE, "others"] * rounds
+
+
+def test_a_plan_is_told_of_the_models_other_weights(monkeypatch, layer, rates):
+    model, asked = LanguageModel(ModelConfig(d_model=16, d_ff=300, heads=2)), []
+    monkeypatch.setitem(
+        trials.CLOCKS, "wall", lambda calls, device, beside: asked.append(beside) or trials.wall(calls, device)
+    )
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    tl.plan(profile(model, [tokens]), model, tokens=(1,), batches=[tokens], rates=rates)
+    everything = sum(each.nbytes for each in model.parameters())
+    assert asked and set(asked) == {everything - 3 * 4 * 16 * 300}
+
+
 def test_graphs_are_refused_where_there_are_none(profiled, layer, rates):
     with pytest.raises(InputError, match="for_graphs is True, but the plan is for cpu; accepted: on a GPU"):
         tl.plan(profiled, layer[0], rates=rates, for_graphs=True)
@@ -194,7 +229,7 @@ def test_what_a_plan_says_of_its_trials_is_so(nnzs, uniform):
     model, firing = several(nnzs, kind="uniform" if uniform else "lognormal")
     ran = []
 
-    def clock(calls, device):
+    def clock(calls, device, beside):
         (subject, tokens) = calls.pop("asked")
         ran.append((subject.layer.name, tokens, frozenset(calls) - {None}))
         return {each: Times(100.0 if each in (None, DENSE) else 50.0) for each in calls}

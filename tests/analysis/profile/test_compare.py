@@ -48,6 +48,14 @@ def test_a_profile_compared_with_itself_says_that_its_plan_serves():
     assert json.loads(json.dumps(found.rows, allow_nan=False)) == found.rows
 
 
+def test_every_column_is_explained_under_the_table():
+    made = profiled({0, 1}, {0, 1, 2})
+    lines = str(made.compare(made)).splitlines()
+    columns, said = lines[0], "\n".join(lines[2:-1])
+    for name in ("density", "ratio", "hot overlap", "hot kept", "nnz shift"):
+        assert name in columns and f"{name}: " in said
+
+
 def test_what_differs_is_counted():
     # Here neurons 0 and 1 are the hottest, there 1 and 2: these caught 3 of the 5 firings that 0 and 1 have here.
     here = profiled({0, 1}, {0, 1}, {0, 2}, {7})

@@ -110,10 +110,13 @@ def check(found, fires, ids, mask, positions):
     masked=st.sampled_from(["no", "left", "right", "anywhere"]),
     packed=st.booleans(),
     piece=st.sampled_from([1, 7, 50, 2**20]),
+    together=st.sampled_from([0, 100, 2**18]),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=80, deadline=None)
-def test_counts_are_those_of_brute_force_in_pieces_of_any_size(batch, sequence, lies, masked, packed, piece, seed):
+def test_counts_are_those_of_brute_force_in_pieces_of_any_size(
+    batch, sequence, lies, masked, packed, piece, together, seed
+):
     torch.manual_seed(seed)
     model, ids = Reads(lies), torch.randint(VOCABULARY, (batch, sequence))
     given = {"input_ids": ids}
@@ -132,6 +135,7 @@ def test_counts_are_those_of_brute_force_in_pieces_of_any_size(batch, sequence, 
         given["position_ids"] = positions
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE_CPU", piece)
+        patch.setattr(module, "_TOGETHER", together)
         found = profile(model, given)
     check(found, model.fires(ids), ids, mask, positions)
     layer = found.layers[0]
@@ -145,6 +149,31 @@ def test_counts_are_those_of_brute_force_in_pieces_of_any_size(batch, sequence, 
     for line in lines[1:]:
         whole = whole.merged(profile(model, line))
     assert_same(found, whole)
+
+
+def test_short_inputs_are_counted_together_whatever_is_known_of_them(monkeypatch):
+    """And never more of them than a few."""
+    model, counted = Reads("sequences"), []
+    ids = torch.randint(VOCABULARY, (40, 6))
+    mask = torch.ones(1, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    given = [
+        {"input_ids": row[None], **({"attention_mask": mask} if number % 10 == 9 else {})}
+        for number, row in enumerate(ids)
+    ]
+    add = module.Counter.add
+    monkeypatch.setattr(
+        module.Counter, "add", lambda counter, x, *more: counted.append(x.shape[:-1].numel()) or add(counter, x, *more)
+    )
+    found = profile(model, given)
+    assert counted == 4 * [54, 6] and sum(counted) == 240  # what is known of masked rows is more
+    masks = torch.ones_like(ids)
+    masks[9::10] = mask
+    check(found, model.fires(ids), ids, masks, (masks.cumsum(-1) - 1).clamp(min=0))
+    counted.clear()
+    monkeypatch.setattr(module, "_TOGETHER", 100 * WIDTH)
+    assert_same(found, profile(model, given))
+    assert max(counted) < 100 + 6
 
 
 def test_rows_in_sequences_have_positions_and_neighbours_without_token_ids():

@@ -441,3 +441,81 @@ def test_what_is_no_profile_is_told():
         FiringProfile([]).compare(None)
     with pytest.raises(InputError, match="the other profile is a str"):
         FiringProfile([]).merged("profile.json")
+
+
+# ---- compiled models, and masks without a name ----
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def by_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("how", [lambda model: torch.compile(model, backend="eager"), in_place, by_layers])
+def test_a_compiled_model_is_profiled_as_the_one_inside(how):
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = profile(llama(), [tokens])
+    compiled = how(llama())
+    for _ in range(2):
+        found = profile(compiled, [tokens])
+        assert [layer.name for layer in found.layers] == [layer.name for layer in expected.layers]
+        for mine, its in zip(found.layers, expected.layers, strict=True):
+            assert torch.equal(mine.neuron_counts, its.neuron_counts) and mine.tokens == 18
+        with torch.no_grad():
+            compiled(tokens)  # and now there is code
+    assert torch.equal(activations(compiled, tokens, 1)[1], activations(llama(), tokens, 1)[1])
+
+
+def test_a_plan_and_thresholds_of_a_compiled_model():
+    import twell_lab as tl
+
+    tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
+    model = llama()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        before = compiled(tokens).logits
+    made = tl.plan(tl.profile(compiled, [tokens]), compiled, tokens=[36], measure=False)
+    assert [layer.name for layer in made.layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    tl.sparsify(model, made), tl.densify(model)
+    chosen = tl.thresholds(compiled, [tokens], 0.6)
+    assert chosen == tl.thresholds(model, [tokens], 0.6)
+    seen = []
+    only = lambda name, module: seen.append(name) or True  # noqa: E731
+    assert tl.sparsify(compiled, "twell", only=only) is compiled
+    assert set(seen) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert [row["layer"] for row in tl.report(compiled).rows] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens).logits, before)
+
+
+def test_padding_is_left_out_by_whatever_place_its_mask_has():
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    named = profile(llama(), [{"input_ids": tokens, "attention_mask": mask}])
+    for model in (llama(), torch.compile(llama(), backend="eager")):
+        placed = profile(model, [(tokens, mask)])
+        assert placed.tokens == named.tokens == 14
+        for one, other in zip(placed.layers, named.layers, strict=True):
+            assert torch.equal(one.neuron_counts, other.neuron_counts)
+            assert torch.equal(one.position_tokens, other.position_tokens)
+    with pytest.raises(InputError, match=r"attention_mask has shape \[2, 4\]"):
+        profile(identity_layer_with_mask(), [(torch.rand(2, 9, 6), torch.ones(2, 4))])
+
+
+def identity_layer_with_mask():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = identity_layer(6)
+
+        def forward(self, x, attention_mask):
+            return self.layer(x)
+
+    return Masked()

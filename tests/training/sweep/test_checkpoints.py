@@ -1,6 +1,7 @@
 """The trained models of data/checkpoints: they load, fire as their card says, and predict text that they never saw."""
 
 import calendar
+import copy
 import json
 import re
 import textwrap
@@ -11,6 +12,7 @@ import torch
 
 from twell_lab import records
 from twell_lab.core import folders
+from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import objective, sweep
@@ -128,6 +130,50 @@ def test_the_card_says_what_the_record_says(made):
     ):
         assert said in card, said
     assert re.search(r"L1 4e-4", card) and made["sparse"]["config"]["l1"] == 4e-4
+
+
+# ---- the wide one, whose layer a CPU computes faster without its silent neurons ----
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return LanguageModel.load(FOLDER / "wide").float().eval(), json.loads((FOLDER / "wide" / "made.json").read_text())
+
+
+def test_the_wide_ones_card_says_what_it_is(wide):
+    model, made = wide
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert parameters == made["parameters"]
+    assert (FOLDER / "wide" / "model.safetensors").stat().st_size < 12_000_000
+    card = " ".join((FOLDER / "README.md").read_text().split())
+    told = (
+        f"{made['validation_bits_per_byte']:.4f}",
+        f"of 4096 | {made['mean_nnz']:.1f} |",
+        f"{made['zeros']:.1%}",
+        f"{parameters:,} parameters",
+        f"of 4096 | {made['layers'][0]['dead']} |",
+        f"{made['seconds']:.0f} s on an H100",
+    )
+    assert [said for said in told if said not in card] == []
+    assert made["command"] in card.replace(" \\ ", " ")
+    rows = [json.loads(line) for line in (FOLDER / "wide" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == made["config"]["steps"]
+    assert rows[-1]["val_bits_per_byte"] == pytest.approx(made["validation_bits_per_byte"], rel=0.02)
+
+
+def test_the_wide_one_fires_and_predicts_as_stated(wide):
+    model, made = wide
+    (layer,) = sweep.who_fires(model, WINDOWS)["layers"]
+    assert layer["nnz"] == pytest.approx(made["mean_nnz"], rel=0.3)
+    assert objective.bits_per_byte(model, WINDOWS) == pytest.approx(made["validation_bits_per_byte"], rel=0.2)
+
+
+@pytest.mark.parametrize("plan", ["twell", Choice("hot_cold", 256)], ids=str)
+def test_the_wide_one_writes_the_same_text_on_every_path(wide, plan):
+    dense, _ = wide
+    prompt = torch.tensor(list(b"It was the last day of July. "))
+    sparse = sparsify(copy.deepcopy(dense), plan)
+    assert torch.equal(sparse.generate(prompt, 120), dense.generate(prompt, 120))
 
 
 # ---- the small one, which an installed package has too ----
