@@ -105,6 +105,8 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
             "planned compiled",
         ]
     )
+    compiled = ["dense compiled", "planned for graphs compiled"]
+    assert paths["decode, compiled"] == 2 * [*compiled, *(f"{way} (graph)" for way in compiled)]
     assert [row["tokens"] for row in found["decode"]] == [1] * 6 + [16] * 6
     assert {row["cached"] for row in found["decode"]} == {16}
     rows = [row for each in found.values() for row in each]
@@ -127,7 +129,8 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
         )
         assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and 0 < row["host_us"] <= 1e3 * row["wall_ms"]
         assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
-        assert ("gpu_ms" in row) == (row["path"] in ways and "12 x" not in row["workload"])
+        replays = ways + (compiled if decodes else [])
+        assert ("gpu_ms" in row) == (row["path"] in replays and "12 x" not in row["workload"])
     eager = {row["path"]: row for row in found["one sequence"]}
     assert eager["planned"]["gpu_ms"] == eager["planned (graph)"]["ms"] == 1.5
     assert sum(map(int, eager["planned"]["choice"].replace(",", "").split()[::2])) == 3

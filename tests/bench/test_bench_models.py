@@ -293,7 +293,7 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
         seen.append(samples)
         return [8.0, 16.0, 24.0]
 
-    def clock_gpu(calls, tokens, *, rounds, graphs=False):
+    def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
         names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= measure.GRAPH_TOKENS)]
         return {name: [1.0] for name in names}, {name: ([0.5], [2.0]) for name in names}
 
@@ -322,7 +322,7 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
 
 
 def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
-    def clock_gpu(calls, tokens, *, rounds, graphs=False):
+    def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
         if graphs or tokens <= measure.GRAPH_TOKENS:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}

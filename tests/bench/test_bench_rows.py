@@ -35,6 +35,8 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_a
     assert [*bursts] == [*calls, *replayed]
     assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1)[0]] == [*calls]
     assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
+    everything = [f"{name} (graph)" for name in calls]
+    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS, parts, compiled=True)[1]] == [*calls, *everything]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_
 ):
     monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
     calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
-    for rounds, bursts in ((None, 5), (20, 5), (3, 3)):
+    for rounds, bursts in ((None, 5), (20, 20), (3, 3)):
         rows.clock_gpu(calls, 1000, rounds=rounds, most=most)
         assert clock.bursts.pop() == ([*calls], bursts, count)
 

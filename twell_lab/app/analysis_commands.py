@@ -228,7 +228,17 @@ def thresholds(options: argparse.Namespace) -> Answer:
     if options.out is not None:
         chosen.save(options.out)
     return Answer(
-        {"thresholds": chosen.table(), "spared": chosen.spared, "loss": cost.as_dict()},
+        {
+            "model": str(options.model),
+            "text": part.name,
+            "method": chosen.method,
+            "sparsity": chosen.sparsity,
+            "greedy": chosen.greedy,
+            "tokens": chosen.tokens,
+            "thresholds": chosen.table(),
+            "spared": chosen.spared,
+            "loss": cost.as_dict(),
+        },
         f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
         + (f"; the thresholds are in {options.out}" if options.out else ""),
     )

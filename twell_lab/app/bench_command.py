@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..records.record import Record
 
 MODEL = "bench model"
+TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
 ROW_COLUMNS = {
     "device": "device",
     "dtype": "dtype",
@@ -222,8 +223,9 @@ def told(record: Record, read: str) -> str:
         "",
         table(compared, {key: head for key, head in _PAIR_COLUMNS.items() if any(row[key] for row in compared)}),
         "",
-        "bench: rates are of plain calls, one after another, or of replays of graphs; x dense: how many times as fast, "
-        "in the middle of all turns that both took, and in the middle half of them"
+        "bench: rates are of plain calls, one after another, or of replays of graphs, in the middle of all turns; x "
+        "dense: the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the "
+        "quarters above and below left out"
         + "; peak: beyond what was there before the call; mJ: of the whole GPU, with the spread in brackets"
         * any(each["dense_peak"] for each in compared),
         *missing,
@@ -249,7 +251,7 @@ def pairs(rows: list[dict]) -> list[dict]:
         own = ", planned for it" if base.endswith("for graphs") else ""
         # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
         turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
-        low, times, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
+        low, _, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
         rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
         what = workload.partition(", ")[2]
         found.append(
@@ -260,7 +262,8 @@ def pairs(rows: list[dict]) -> list[dict]:
                 "unit": rate.replace("_per_", "/"),
                 "dense": dense[rate],
                 "sparse": row[rate],
-                "times": times,
+                "times": dense["wall_ms"] / row["wall_ms"],  # as the rates are
+                "turns": len(turns),
                 "low": low,
                 "high": high,
                 "half": f"{low:.2f} to {high:.2f}",
@@ -287,9 +290,11 @@ def _energy(row: dict) -> str | None:
 
 
 def conclusion(compared: list[dict]) -> str:
-    """In one sentence, what these pairs show. A difference counts where it is one in three quarters of the turns."""
-    faster = [each for each in compared if each["low"] > 1]
-    slower = [each for each in compared if each["high"] < 1]
+    """In one sentence, what these pairs show. A difference counts where the rates and three quarters of the turns show
+    it, and there were as many as TURNS."""
+    enough = [each for each in compared if each["turns"] >= TURNS]
+    faster = [each for each in enough if min(each["low"], each["times"]) > 1]
+    slower = [each for each in enough if max(each["high"], each["times"]) < 1]
 
     def named(each: dict) -> str:
         head = " without the LM head" * (each["head"] == "without")
@@ -297,8 +302,11 @@ def conclusion(compared: list[dict]) -> str:
 
     parts = [f"faster in {len(faster)} (at best {named(max(faster, key=_times))})"] if faster else []
     parts += [f"slower in {len(slower)} (at worst {named(min(slower, key=_times))})"] if slower else []
-    if rest := len(compared) - len(faster) - len(slower):
-        parts.append(f"neither in {rest}" if parts else "neither faster nor slower in any")
+    if rest := len(enough) - len(faster) - len(slower):
+        every = not parts and len(enough) == len(compared)
+        parts.append("neither faster nor slower in any" if every else f"neither in {rest}")
+    if few := len(compared) - len(enough):
+        parts.append(f"not told apart in {few}, which took fewer than {TURNS} turns: give it more --seconds")
     dense = all(" ".join((each["layers"] or "").split()[1:]) == "dense" for each in compared)
     why = (
         "; all layers stay on the dense path, as no other was found to be faster, so any difference is chance, or the "

@@ -342,11 +342,23 @@ def sweep() -> Record:
     return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
+def thresholds(seconds: float = SECONDS) -> Record:
+    """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS):
+    what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, and the notes: as
+    for `inference`."""
+    need_gpu()
+    from ..bench import thresholds as tables
+
+    rows, notes = _sections(tables.sections(), seconds)
+    return Record.new("thresholds", "a SiLU model with thresholds beside the model without", rows, notes)
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
     "training": training,
     "model": model,
+    "thresholds": thresholds,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

@@ -87,6 +87,7 @@ def model(recorded: list[Record]) -> str:
         ("", "dense eager", "planned"),
         (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"),
         (", compiled", "dense compiled", "planned compiled"),
+        (", compiled, as a CUDA graph", "dense compiled (graph)", "planned for graphs compiled (graph)"),
     )
     for workload in dict.fromkeys(workload for workload, _ in rows):
         for how, dense, planned in ways:

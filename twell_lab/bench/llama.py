@@ -32,6 +32,8 @@ from .workloads import (
 CLASSES = (1, 16, 256, 2048, 131072)  # of token counts, for which the model is planned
 PLANS = PLANNED, FOR_GRAPHS
 GPU = torch.device("cuda")
+# Samples of calls whose time is the host's, which varies from call to call, and of those that take a second.
+MANY, FEW = 25, 3
 
 
 def recorded(shape: Shape) -> Models:
@@ -71,15 +73,18 @@ def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, grap
     a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled models alone."""
     work = forward(models.tokens, sequences, models.length, "last")
     paths = [DENSE, COMPILED, PLANNED + COMPILED_TOO] if compiled else [DENSE, *(PLANS if graphs else (PLANNED,))]
-    clocks = Clocks(GPU, graphs=graphs, rounds=3 if sequences > 1 else 10)
+    clocks = Clocks(GPU, graphs=graphs, rounds=FEW if sequences > 1 else MANY)
     found = workload_rows(models, _expected(models, work), paths, clocks)
     return [row for row in found if "compiled" in row["path"]] if compiled else found
 
 
-def decode_rows(models: Models, batch: int, cached: int) -> list[dict]:
-    """A step of decoding: eager, and the whole step as one CUDA graph."""
+def decode_rows(models: Models, batch: int, cached: int, *, compiled: bool = False) -> list[dict]:
+    """A step of decoding: eager, and the whole step as one CUDA graph; or, compiled, the same rows of the compiled
+    models alone."""
     work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (True,)))
-    return workload_rows(models, work, [DENSE, *PLANS], Clocks(GPU, graphs=True, rounds=10))
+    paths = [DENSE, COMPILED, FOR_GRAPHS + COMPILED_TOO] if compiled else [DENSE, *PLANS]
+    found = workload_rows(models, work, paths, Clocks(GPU, graphs=True, compiled=compiled, rounds=MANY))
+    return [row for row in found if "compiled" in row["path"]] if compiled else found
 
 
 @torch.no_grad()
@@ -97,6 +102,10 @@ def sections(shape: Shape = LLAMA) -> rows.Sections:
             functools.partial(lambda batch: decode_rows(models(), batch, shape.cached), batch) for batch in (1, 16)
         ],
         "many sequences": [lambda: prefill_rows(models(), shape.sequences)],
+        "decode, compiled": [
+            functools.partial(lambda batch: decode_rows(models(), batch, shape.cached, compiled=True), batch)
+            for batch in (1, 16)
+        ],
         "many sequences, compiled": [lambda: prefill_rows(models(), shape.sequences, compiled=True)],
         "one sequence, compiled": [lambda: prefill_rows(models(), 1, compiled=True)],
     }

@@ -129,6 +129,8 @@ def model(
         dense = subject.make()
         given = None if plan is None else _plan_of(plan, feed_forwards(dense.model))
         clocks, left_out = Clocks(place, seconds, graphs=graphs, watched=True), {}
+        if graphs and not on_gpu:
+            left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
         models = Models(dense, source, subject.about, longest)
         works = _workloads(models, counts, steps, held, left_out)
         models.exact = None

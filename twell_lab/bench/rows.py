@@ -122,6 +122,7 @@ def clock_gpu(
     parts: Calls | None = None,
     *,
     graphs: bool = False,
+    compiled: bool = False,
     rounds: int | None = None,
     most: int = MOST,
 ) -> tuple[dict[str, list[float]], Bursts]:
@@ -134,7 +135,8 @@ def clock_gpu(
         tokens: what a call computes.
         parts: calls that are timed beside these, but never as graphs, nor in bursts.
         graphs: replay graphs for many tokens too.
-        rounds: samples of each call on the device, and at most as many bursts; by default what the clocks take.
+        compiled: replay graphs of compiled calls too.
+        rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
         most: calls of a burst at most.
 
     Returns:
@@ -143,7 +145,9 @@ def clock_gpu(
     samples, bursts = _clock(calls, parts or {}, rounds, most)
     if graphs or tokens <= measure.GRAPH_TOKENS:
         capture = measure.graphed if tokens <= LARGE else functools.partial(measure.graphed, inputs=1)
-        replays = {f"{name} (graph)": capture(call) for name, call in calls.items() if "compiled" not in name}
+        replays = {
+            f"{name} (graph)": capture(call) for name, call in calls.items() if compiled or "compiled" not in name
+        }
         replayed, waited = _clock(replays, {}, rounds, MOST)
         samples, bursts = samples | replayed, bursts | waited
     return samples, bursts
@@ -154,7 +158,7 @@ def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[d
     samples = measure.time_cuda(both) if rounds is None else measure.time_cuda(both, rounds=rounds)
     longest = max(measure.quartiles(samples[name])[0] for name in calls)
     count = min(most, max(1, round(BURST_MS / longest)))
-    return samples, measure.time_bursts(calls, drain, rounds=min(rounds or BURSTS, BURSTS), count=count)
+    return samples, measure.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
 def drain() -> None:

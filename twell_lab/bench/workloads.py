@@ -267,6 +267,7 @@ class Clocks:
         seconds: on a CPU, how long all calls of a workload are timed; on a GPU, for how many seconds the energy of each
             is read; 0 for no energy.
         graphs: replay CUDA graphs for many tokens too.
+        compiled: and of compiled calls.
         rounds: samples of each call on a GPU; by default fewer where a call takes long.
         watched: whether peak memory and energy are read too, on a GPU.
     """
@@ -277,10 +278,11 @@ class Clocks:
         seconds: float = 0.0,
         *,
         graphs: bool = False,
+        compiled: bool = False,
         rounds: int | None = None,
         watched: bool = False,
     ) -> None:
-        self.device, self.seconds, self.graphs, self.rounds = device, seconds, graphs, rounds
+        self.device, self.seconds, self.graphs, self.compiled, self.rounds = device, seconds, graphs, compiled, rounds
         self.watched = watched and device.type == "cuda"
         self.meter, self.no_energy = energy.meter(device) if watched else (None, "")
 
@@ -294,7 +296,7 @@ class Clocks:
         rounds = self.rounds or (3 if tokens > rows.LARGE else 10)
         if captured:
             try:
-                return rows.clock_gpu(calls, tokens, graphs=self.graphs, rounds=rounds)
+                return rows.clock_gpu(calls, tokens, graphs=self.graphs, compiled=self.compiled, rounds=rounds)
             except RuntimeError as error:
                 if left_out is None or isinstance(error, (TwellError, torch.OutOfMemoryError)):
                     raise

@@ -150,11 +150,11 @@ def test_a_plan_of_another_model(capsys, saved, text, tmp_path):
 
 
 def rows(*walls, head=True, choice="2 dense, 3 twell", paths=("dense eager", "planned"), **more):
-    """Rows of one workload with these times of three turns each."""
+    """Rows of one workload with these times of each turn."""
     shared = {"kind": "model_decode", "workload": "Llama, decode step, batch 1", "head": head, **more}
     made = []
     for path, wall in zip(paths, walls, strict=True):
-        ms = sorted(wall)[1]
+        ms = sorted(wall)[len(wall) // 2]
         made.append({**shared, "path": path, "wall_ms": ms, "wall_samples": wall, "tokens_per_s": 1e3 / ms})
         if not path.startswith("dense"):
             made[-1]["choice"] = choice
@@ -162,20 +162,46 @@ def rows(*walls, head=True, choice="2 dense, 3 twell", paths=("dense eager", "pl
 
 
 def test_a_difference_counts_where_three_quarters_of_the_turns_show_it():
-    faster = bench_command.pairs(rows([4.0, 2.0, 2.2], [2.0, 1.0, 1.0]))
-    assert faster[0]["times"] == pytest.approx(2.0) and faster[0]["dense"] == pytest.approx(1e3 / 2.2)
+    faster = bench_command.pairs(rows([4.0, 2.0, 2.2, 2.2, 2.1], [2.0, 1.0, 1.1, 1.0, 1.0]))
+    assert faster[0]["times"] == pytest.approx(2.2) and faster[0]["dense"] == pytest.approx(1e3 / 2.2)
     assert (faster[0]["unit"], faster[0]["how"], faster[0]["head"]) == ("tokens/s", "eager", "with")
-    slower = bench_command.pairs(rows([1.0, 1.0, 1.0], [2.0, 2.0, 2.1], head=False))
-    neither = bench_command.pairs(rows([1.0, 1.0, 1.0], [0.5, 1.0, 2.0]))
+    slower = bench_command.pairs(rows([1.0] * 5, [2.0, 2.0, 2.1, 2.0, 2.0], head=False))
+    neither = bench_command.pairs(rows([1.0] * 5, [0.5, 1.0, 2.0, 1.0, 1.0]))
     assert bench_command.conclusion(faster + slower + neither) == (
-        "of 3 comparisons the sparse model is faster in 1 (at best 2.00 times as fast in decode step, batch 1, eager), "
+        "of 3 comparisons the sparse model is faster in 1 (at best 2.20 times as fast in decode step, batch 1, eager), "
         "slower in 1 (at worst 0.50 times as fast in decode step, batch 1 without the LM head, eager), neither in 1"
     )
-    dense = bench_command.pairs(rows([1.0, 1.0, 1.0], [1.0, 0.9, 1.1], choice="5 dense"))
+    dense = bench_command.pairs(rows([1.0] * 5, [1.0, 0.9, 1.1, 1.0, 1.0], choice="5 dense"))
     assert bench_command.conclusion(dense) == (
         "of 1 comparison the sparse model is neither faster nor slower in any; all layers stay on the dense path, "
         "as no other was found to be faster, so any difference is chance, or the host's time for a swapped layer"
     )
+
+
+def test_the_ratio_is_that_of_the_rates_beside_it():
+    """Medians of turns and the median of their ratios can lie on different sides of 1."""
+    (pair,) = bench_command.pairs(rows([1.0, 2.0, 9.0, 9.0, 10.0], [8.0, 9.5, 9.4, 8.0, 1.0]))
+    assert pair["times"] == pytest.approx(pair["sparse"] / pair["dense"])
+    (pair,) = pairs = bench_command.pairs(rows([5.0, 5.0, 5.1, 9.0, 9.0], [4.9, 4.9, 5.2, 8.0, 8.0]))
+    assert pair["low"] > 1 > pair["times"]  # the turns say one thing, the rates another
+    assert "neither faster nor slower in any" in bench_command.conclusion(pairs)
+
+
+def test_few_turns_tell_no_difference():
+    few = bench_command.pairs(rows([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]))
+    assert few[0]["times"] == 2 and bench_command.conclusion(few) == (
+        "of 1 comparison the sparse model is not told apart in 1, which took fewer than 5 turns: give it more --seconds"
+    )
+    slower = bench_command.pairs(rows([1.0] * 5, [2.0] * 5))
+    assert bench_command.conclusion(few + slower).startswith(
+        "of 2 comparisons the sparse model is slower in 1 (at worst 0.50 times as fast in decode step, batch 1, eager), "
+        "not told apart in 1"
+    )
+
+
+def test_graphs_on_a_cpu_are_told_of(capsys, saved, text):
+    shown = ask(capsys, saved, "--text", text, *QUICK, "--batches", "--graphs").out
+    assert "bench: left out: CUDA graphs: they need an NVIDIA GPU, and this ran on cpu" in shown
 
 
 def test_each_row_is_compared_with_the_dense_model_that_was_run_in_the_same_way():

@@ -1,0 +1,76 @@
+"""The record of thresholds: a SiLU model trained and cut on this CPU."""
+
+import math
+
+import pytest
+from torch import nn
+
+from twell_lab.bench import thresholds
+from twell_lab.models.tiny import ModelConfig
+from twell_lab.ops import measure
+
+TINY = thresholds.Shape(
+    ModelConfig(d_model=32, layers=2, heads=2, d_ff=300, context=32),
+    batch=8,
+    steps=60,
+    lr=3e-3,
+    sparsities=(0.5, 0.9),
+    held_out=40,
+    cached=16,
+    batches=(1, 3),
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return thresholds.Trained(TINY)
+
+
+def test_the_model_is_trained_with_silu_on_bytes(trained):
+    found, cost = trained.cut(0.5)
+    assert cost.dense < 0.8 * math.log(256) and cost.windows == 40
+    assert all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
+    assert not trained.model.training and not any(each.requires_grad for each in trained.model.parameters())
+    assert [layer.density["activation"] for layer in found.layers] == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+def test_rows_say_what_a_cut_costs_and_what_a_step_takes(trained):
+    made = thresholds.cut_rows(trained, 0.9)
+    paths = ["dense eager", "thresholds, dense", "thresholds, forced twell"]
+    assert [row["path"] for row in made] == 2 * paths and [row["tokens"] for row in made] == [1] * 3 + [3] * 3
+    for row in made:
+        assert row["kind"] == "thresholds" and row["ms"] > 0 and row["dense_ms"] > 0 and row["cached"] == 16
+        assert row["workload"].startswith(f"CATS 90%, decode step, batch {row['tokens']}, SiLU trained on Python")
+        assert row["nnz"] == pytest.approx(30, rel=0.3)
+        low, change, high = row.get("loss_change", (0, 0, 0))
+        assert ("loss_change" in row) == (row["path"] != "dense eager") and low <= change <= high
+        assert row.get("loss", 0) == pytest.approx(row.get("dense_loss", 0) + change, abs=2e-5)
+    assert all(row["error_over_allowed"] <= 1 for row in made if row["path"] == paths[-1])
+
+
+def test_more_is_cut_for_more_loss(trained):
+    (few, less), (many, more) = (trained.cut(sparsity) for sparsity in TINY.sparsities)
+    assert less.change < more.change
+    assert all(one.thresholds["activation"] < two.thresholds["activation"] for one, two in zip(few.layers, many.layers))
+
+
+def test_wrong_logits_are_not_timed(trained, monkeypatch):
+    real = thresholds.sparsify
+
+    def broken(model, *plan, **how):
+        model.layers[0].mlp.down_proj.weight.data *= 100
+        return real(model, *plan, **how)
+
+    monkeypatch.setattr(thresholds, "sparsify", broken)
+    monkeypatch.setattr(thresholds, "_timed", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(measure.WrongResult, match=r"decode step, batch 1, sparsity 0.5: the logits are off by"):
+        thresholds.cut_rows(trained, 0.5)
+
+
+def test_there_is_a_step_for_each_sparsity(monkeypatch):
+    made = []
+    monkeypatch.setattr(thresholds, "Trained", lambda shape: made.append(shape) or "model")
+    monkeypatch.setattr(thresholds, "cut_rows", lambda trained, sparsity: [(trained, sparsity)])
+    steps = thresholds.sections(TINY)["thresholds"]
+    assert [step() for step in steps] == [[("model", 0.5)], [("model", 0.9)]] and made == [TINY]
