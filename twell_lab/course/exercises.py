@@ -6,6 +6,8 @@ one example fails. The tests run the folded answers of the notebooks against the
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from ..formats.twell import TwELL
 from ..ops import reference
 from .hopper.calls import timeline
 from .roofline.data import pool_table, waves
+from .speedups.data import amdahl, crossing, layer_needed, share_from
 from .training.data import firing_share
 
 RIGHT = "Right"
@@ -59,6 +62,14 @@ def _same(got, want, asked: str) -> None:
 def _same_list(got, want: list, asked: str, read: Callable = list) -> None:
     if read(_written(got)) != want:
         raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+
+
+def _near(got, want: float | None, asked: str) -> None:
+    if want is None and got is None:
+        return
+    said = "None" if want is None else f"{want:.4g}"
+    if want is None or not isinstance(_written(got), (int, float)) or not math.isclose(got, want, rel_tol=CLOSE):
+        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
 
 
 def _close(got, exact: Tensor, asked: str) -> None:
@@ -273,6 +284,41 @@ def _plain_backward(answer) -> str:
     return "all three gradients, and no weight of a neuron that never fired was read."
 
 
+def _amdahl(answer) -> str:
+    for share, times in ((0.5, 2.0), (0.3, 1e9), (0.0, 3.0), (1.0, 3.0), (random.random(), 1 + 3 * random.random())):
+        _near(answer(share, times), amdahl(share, times), f"amdahl({share:.3g}, {times:.3g})")
+    return "what is not in the layers takes as long as before."
+
+
+def _layer_needed(answer) -> str:
+    for share, wanted in ((0.5, 1.25), (0.8, 2.0), (0.3, 2.0), (0.5, 2.0), (0.5 + random.random() / 2, 1.3)):
+        _near(answer(share, wanted), layer_needed(share, wanted), f"layer_needed({share:.3g}, {wanted:.3g})")
+    return "and None where layers that take no time at all would not be enough."
+
+
+def _share_from(answer) -> str:
+    for share, layer in ((0.3, 2.0), (1.0, 1.5), (random.random(), 2.5), (0.4, 0.5)):
+        model = amdahl(share, layer)
+        _near(answer(layer, model), share_from(layer, model), f"share_from({layer:.3g}, {model:.4g})")
+    return "the law read backwards, also for layers that became slower."
+
+
+def _crossing(answer) -> str:
+    cases = [
+        [(8, 2.5), (29, 1.8), (60, 1.2), (120, 0.8)],
+        [(1, 2.0), (2, 1.5)],
+        [(1, 0.5), (2, 0.4)],
+        [(1, 1.0), (3, 0.5)],
+    ]
+    for _ in range(3):
+        nnzs = sorted(random.sample(range(1, 400), 6))
+        cases.append([(nnz, 3 - 2.6 * i / 5 + random.random() / 9) for i, nnz in enumerate(nnzs)])
+    for points in cases:
+        shown = ", ".join(f"({x}, {y:.2f})" for x, y in points)
+        _near(answer(list(points)), crossing(points), f"crossing([{shown}])")
+    return "on the straight line between the two points around it, and None where there are no such two."
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -289,4 +335,8 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "wall_time": _wall_time,
     "neuron_lists": _neuron_lists,
     "plain_backward": _plain_backward,
+    "amdahl": _amdahl,
+    "layer_needed": _layer_needed,
+    "share_from": _share_from,
+    "crossing": _crossing,
 }

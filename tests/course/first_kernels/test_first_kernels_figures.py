@@ -194,7 +194,7 @@ def test_a_step_shows_the_line_the_lanes_and_the_arrays():
     title = figure.layout.title.text
     assert (
         "smxx_pack.cu:67" in title
-        and "if (fires(v) &amp;&amp; slot &lt; words)" in title
+        and "if (kept(v) &amp;&amp; slot &lt; words)" in title
         and "2 lanes write packed" in title
     )
     texts, colours, *_ = panel(figure, "lanes of warp 0")

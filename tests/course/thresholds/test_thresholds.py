@@ -86,6 +86,58 @@ def test_a_point_is_measured_by_running_the_model_and_nothing_else_is(counted, m
     assert [at for at, *_ in shown.view(own, 0.1)["points"]] == [0.0, 0.4, 0.8, 0.9]
 
 
+def test_a_step_is_timed_with_thresholds_and_without_in_turn(counted, model, monkeypatch):
+    own = dataclasses.replace(counted, steps={})
+    before, seen = answer(model), []
+
+    def bursts(calls, wait, *, rounds, count):
+        cut = bool(lossy_parts(model))
+        seen.append((cut, calls[0](0).shape, count))
+        return {0: ([], [4.0 if cut else 2.0])}
+
+    monkeypatch.setattr(shown.data.clocks, "time_bursts", bursts)
+    step = shown.clock(own, 0.9)
+    assert [cut for cut, *_ in seen] == [False, *[True, False] * 7] and {count for *_, count in seen[1:]} == {5}
+    assert set(step.ms) == {4.0} and set(step.dense_ms) == {2.0} and step.device == "CPU"
+    assert step.what == "a forward of 64 tokens"  # four windows of 16
+    assert {shape for _, shape, _ in seen} == {(4, 16, 64)}
+    assert torch.equal(answer(model), before) and not lossy_parts(model)
+    view = shown.view(own, 0.9)
+    assert view["step"] == {"what": step.what, "device": "CPU", "ms": 4.0, "dense_ms": 2.0}
+    assert view["steps"] == [(0.9, 4.0, 4.0, 4.0, 2.0)] and shown.view(own, 0.8)["step"] is None
+    assert "a forward of 64 tokens took 4 ms instead of 2, computed densely" in shown.sentence(view)
+    shown.clock(dataclasses.replace(own, tokens=3), 0.9)
+    assert seen[-1][1] == (1, 3, 64)
+
+
+def test_a_step_of_one_token_is_decoding_with_what_came_before(model, monkeypatch):
+    own = shown.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=())
+    with torch.no_grad():
+        expected, given = model(own.windows[:1]).logits[:, -1:], []
+    monkeypatch.setattr(
+        shown.data.clocks,
+        "time_bursts",
+        lambda calls, wait, **_: given.append((bool(lossy_parts(model)), calls[0](0))) or {0: ([], [1.0])},
+    )
+    assert shown.clock(own, 0.9).what == "decoding a token"
+    for cut, found in given:
+        assert cut != torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_clock_that_fails_leaves_no_thresholds(counted, model, monkeypatch):
+    monkeypatch.setattr(
+        shown.data.clocks, "time_bursts", lambda *_, **__: 1 / 0 if lossy_parts(model) else {0: ([], [1])}
+    )
+    own = dataclasses.replace(counted, steps={})
+    with pytest.raises(ZeroDivisionError):
+        shown.clock(own, 0.9)
+    assert not lossy_parts(model) and not own.steps
+    own.calibration.at(0.5).apply(model)
+    with pytest.raises(InputError, match="has thresholds on it"):
+        shown.clock(own, 0.9)
+    tl.Thresholds.remove(model)
+
+
 def test_greedy_shares_are_those_of_the_library(model):
     found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), greedy=True, **HOW | {"sparsities": ()})
     view = shown.view(found, 0.43)
@@ -112,6 +164,19 @@ def test_the_sentence_says_what_it_is_of_and_that_it_is_lossy(counted):
     assert "(between measured points)" in shown.sentence(shown.view(counted, 0.5))
     assert "not measured beyond" in shown.sentence(shown.view(counted, 0.9))
     assert "kernels that skip what is zero should take" in said
+
+
+def test_the_sentence_tells_what_thresholds_save_from_what_they_do_not(counted):
+    view = shown.view(counted, 0.4)
+    times = [f"{sum(view[name]):,.0f}" for name in ("us", "dense_us", "plain_us")]
+    assert view["plain_us"] == shown.view(counted, 0.0)["us"]
+    wanted = "skip what is zero should take {} us instead of {}, and {} without a threshold"
+    assert shown.sentence(view).endswith(wanted.format(*times))
+    said = shown.sentence(shown.view(counted, 0.0))
+    assert "without a threshold the best path should take" in said and "by fewer launches" in said
+    assert "skip" not in said
+    slow = view | {"us": view["dense_us"]}
+    assert shown.sentence(slow).endswith(f"no path should be faster than dense, which should take {times[1]} us")
 
 
 def test_for_one_token_a_wide_layer_should_be_faster():
@@ -145,6 +210,6 @@ def test_wrong_arguments(model, change, said):
 
 @pytest.mark.parametrize("sparsity", [-0.01, 0.96, 1, True, "0.5", float("nan")])
 def test_a_sparsity_that_the_slider_does_not_have(counted, sparsity):
-    for verb in (shown.view, shown.measure):
+    for verb in (shown.view, shown.measure, shown.clock):
         with pytest.raises(InputError, match="sparsity is"):
             verb(counted, sparsity)

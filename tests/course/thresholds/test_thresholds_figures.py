@@ -17,9 +17,12 @@ VIEW = {
     "path": ["dense", "twell"],
     "us": [20.0, 8.0],
     "dense_us": [20.0, 21.0],
+    "plain_us": [20.0, 15.0],
     "loss": 0.02,
     "measured": False,
     "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
+    "step": None,
+    "steps": [],
 }
 OTHER = VIEW | {
     "sparsity": 0.75,
@@ -28,6 +31,8 @@ OTHER = VIEW | {
     "us": [9.0, 7.0],
     "loss": 0.03,
     "measured": True,
+    "step": {"what": "decoding a token", "device": "CPU", "ms": 2.5, "dense_ms": 2.25},
+    "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 
 
@@ -58,8 +63,20 @@ def test_a_moved_figure_is_one_drawn_for_that_view():
     assert traces(figure)["here"].marker.symbol == "circle" != traces(figures.picture(VIEW))["here"].marker.symbol
 
 
+def test_steps_stand_where_they_were_timed_with_the_middle_half():
+    figure = figures.picture(OTHER)
+    cut, without = (traces(figure)[name] for name in ("with thresholds", "without"))
+    assert list(cut.x) == list(without.x) == [50, 75]
+    assert list(cut.y) == [3, 2.5] and list(without.y) == [2, 2.25]
+    assert list(cut.error_y.array) == [1, 0.25] and list(cut.error_y.arrayminus) == [0.5, 0.125]
+    assert "here decoding a token took 2.5 ms instead of 2.25" in figure.layout.title.text
+    empty = traces(figures.picture(VIEW))
+    assert list(empty["with thresholds"].x) == list(empty["without"].y) == []
+    assert " ms " not in figures.picture(VIEW).layout.title.text
+
+
 def test_where_nothing_was_measured_there_is_no_point_and_teal_has_no_times():
-    view = VIEW | {"loss": None, "us": [], "dense_us": [], "path": [], "method": "teal"}
+    view = VIEW | {"loss": None, "us": [], "dense_us": [], "plain_us": [], "path": [], "method": "teal"}
     view["density"] = {"input": [0.5, 0.5], "hidden": [0.4, 0.3]}
     figure = figures.picture(view)
     found = traces(figure)

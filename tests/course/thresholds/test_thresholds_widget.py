@@ -24,7 +24,7 @@ def once(model):
 
 @pytest.fixture
 def explorer(draws, once):
-    return ThresholdExplorer(dataclasses.replace(once, losses=dict(once.losses)))
+    return ThresholdExplorer(dataclasses.replace(once, losses=dict(once.losses), steps={}))
 
 
 def trace(explorer, name):
@@ -59,21 +59,74 @@ def test_a_move_runs_no_model_and_takes_less_than_a_tenth_of_a_second(explorer, 
         hook.remove()
 
 
-def test_the_button_measures_here_and_marks_the_point(explorer):
+def test_the_button_measures_here_and_marks_the_points(explorer):
     explorer.slider.value = 0.45
     assert not explorer.view["measured"] and list(trace(explorer, "measured").x) == [0, 30, 60]
+    assert explorer.button.description == "measure here" and list(trace(explorer, "with thresholds").x) == []
     explorer.button.click()
     assert explorer.view["measured"] and list(trace(explorer, "measured").x) == [0, 30, 45, 60]
     assert explorer.view["loss"] == explorer.counted.losses[0.45].change
     assert "(measured)" in explorer.figure.layout.title.text
-    assert not explorer.button.disabled and explorer.button.description == "measure the loss here"
+    step = explorer.view["step"]
+    assert step["ms"] > 0 and list(trace(explorer, "with thresholds").x) == list(trace(explorer, "without").x) == [45]
+    assert list(trace(explorer, "with thresholds").y) == [step["ms"]]
+    assert list(trace(explorer, "without").y) == [step["dense_ms"]]
+    assert f"took {step['ms']:.3g} ms" in explorer.figure.layout.title.text
 
 
-def test_a_measurement_that_fails_leaves_the_button_as_it_was(explorer, monkeypatch):
-    monkeypatch.setattr(shown.data, "measure", lambda *_: 1 / 0)
+def test_where_the_loss_is_known_the_button_times_a_step(explorer, monkeypatch):
+    monkeypatch.setattr(shown.data, "measure", lambda *_: pytest.fail("it is known"))
+    explorer.slider.value = 0.6
+    assert explorer.view["measured"] and explorer.button.description == "measure here"
+    explorer.button.click()
+    assert [*explorer.counted.steps] == [0.6] and explorer.button.description == "measured here"
+
+
+def test_a_second_press_measures_nothing_and_another_place_can_be(explorer, model):
+    explorer.slider.value = 0.45
+    explorer.button.click()
+    found, ran = explorer.view, []
+    hook = model.register_forward_pre_hook(lambda m, args: ran.append(m))
+    explorer.button.click()
+    hook.remove()
+    assert not ran and explorer.view == found
+    assert explorer.button.description == "measured here"
+    explorer.slider.value = 0.46
+    assert explorer.button.description == "measure here"
+    explorer.slider.value = 0.45
+    assert explorer.button.description == "measured here" and explorer.view == found
+
+
+def test_a_press_while_it_measures_does_nothing_and_a_move_is_drawn(explorer, monkeypatch):
+    """As a second thread of the kernel would have it; and the button keeps the keyboard's focus, so is not disabled."""
+    measured = []
+
+    def measure(counted, sparsity):
+        measured.append(sparsity)
+        assert explorer.button.description == "measuring ..." and not explorer.button.disabled
+        explorer.button.click()
+        explorer.slider.value = 0.2
+        assert explorer.view["sparsity"] == 0.2 and explorer.button.description == "measuring ..."
+        counted.losses[sparsity] = counted.losses[0.3]
+
+    monkeypatch.setattr(shown.data, "measure", measure)
+    explorer.slider.value = 0.5
+    explorer.button.click()
+    assert measured == [0.5] == [*explorer.counted.steps]
+    assert explorer.view["sparsity"] == 0.2 and explorer.button.description == "measure here"
+    assert 50 in trace(explorer, "measured").x
+
+
+@pytest.mark.parametrize("verb", ["measure", "clock"])
+def test_a_measurement_that_fails_leaves_the_button_as_it_was(explorer, monkeypatch, verb):
+    monkeypatch.setattr(shown.data, verb, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         explorer.measure()
-    assert not explorer.button.disabled and explorer.button.description == "measure the loss here"
+    assert not explorer.button.disabled and explorer.button.description == "measure here"
+    assert explorer.view["measured"] == (verb == "clock")  # what was measured before it is kept, and drawn
+    monkeypatch.undo()
+    explorer.measure()
+    assert explorer.button.description == "measured here"
 
 
 def test_what_is_no_count_is_refused():

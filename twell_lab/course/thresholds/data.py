@@ -1,26 +1,45 @@
 """What thresholds of every sparsity do to a model: counted once, so that a slider only looks it up.
 
-A model runs while it is counted (`count`), and where the loss is measured at one more sparsity (`measure`); never in
-`view`, which reads what is there: densities from histograms, the rest between points that were measured."""
+A model runs while it is counted (`count`), and where its loss (`measure`) or the time of a step (`clock`) is measured
+at one more sparsity; never in `view`, which reads what is there: densities from histograms, the rest between points
+that were measured."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import quantiles
 
+import torch
 from torch import Tensor, nn
 
 from ...analysis.predict import by_choice, rates_of
 from ...analysis.profile import Counter
+from ...bench.causal import Causal
 from ...core.errors import InputError
 from ...formats.twell import TILE, WORDS
+from ...layers.lossy import lossy_parts
 from ...layers.paths.cost import Firing
 from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
+from ...ops import measure as clocks
 from ...plots.data import layer_names
 
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # where the loss is measured before anybody asks
 MOST = LEVELS[-1]
+_ROUNDS, _BURST_MS = 7, 10.0  # samples of a step's time, and about how long the calls of one take; at most ten calls
+
+
+@dataclass(frozen=True)
+class Step:
+    """How long a step of the model took, milliseconds on the wall of plain calls, with thresholds and without, in turn.
+
+    what: the step, such as "decoding a token"; device: where."""
+
+    what: str
+    device: str
+    ms: tuple[float, ...]
+    dense_ms: tuple[float, ...]
 
 
 @dataclass
@@ -30,7 +49,7 @@ class Counted:
     what: what figures call it. calibration: the histograms of its layers. greedy: whether each layer gets its own
     sparsity. gpu, tokens: what times are predicted for. errors, overflow: by layer, at each of LEVELS, the error of its
     output and the share of tiles with more values than slots. us: likewise the microseconds on each path, by its name;
-    none with "teal", whose savings no path of this package makes. losses: what was measured, by sparsity."""
+    none with "teal", whose savings no path of this package makes. losses, steps: what was measured, by sparsity."""
 
     what: str
     model: nn.Module
@@ -43,6 +62,7 @@ class Counted:
     overflow: list[list[float]]
     us: list[list[dict[str, float]]]
     losses: dict[float, LossChange] = field(default_factory=dict)
+    steps: dict[float, Step] = field(default_factory=dict)
 
 
 def count(
@@ -115,15 +135,56 @@ def measure(counted: Counted, sparsity: float) -> LossChange:
     return cost
 
 
+@torch.no_grad()
+def clock(counted: Counted, sparsity: float) -> Step:
+    """Measure on this machine how long a step takes with thresholds of this sparsity and without any, and keep it among
+    the points: decoding a token after a window of the text, or a forward of `tokens` tokens where those are more than
+    one (or of all windows, where they are fewer). The layers are computed densely, as they are before a swap. The
+    model is left as it was. InputError for a model that is no causal language model, and for one
+    with thresholds on it."""
+    _check(sparsity)
+    if lossy_parts(counted.model):
+        raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
+    chosen, model = counted.calibration.at(sparsity, greedy=counted.greedy), counted.model
+    device = next(model.parameters()).device
+    run, what = _step(Causal(model), counted.windows.to(device), counted.tokens)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    took: dict[bool, list[float]] = {True: [], False: []}
+    try:
+        once = clocks.time_bursts({0: run}, wait, rounds=1, count=1)[0][1][0]
+        count = min(10, max(1, int(_BURST_MS / once)))
+        for _ in range(_ROUNDS):
+            for cut, samples in took.items():
+                (chosen.apply if cut else chosen.remove)(model)
+                samples += clocks.time_bursts({0: run}, wait, rounds=1, count=count)[0][1]
+    finally:
+        chosen.remove(model)
+    counted.steps[sparsity] = step = Step(what, clocks.device_name(device), tuple(took[True]), tuple(took[False]))
+    return step
+
+
+def _step(model: Causal, windows: Tensor, tokens: int):
+    """One step of the model, a function of the number of its turn, and what to call it."""
+    if tokens == 1:
+        step, kept, last = model.stepper(), model.keep(windows[:1, :-1]), windows[:1, -1:]
+        return (lambda turn: step(last, kept)), "decoding a token"
+    read, length = model.reader(), windows.shape[1]
+    some = windows[: max(1, tokens // length), : min(tokens, length)]
+    return (lambda turn: read(some)), f"a forward of {some.numel():,} tokens"
+
+
 def view(counted: Counted, sparsity: float) -> dict:
     """What thresholds of this sparsity do, without running the model.
 
     Returns:
         what, method, greedy, gpu, tokens, sparsity; layers: their names; density: by place, of each layer, from
         histograms; error, overflow: of each layer, between levels on a line; path, us, dense_us: of each layer, the
-        path that should take least, and what it and the dense path should take, between levels on a line (empty with
-        "teal"); loss: the change of the loss, on a line between the measured points around it, None beyond the last;
-        measured: whether it was measured here; points: (sparsity, change, low, high) of each point, the first at 0.
+        path that should take least, and what it and the dense path should take, between levels on a line; plain_us:
+        what the best path should take without a threshold (all of these empty with "teal"); loss: the change of the
+        loss, on a line between the measured points around it, None beyond the last;
+        measured: whether it was measured here; points: (sparsity, change, low, high) of each point, the first at 0;
+        step: what was timed and on what, and ms and dense_ms, medians, None where no step was timed here; steps:
+        (sparsity, median, low, high, median without thresholds) of each that was, low and high of the middle half.
     """
     _check(sparsity)
     layers = counted.calibration.layers
@@ -138,6 +199,8 @@ def view(counted: Counted, sparsity: float) -> dict:
     points = [(0.0, 0.0, 0.0, 0.0)]
     points += [(at, found.change, found.low, found.high) for at, found in sorted(counted.losses.items()) if at]
     inside = sparsity <= points[-1][0]
+    steps = [(at, *_middle(step.ms), _middle(step.dense_ms)[0]) for at, step in sorted(counted.steps.items())]
+    here = counted.steps.get(sparsity)
     return {
         "what": counted.what,
         "method": counted.calibration.method,
@@ -158,9 +221,18 @@ def view(counted: Counted, sparsity: float) -> dict:
         "path": best,
         "us": [paths[path] for paths, path in zip(took, best)],
         "dense_us": [paths["dense"] for paths in took],
+        "plain_us": [min(levels[0].values()) for levels in counted.us if levels],
         "loss": _between([at for at, *_ in points], [change for _, change, *_ in points], sparsity) if inside else None,
         "measured": sparsity in counted.losses or sparsity == 0,
         "points": points,
+        "step": here
+        and {
+            "what": here.what,
+            "device": here.device,
+            "ms": _middle(here.ms)[0],
+            "dense_ms": _middle(here.dense_ms)[0],
+        },
+        "steps": steps,
     }
 
 
@@ -172,12 +244,29 @@ def sentence(view: dict) -> str:
         loss = (
             f"loss {view['loss']:+.3g} nats a token ({'measured' if view['measured'] else 'between measured points'})"
         )
-    time = ""
-    if view["us"]:
-        # No kernel runs layers with thresholds yet: there is nothing to measure.
-        us, dense = sum(view["us"]), sum(view["dense_us"])
+    # Predicted: a view asks what thresholds that were never put on a layer would be worth.
+    us, plain, dense = (sum(view[name]) for name in ("us", "plain_us", "dense_us"))
+    if not view["us"]:
+        time = ""
+    elif not us < dense:
+        time = f"; no path should be faster than dense, which should take {dense:,.0f} us"
+    elif view["sparsity"] == 0:
+        time = (
+            f"; without a threshold the best path should take {us:,.0f} us instead of {dense:,.0f}, by fewer launches "
+            "or what is zero by itself"
+        )
+    else:
         time = f"; kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
+        time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
+    if step := view["step"]:
+        time += f"; here {step['what']} took {step['ms']:.3g} ms instead of {step['dense_ms']:.3g}, computed densely"
     return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
+
+
+def _middle(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of the middle half."""
+    low, median, high = quantiles(samples, n=4, method="inclusive")
+    return median, low, high
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:

@@ -13,12 +13,12 @@ _SITES = {"activation": "kept behind the gate", "input": "kept of x", "hidden": 
 
 
 def picture(view: dict) -> go.Figure:
-    """Density, error, overflow and predicted time by layer, and the change of the loss over the sparsity."""
+    """Density, error, overflow and predicted time by layer; and over the sparsity the change of the loss, and how long
+    a step took here."""
     times = f"predicted us, {view['gpu']}, {view['tokens']:,} token{'s' * (view['tokens'] > 1)}"
     figure = make_subplots(
         rows=3,
         cols=2,
-        specs=[[{}, {}], [{}, {}], [{"colspan": 2}, None]],
         horizontal_spacing=0.1,
         vertical_spacing=0.13,
         subplot_titles=[
@@ -26,7 +26,8 @@ def picture(view: dict) -> go.Figure:
             "relative error of the layer's output, %",
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
-            "change of the loss on held-out text, nats a token; points were measured (95% interval)",
+            "change of the loss, nats a token; points: measured",
+            "ms of a step here; dashes: no thresholds",
         ],
     )
     looks = [
@@ -77,11 +78,30 @@ def picture(view: dict) -> go.Figure:
         col=1,
         hovertemplate="sparsity %{x:.0f}%: %{y:+.4f}<extra></extra>",
     )
+    figure.add_scatter(
+        mode="markers",
+        marker={"size": 9, "color": plots.INK},
+        error_y={"type": "data", "symmetric": False},
+        name="with thresholds",
+        showlegend=False,
+        row=3,
+        col=2,
+        hovertemplate="sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured<extra></extra>",
+    )
+    figure.add_scatter(
+        mode="markers",
+        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
+        name="without",
+        showlegend=False,
+        row=3,
+        col=2,
+        hovertemplate="%{y:.3g} ms without thresholds, measured in turn<extra></extra>",
+    )
     for row, col in ((1, 1), (2, 1)):
         figure.update_yaxes(range=[0, 105], row=row, col=col)
-    for row in (1, 2):
+    for row in (1, 2, 3):
         figure.update_yaxes(rangemode="tozero", row=row, col=2)
-    figure.update_xaxes(title_text="sparsity, %", range=[-1, 100 * MOST + 2], row=3, col=1)
+    figure.update_xaxes(title_text="sparsity, %", range=[-1, 100 * MOST + 2], row=3)
     figure = plots.styled(figure, "", height=840)
     figure.update_layout(margin_t=120, barmode="overlay" if len(view["density"]) == 1 else "group")
     figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
@@ -95,7 +115,7 @@ def move(figure: go.Figure, view: dict) -> None:
     percent = [*view["density"].values(), view["error"], view["overflow"]]
     bars = [[100 * share for share in values] for values in percent]
     bars += [[us if path == at else None for us, at in zip(view["us"], view["path"])] for path in PATHS]
-    *traces, dense, loss, here = figure.data
+    *traces, dense, loss, here, step, without = figure.data
     for trace, values in zip(traces, bars, strict=True):
         trace.y = values
     dense.y = view["dense_us"]
@@ -105,4 +125,10 @@ def move(figure: go.Figure, view: dict) -> None:
     loss.error_y.arrayminus = [change - bottom for change, bottom in zip(changes, low)]
     here.x, here.y = ([], []) if view["loss"] is None else ([100 * view["sparsity"]], [view["loss"]])
     here.marker.symbol = "circle" if view["measured"] else "circle-open"
-    figure.layout.title.text = sentence(view).replace(": loss", ":<br><sup>loss") + "</sup>"
+    places, medians, low, high, alone = ([*values] for values in zip(*view["steps"])) if view["steps"] else [[]] * 5
+    step.x = without.x = [100 * at for at in places]
+    step.y, without.y = medians, alone
+    step.error_y.array = [top - median for top, median in zip(high, medians)]
+    step.error_y.arrayminus = [median - bottom for median, bottom in zip(medians, low)]
+    said = sentence(view).replace(": loss", ":<br><sup>loss").replace("; here", "</sup><br><sup>here")
+    figure.layout.title.text = f"{said}</sup>"

@@ -1,0 +1,259 @@
+"""Models beside their layers, on made-up rows; the law that links them; and a small model timed here."""
+
+import math
+
+import pytest
+
+from twell_lab.course import speedups
+from twell_lab.course.recorded import GRAPH, LOGNORMAL
+from twell_lab.course.speedups import data
+from twell_lab.models.tiny import ModelConfig
+from twell_lab.records.record import Record
+
+SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
+
+
+def record(rows, date="2026-01-02T03:04:05Z", name="any-name"):
+    shared = {"commit": None, "dirty": None, "kernels": {}, "machine": {}}
+    return Record(name=name, purpose="a test", rows=rows, date=date, **shared)
+
+
+def of_model(path, wall, ms=None, dense=10.0, kind="model_decode", label="decode step, batch 1", tokens=1, **more):
+    ms = wall if ms is None else ms
+    times = {"ms": ms, "dense_ms": dense, "x_dense": dense / ms, "wall_ms": wall, "wall_samples": [wall] * 3}
+    about = {"layers": 4, "parameters": 1000, "nnz": 8.0, "workload": f"Llama, {label}"}
+    return (
+        {**SIZES, "kind": kind, "tokens": tokens, "path": path, "samples": [ms] * 3, "head": True}
+        | times
+        | about
+        | more
+    )
+
+
+def of_layer(path, wall, ms=None, dense=1.0, tokens=1, nnz=8.0, kind="inference"):
+    ms = wall if ms is None else ms
+    times = {"ms": ms, "wall_ms": wall, "dense_ms": dense, "x_dense": dense / ms}
+    return {**SIZES, "kind": kind, "tokens": tokens, "path": path, "nnz": nnz, "workload": LOGNORMAL} | times
+
+
+MODEL = [
+    of_model("dense eager", 10.0, gpu_ms=5.0, weight_bytes=100 * 2**20),
+    of_model("planned", 12.0, gpu_ms=4.0, weight_bytes=101 * 2**20),
+    of_model(f"dense eager{GRAPH}", 5.0, dense=5.0),
+    of_model(f"planned{GRAPH}", 4.5, dense=5.0),
+    of_model(f"planned for graphs{GRAPH}", 4.0, dense=5.0),
+]
+LAYER = [
+    of_layer("dense eager", 1.0),
+    of_layer("planned", 0.5),
+    of_layer(f"dense eager{GRAPH}", 0.5, dense=0.5),
+    of_layer(f"planned{GRAPH}", 0.25, dense=0.5),
+]
+
+
+@pytest.fixture
+def kept(keep):
+    """Rows and layers of MODEL and LAYER, as a notebook reads them."""
+    keep(record([*MODEL, *LAYER, {"attack": "no row of a device"}]))
+    rows = speedups.recorded()
+    return rows, speedups.layers_of(rows)
+
+
+# ---- the law ----
+
+
+def test_the_law_and_its_inverses_agree():
+    for share, times in ((0.2, 3.0), (0.9, 1.4), (0.5, 0.5)):
+        model = speedups.amdahl(share, times)
+        assert speedups.layer_needed(share, model) == pytest.approx(times)
+        assert speedups.share_from(times, model) == pytest.approx(share)
+    assert speedups.amdahl(0.5, math.inf) == 2 and speedups.amdahl(1.0, math.inf) == math.inf
+    assert speedups.layer_needed(0.5, 2.5) is None
+
+
+def test_a_crossing_lies_between_the_points_around_it():
+    assert speedups.crossing([(10, 2.0), (20, 1.5), (30, 0.5)]) == 25
+    assert speedups.crossing([(10, 2.0), (20, 1.0)]) is None and speedups.crossing([(10, 0.5), (20, 0.2)]) is None
+
+
+# ---- rows, whatever the record is called ----
+
+
+def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):
+    eager, graph = speedups.steps(*kept)
+    assert eager.x == pytest.approx(10 / 12) and eager.span == (eager.x, eager.x)
+    assert (eager.share, eager.layer_x, eager.predicted) == pytest.approx((0.4, 2.0, 1.25))
+    # Of two planned models the one that is planned for graphs counts; a graph's time is the device's.
+    assert (graph.x, graph.share, graph.layer_x) == pytest.approx((1.25, 0.4, 2.0))
+    assert "2026-01-02" in graph.dense["where"]
+    assert speedups.about([eager, graph]).startswith("drawn Llama (random weights): 4 layers of 64 x 256")
+
+
+def test_rows_of_earlier_releases_are_read(keep):
+    old = [row | {"kind": "model", "cached": 512} for row in MODEL[:2]]
+    forward = [
+        of_model(path, 8.0, kind="model", label="1 x 64 tokens", tokens=64) for path in ("dense eager", "planned")
+    ]
+    step = [row | {"kind": "training", "workload": "whole step, 4 layers", "tokens": 64} for row in MODEL[:2]]
+    rows = [{key: each[key] for key in each if key != "head"} for each in (*old, *forward, *step)]
+    plan = rows[0] | {"path": "plan", "dense_ms": None}
+    keep(record([*rows, plan]))
+    names = [step.name for step in speedups.steps(speedups.recorded(), [])]
+    assert names == ["1 x 64 tokens, eager", "decode step, batch 1, eager", "training step, 64 tokens, nnz 8, eager"]
+
+
+def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep):
+    newer = [row | {"wall_ms": 2 * row["wall_ms"]} for row in MODEL[:2]]
+    small = [row | {"parameters": 10, "workload": "Small, decode step, batch 1"} for row in MODEL[:2]]
+    keep(record(MODEL[:2]), record(newer, "2026-02-02T03:04:05Z"), record(small, "2026-03-02T03:04:05Z"))
+    found = speedups.steps(speedups.recorded(), [])
+    (step,) = found
+    assert speedups.compared(found) == speedups.three_lines(found, [])[0] == data.ALONE
+    assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
+
+
+def test_a_model_whose_layers_were_recorded_comes_before_a_larger_one(keep):
+    larger = [row | {"parameters": 10**6, "d_model": 128} for row in MODEL[:2]]
+    keep(record(larger), record(MODEL[:2]), record(LAYER))
+    rows = speedups.recorded()
+    assert {row["parameters"] for row in rows} == {1000}
+    layers = speedups.layers_of(rows)
+    assert speedups.alike([*layers, layers[0] | {"d_ff": 9}], speedups.steps(rows, layers)) == layers
+
+
+def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
+    for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
+        keep(record([*MODEL, *(row | other for row in LAYER)]))
+        rows = speedups.recorded()
+        assert {step.share for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
+
+
+def test_nothing_recorded_is_said_and_drawn(keep):
+    keep(record([{"attack": "no row of a device"}]))
+    rows = speedups.recorded()
+    layers = speedups.layers_of(rows)
+    found = speedups.steps(rows, layers)
+    assert found == layers == [] and speedups.about(found) == data.NOTHING and speedups.compared(found) == data.ALONE
+    assert speedups.three_lines(found, [])[0] == data.NOTHING and len(speedups.three_lines(found, [])) == 3
+    figures = speedups.figures
+    panels = {"forward": speedups.by_nnz(layers, "inference", speedups.most_measured(layers))}
+    empty = [figures.beside_layers([]), figures.law([]), figures.pieces([]), figures.times([]), figures.by_tokens([])]
+    for figure in (*empty, figures.by_nnz(panels, None, ""), figures.costs([])):
+        assert "nothing is recorded" in figure.layout.annotations[0].text
+
+
+# ---- what lies between ----
+
+
+def test_the_time_of_a_call_is_told_apart(kept):
+    rows, layers = kept
+    head = [row | {"head": False, "gpu_ms": row["gpu_ms"] - 1} for row in rows if "gpu_ms" in row]
+    dense, planned = speedups.pieces([*rows, *head], layers)
+    assert {key: dense[key] for key in ("layers", "head", "rest", "wait")} == pytest.approx(
+        {"layers": 2.0, "head": 1.0, "rest": 2.0, "wait": 5.0}
+    )
+    assert (planned["layers"], planned["wait"]) == (1.0, 8.0)
+    assert {piece["head"] for piece in speedups.pieces(rows, layers)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    "planned, gpu, said",
+    [(8.0, 4.0, "as predicted"), (12.0, 4.0, "host"), (12.0, 12.0, "less"), (6.0, 4.0, "more")],
+)
+def test_what_lies_between_prediction_and_measurement(keep, planned, gpu, said):
+    keep(record([of_model("dense eager", 10.0, gpu_ms=5.0), of_model("planned", planned, gpu_ms=gpu), *LAYER]))
+    rows = speedups.recorded()
+    (step,) = speedups.steps(rows, speedups.layers_of(rows))
+    assert step.predicted == 1.25 and data.between(step) == said and f"| {said} |" in speedups.compared([step])
+
+
+def test_turns_that_differ_more_say_so(keep):
+    turns = {"wall_samples": [5.0, 9.0, 16.0]}
+    dense = of_model("dense eager", 10.0, gpu_ms=5.0) | {"wall_samples": [10.0] * 3}
+    keep(record([dense, of_model("planned", 9.0, gpu_ms=4.0) | turns, *LAYER]))
+    rows = speedups.recorded()
+    (step,) = speedups.steps(rows, speedups.layers_of(rows))
+    low, high = step.span
+    assert low < 1.0 < 1.25 < high and data.between(step) == "within spread"
+
+
+# ---- where a layer's gain stops, memory, energy ----
+
+
+def test_a_layer_by_tokens_and_by_nnz():
+    many = [{**row, "tokens": 64, "where": "w"} for row in LAYER] + [{**row, "where": "w"} for row in LAYER]
+    found = speedups.by_tokens([row | {"nnz": 29.0} for row in many])
+    assert [(row["tokens"], row["how"], row["x"]) for row in found] == [
+        (tokens, how, 2.0) for tokens in (1, 64) for how in ("eager", "CUDA graph")
+    ]
+    layers = [of_layer("forced twell", ms, tokens=64, nnz=nnz) for nnz, ms in ((60.0, 2.0), (8.0, 0.5))]
+    layers += [of_layer("forced twell", 0.25, tokens=1)]
+    assert speedups.most_measured(layers) == 64
+    points = speedups.by_nnz(layers, "inference", 64)
+    assert points == {"forced twell": [(8.0, 2.0), (60.0, 0.5)]}
+    slow = [row | {"x": 0.5} for row in found if row["how"] == "CUDA graph"]
+    lines = speedups.stops([*found[:1], *slow], points, {"forced twell": [(8.0, 2.0)]}).splitlines()
+    assert lines[0] == "one planned layer, CUDA graph: below 0.97 at 1, 64 tokens"
+    beside = "(beside torch's eager layer)"
+    assert lines[1:] == [
+        f"inference: TwELL loses from nnz 43 {beside}",
+        f"training: TwELL loses nowhere up to 8 {beside}",
+    ]
+    lost = speedups.stops([], {"forced twell": [(8.0, 0.9), (29.0, 0.8)]}, {})
+    assert lost == f"inference: TwELL loses at nnz 8, 29 {beside}"
+
+
+def test_costs_are_in_percent_of_dense(kept):
+    rows, layers = kept
+    found = speedups.costs(speedups.steps(rows, layers))
+    assert [(cost["of"], cost["percent"]) for cost in found if "eager" in cost["what"]] == [
+        ("time", 120),
+        ("weights", 101),
+    ]
+    watched = [row | {"mj_per_token": 3.0, "peak_bytes": 2**20} for row in rows]
+    assert {cost["of"] for cost in speedups.costs(speedups.steps(watched, layers))} == {
+        "time",
+        "weights",
+        "peak memory",
+        "energy",
+    }
+
+
+def test_the_figures_show_what_was_measured(kept):
+    rows, layers = kept
+    found = speedups.steps(rows, layers)
+    bars, alone, law = speedups.figures.beside_layers(found).data
+    assert list(bars.x) == [step.x for step in found] and list(alone.x) == [2, 2] and list(law.x) == [1.25, 1.25]
+    points = [trace for trace in speedups.figures.law(found, found).data if trace.name]
+    assert [list(trace.y) for trace in points] == [[step.x, step.predicted] for step in found] * 2
+    assert sum("yours, now" in trace.name for trace in points) == 2
+    stacked = speedups.figures.pieces(speedups.pieces(rows, layers)).data
+    assert sum(trace.x[0] for trace in stacked) == pytest.approx(100) and "LM head and" in stacked[1].name
+    assert [list(trace.x) for trace in speedups.figures.times(found).data] == [[12, 10], [4, 5]]
+    shown = speedups.figures.costs(speedups.costs(found)).data
+    assert {trace.name for trace in shown} == {"time", "weights"}
+
+
+def test_three_lines_are_about_the_numbers(kept):
+    found = speedups.steps(*kept)
+    models, law, here = speedups.three_lines(found, found[1:])
+    assert "2.00 to 2.00 times as fast make models 0.83 to 1.25" in models and "40% of the time" in models
+    assert law == "Amdahl's law is within 3% in 1 of 2; waiting for the host explains 1 more."
+    assert here == "Here: 1.25 times as fast (1.25 predicted), decode step, batch 1, CUDA graph: swap the layers."
+    assert speedups.three_lines(found, [])[2] == "Nothing was timed here."
+    assert speedups.three_lines(found, found[:1])[2].endswith("stay dense.")
+
+
+# ---- this machine ----
+
+
+def test_a_model_and_its_layers_are_timed_here():
+    pytest.importorskip("transformers")
+    config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
+    rows, layers = speedups.measured(config, "cpu", seconds=0.01)
+    forward, decode = speedups.steps(rows, layers)
+    assert {row["head"] for row in rows} == {True, False} and {row["where"] for row in rows} == {"yours, now, on CPU"}
+    assert {row["together"] for row in layers} == {2} and {row["tokens"] for row in layers} == {1, 16}
+    for step in (forward, decode):
+        assert 0 < step.share <= 1 and step.layers_ms[0] == step.layer[0]["wall_ms"]
+    assert len(speedups.pieces(rows, layers)) == 4
