@@ -15,7 +15,7 @@ import twell_lab
 pytest.importorskip("hatchling", reason="the build backend comes with the test extra")
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 8_000_000
-CHECKOUT_ALONE = ("data/checkpoints/l1-free/", "data/checkpoints/sparse/")
+CHECKOUT_ALONE = ("data/checkpoints/l1-free/", "data/checkpoints/sparse/", "data/checkpoints/wide/")
 PROGRAM = """
 import json, pathlib, twell_lab
 from twell_lab.core import folders
