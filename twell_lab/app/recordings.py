@@ -353,12 +353,24 @@ def thresholds(seconds: float = SECONDS) -> Record:
     return Record.new("thresholds", "a SiLU model with thresholds beside the model without", rows, notes)
 
 
+def comparison(seconds: float = SECONDS) -> Record:
+    """The product of a matrix with zeros and a dense one, 4,096 x 4,096 each, at 50 to 99.9% zeros in several patterns,
+    by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. seconds, and the
+    notes: as for `inference`."""
+    need_gpu()
+    from ..bench import comparison as tables
+
+    rows, notes = _sections(tables.sections(), seconds)
+    return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
     "training": training,
     "model": model,
     "thresholds": thresholds,
+    "comparison": comparison,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

@@ -30,6 +30,21 @@ _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
 
+class _AsPacked(Activation):
+    """For values that went through an activation before they were packed: all that is not zero counts as it is, of
+    either sign. The kernels that read packed values ask no activation either."""
+
+    def value(self, first: Tensor) -> Tensor:
+        """The value itself."""
+        return first
+
+    def _kept(self, first: Tensor, value: Tensor) -> Tensor:
+        return first != 0  # NaN is not
+
+
+PACKED = _AsPacked("packed")
+
+
 def gated(
     x: Tensor,
     gate: Tensor,

@@ -75,6 +75,8 @@ def packed_down(
 ) -> Tensor:
     """packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
+    Packed values count as they are, of either sign (`TwELL.from_dense`).
+
     down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one. Not differentiable.
     """
     checks.refuse_transforms("packed_down")
@@ -100,7 +102,7 @@ def packed_gated(
     down_t: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g. x: [rows, d_model].
+    """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g, of either sign. x: [rows, d_model].
 
     down_t: down transposed and contiguous, if the caller keeps one. Not differentiable.
     """
@@ -210,14 +212,14 @@ def _pack_cpu(gate, tile, words):
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
-        return cpu.plain(gate, None, down_t, bias, follow=False)
+        return cpu.plain(gate, None, down_t, bias, follow=False, acts=cpu.PACKED)
 
 
 @torch.library.impl(_library, "packed_gated", "CPU")
 def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):
-        return cpu.gated(x, gate, up, None, down_t, up_bias, down_bias, follow=False)
+        return cpu.gated(x, gate, up, None, down_t, up_bias, down_bias, follow=False, acts=cpu.PACKED)
 
 
 def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):

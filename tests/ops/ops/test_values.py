@@ -239,6 +239,27 @@ def test_nan_in_a_packed_gate_fires(path, dtype, draw):
     assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", [None, "simulator"])
+@pytest.mark.parametrize("share", [0.05, 0.7])  # computed by entries, and densely
+def test_packed_values_of_either_sign_count_as_they_are(share, backend, dtype, draw):
+    layer = draw(5, 16, 200, dtype=dtype, biases="ud")
+    hidden = torch.randn(5, 200).mul(torch.rand(5, 200) < share).to(dtype)
+    packed = TwELL.from_dense(hidden, 64, 8)
+
+    def densely(kind):
+        h, x, up, up_bias, down, bias = (
+            t.to(kind) for t in (hidden, layer.x, layer.up, layer.up_bias, layer.down, layer.down_bias)
+        )
+        return linear(h, down, bias), linear(h * linear(x, up, up_bias), down, bias)
+
+    ours = (
+        ops.packed_down(packed, layer.down, layer.down_bias, backend=backend),
+        ops.packed_gated(layer.x, packed, layer.up, layer.down, layer.up_bias, layer.down_bias, backend=backend),
+    )
+    for y, dense, exact in zip(ours, densely(dtype), densely(torch.float64)):
+        assert accuracy.worst_row(y, dense, exact)[0] <= 1
+
+
 def test_an_overflow_in_a_silent_neuron_gives_the_float64_result(path, draw):
     layer = draw(4, 12, 200, dtype=torch.float16, fires=0.2, biases="d")
     silent = layer.pattern() <= 0

@@ -1,0 +1,122 @@
+"""The comparison of products: patterns, checks, rows, and where a method begins to win; on this CPU."""
+
+import math
+
+import pytest
+import torch
+
+from twell_lab.bench import comparison
+from twell_lab.bench.comparison import PIECES, SCATTERED, TWO_FOUR, Method, Shape, crossings, patterned
+from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.records import Record
+
+SMALL = Shape(64, 128, 32, torch.float32, "cpu", 0.02)
+
+
+@pytest.mark.parametrize("pattern", PIECES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.999])
+def test_a_pattern_keeps_whole_pieces_equally_many_in_each_band(pattern, sparsity):
+    high, wide = PIECES[pattern]
+    a = patterned(pattern, 96, 320, sparsity, dtype=torch.bfloat16, device="cpu")
+    pieces = (a != 0).view(96 // high, high, 320 // wide, wide).transpose(1, 2).flatten(2)
+    assert (pieces.all(-1) == pieces.any(-1)).all()
+    assert (pieces.any(-1).sum(1) == max(1, round((1 - sparsity) * (320 // wide)))).all()
+    assert a.abs()[a != 0].min() >= 0.09 and not torch.equal(
+        a, patterned(pattern, 96, 320, 0, dtype=a.dtype, device="cpu", seed=1)
+    )
+
+
+def test_two_four_is_two_of_four():
+    a = patterned(TWO_FOUR, 8, 64, 0.5, dtype=torch.float16, device="cpu")
+    assert ((a.view(8, 16, 4) != 0).sum(-1) == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("checkered", 64, 64, 0.5), "'checkered'"),
+        ((TWO_FOUR, 64, 64, 0.9), "0.9"),
+        ((SCATTERED, 64, 64, 1.0), "1.0"),
+        ((SCATTERED, 64, 64, -0.1), "-0.1"),
+        (("blocks 32 x 32", 48, 64, 0.5), r"\[48, 64\]; multiples of 32"),
+        (("tiles 32 x 1", 0, 64, 0.5), r"\[0, 64\]"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(given, words):
+    with pytest.raises(InputError, match=words):
+        patterned(*given, dtype=torch.float32, device="cpu")
+
+
+def test_rows_of_every_method_that_runs_here():
+    made = comparison.product_rows(SCATTERED, 0.9, SMALL)
+    Record.new("comparison", "a test", made)
+    timed = [row for row in made if not row["path"].startswith("part: ")]
+    assert timed[0]["path"] == "dense eager" and timed[0]["left_out"] == {}
+    assert {row["path"] for row in timed[1:]} == {
+        each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.9)
+    }
+    assert {f"part: {row['path']}, conversion" for row in timed[1:]} == {r["path"] for r in made} - {
+        r["path"] for r in timed
+    }
+    for row in made:
+        assert row["kind"] == "comparison" and row["ms"] > 0 and row["pattern"] == SCATTERED
+        assert (row["tokens"], row["d_ff"], row["d_model"], row["nnz"]) == (64, 128, 32, 13)
+        assert row["density"] == pytest.approx(13 / 128) and row["workload"] == "scattered, 90.0% zeros"
+    assert all(row["wall_ms"] > 0 and row["x_dense"] == row["dense_ms"] / row["ms"] for row in timed)
+    assert all(row["error_over_allowed"] <= comparison.WRONG for row in timed[1:])
+
+
+def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed():
+    def refuses(a):
+        raise DeviceError("no such unit\nand more")
+
+    product = lambda a, b: a @ b  # noqa: E731
+    methods = [
+        Method("missing", refuses, product),
+        Method("wrong", lambda a: a * 1.5, product),
+        Method("nan", lambda a: a * math.nan, product),
+        Method("right", lambda a: a, product),
+        Method("elsewhere", lambda a: a, product, patterns=(TWO_FOUR,)),
+        Method("too dense", lambda a: a, product, least=0.99),
+    ]
+    made = comparison.product_rows(SCATTERED, 0.9, SMALL, methods)
+    assert [row["path"] for row in made] == ["dense eager", "right", "part: right, conversion"]
+    assert made[0]["left_out"].keys() == {"missing", "wrong", "nan"}
+    assert made[0]["left_out"]["missing"] == "DeviceError: no such unit"
+    assert made[0]["left_out"]["wrong"].startswith("wrong: a row is off by")
+
+
+def test_two_four_on_a_cpu_is_left_out_by_name():
+    (row,) = comparison.product_rows(TWO_FOUR, 0.5, SMALL)
+    assert all("accepted" in why for why in row["left_out"].values()) and len(row["left_out"]) == 2
+
+
+def _row(path, density, samples, dense):
+    middle = sorted(samples)[len(samples) // 2]
+    return {
+        "kind": "comparison",
+        "path": path,
+        "pattern": SCATTERED,
+        "density": density,
+        "ms": middle,
+        "x_dense": dense / middle,
+        "samples": samples,
+    }
+
+
+def test_where_a_method_begins_to_win():
+    times = {0.01: 0.5, 0.1: 2.0, 0.5: 8.0}
+    table = [_row("dense eager", density, [1.0] * 4, 1.0) for density in times]
+    table += [_row("some", density, [0.9 * ms, ms, ms, 1.1 * ms], 1.0) for density, ms in times.items()]
+    table += [_row("never", density, [3.0] * 4, 1.0) for density in times]
+    table += [_row("part: some, conversion", density, [9.0] * 4, 1.0) for density in times]
+    some, never = crossings(table + [{"kind": "ffn_forward"}])
+    assert some.density == pytest.approx(0.01 * 10**0.5)  # halfway between, on logarithmic axes
+    assert some.low < some.density < some.high and (some.best, some.best_density) == (2.0, 0.01)
+    assert (never.path, never.density, never.low, never.high) == ("never", None, None, None)
+
+
+def test_sections_hold_every_pattern_and_sparsity():
+    (steps,) = comparison.sections(SMALL).values()
+    asked = [step.args[:2] for step in steps]
+    assert len(set(asked)) == len(asked) == 1 + len(PIECES) * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)

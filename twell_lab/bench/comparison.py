@@ -1,0 +1,267 @@
+"""The record of the comparison: one product C = A B, A [m, k] with zeros in it and B [k, n] dense, by every method that
+skips zeros, beside torch's dense product of the same matrices.
+
+A's zeros come in patterns. A method is measured on unstructured zeros and on the pattern that it was made for. Each
+result is held against float64 before a clock starts, and one that is wrong is not timed: the row of the dense product
+says which and why. What a method has to do for new zeros, its conversion, is timed by itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log
+
+import torch
+from torch import Tensor
+
+from ..core.errors import DeviceError, InputError
+from ..formats import ELL, TwELL
+from ..ops import accuracy, measure, packed_down
+from ..sparsities import blocks, two_four
+from . import rows
+from .density import ell_matmul
+from .rows import DENSE
+from .workloads import clock_cpu
+
+KIND = "comparison"
+SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
+SCATTERED, BLOCKS, TALL, WIDE, TWO_FOUR = "scattered", "blocks 32 x 32", "tiles 32 x 1", "tiles 1 x 32", "2:4"
+PIECES = {SCATTERED: (1, 1), BLOCKS: (32, 32), TALL: (32, 1), WIDE: (1, 32)}  # what is zero together
+CHECKED = 64  # rows of a result that are held against float64
+WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
+CONVERSIONS = 5  # samples of a conversion
+
+Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compute A B.
+
+    name: the path of its rows. convert: from A [m, k], 16-bit values on a GPU, to what the method multiplies.
+    multiply: of that and B. patterns: those it is measured on. sparsities: from which on; a naive kernel would take
+    minutes at the lower ones."""
+
+    name: str
+    convert: Callable[[Tensor], object]
+    multiply: Callable[[object, Tensor], Tensor]
+    patterns: tuple[str, ...] = (SCATTERED,)
+    least: float = 0.0
+
+    def measured(self, pattern: str, sparsity: float) -> bool:
+        """Whether the record has it for this pattern and sparsity."""
+        return pattern in self.patterns and sparsity >= self.least
+
+
+def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
+    def convert(a: Tensor) -> Tensor:
+        two_four.check_convertible(a.shape, a.dtype, kind, torch.cuda.get_device_capability() if a.is_cuda else None)
+        tensor = {
+            "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
+            "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
+        }[kind]
+        return tensor.from_dense(a)
+
+    return convert
+
+
+def _down(packed: TwELL, b: Tensor) -> Tensor:
+    return packed_down(packed, b.t(), down_t=b)
+
+
+METHODS: tuple[Method, ...] = (
+    Method("CSR (torch)", Tensor.to_sparse_csr, torch.matmul, (SCATTERED, BLOCKS, TALL, WIDE)),
+    Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
+    Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS)),
+    Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
+    Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
+    Method("TwELL", TwELL.from_dense, _down, (SCATTERED, BLOCKS, TALL, WIDE)),
+)
+
+
+# ---- the matrices ----
+
+
+def patterned(pattern: str, m: int, k: int, sparsity: float, *, dtype, device, seed: int = 0) -> Tensor:
+    """A [m, k] whose zeros come in this pattern, the other values normal and at least 0.1 away from zero.
+
+    In each band of pieces (rows of one, blocks side by side, ...) equally many stay: round((1 - sparsity) * pieces),
+    at least one, at random places. Of "2:4" each four neighbours in a row hold two; its sparsity is 0.5.
+
+    Raises:
+        InputError: for another pattern or sparsity, and sizes that the pieces do not divide.
+    """
+    if pattern not in (*PIECES, TWO_FOUR) or not 0 <= sparsity < 1 or (pattern == TWO_FOUR and sparsity != 0.5):
+        raise InputError(
+            f"pattern is {pattern!r:.80} and sparsity {sparsity!r:.80}; accepted: {', '.join(PIECES)} with a share "
+            f"from 0 up to, but not, 1, and {TWO_FOUR} with 0.5"
+        )
+    high, wide = PIECES.get(pattern, (1, 4))
+    if m < high or k < wide or m % high or k % wide:
+        raise InputError(f"A is [{m}, {k}]; multiples of {high} rows and {wide} columns are accepted for {pattern}")
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(m, k, generator=generator, device=device)
+    values += 0.1 * torch.where(values < 0, -1.0, 1.0)  # or a value could round to a zero
+    if pattern == TWO_FOUR:
+        order = torch.rand(m, k // 4, 4, generator=generator, device=device)
+        keep = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.topk(2).indices, True).view(m, k)
+    else:
+        places = torch.rand(m // high, k // wide, generator=generator, device=device)
+        stay = max(1, round((1 - sparsity) * places.shape[1]))
+        chosen = torch.zeros_like(places, dtype=torch.bool).scatter_(1, places.topk(stay).indices, True)
+        keep = chosen.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    return values.masked_fill_(~keep, 0).to(dtype)
+
+
+def off(c: Tensor, a: Tensor, b: Tensor, dense: Tensor) -> float:
+    """The error of the worst of `CHECKED` rows of C = A B over what is allowed (ops.accuracy), against float64."""
+    picked = torch.linspace(0, len(a) - 1, min(CHECKED, len(a)), device=a.device).long()
+    exact = a[picked].double() @ b.double()
+    return accuracy.worst_row(c[picked], dense[picked], exact)[0]
+
+
+# ---- what is timed ----
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of A [m, k] and B [k, n], and what they hold. seconds: of each comparison, on a CPU."""
+
+    m: int = 4096
+    k: int = 4096
+    n: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    seconds: float = 1.0
+
+
+@torch.no_grad()
+def product_rows(
+    pattern: str, sparsity: float, shape: Shape = Shape(), methods: Iterable[Method] | None = None
+) -> list[dict]:
+    """A row for the dense product and one for each method that takes this pattern and runs here, of kind "comparison";
+    and one for each conversion, "part: NAME, conversion".
+
+    Rows say `density` (of A, as it is), `pattern`, and the sizes: tokens m, d_ff k, d_model n. The dense row has
+    `left_out`, {name: why}: methods that this device does not have, and those whose result was wrong."""
+    device = torch.device(shape.device)
+    a = patterned(pattern, shape.m, shape.k, sparsity, dtype=shape.dtype, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    bs = [
+        torch.randn(shape.k, shape.n, generator=generator, device=device).to(shape.dtype)
+        for _ in range(measure.ROTATED)
+    ]
+    dense = a @ bs[0]
+    calls: rows.Calls = {DENSE: rows.over(functools.partial(torch.matmul, a), bs)}
+    conversions: rows.Calls = {}
+    left_out: dict[str, str] = {}
+    facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
+    for method in METHODS if methods is None else methods:
+        if not method.measured(pattern, sparsity):
+            continue
+        try:
+            held = method.convert(a)
+            call = functools.partial(method.multiply, held)
+            ratio = off(call(bs[0]), a, bs[0], dense)
+        except torch.OutOfMemoryError:
+            raise
+        except (InputError, DeviceError, RuntimeError, NotImplementedError) as error:
+            left_out[method.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            continue
+        if not ratio <= WRONG:
+            left_out[method.name] = f"wrong: a row is off by {ratio:.3g} times what this project's kernels may be"
+            continue
+        calls[method.name] = rows.over(call, bs)
+        facts[method.name] = {"error_over_allowed": round(ratio, 4)}
+        conversions[f"part: {method.name}, conversion"] = functools.partial(_again, method, a)
+    if device.type == "cuda":
+        samples, bursts = rows.clock_gpu(calls, max(shape.n, measure.GRAPH_TOKENS + 1))
+        samples |= measure.time_cuda(conversions, rounds=CONVERSIONS, warm=1) if conversions else {}
+    else:
+        samples, bursts = clock_cpu(calls, shape.seconds)
+        samples |= clock_cpu(conversions, shape.seconds / 2)[0] if conversions else {}
+    shared = {
+        "kind": KIND,
+        "device": measure.device_name(device),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "tokens": shape.m,
+        "d_model": shape.n,
+        "d_ff": shape.k,
+        "nnz": round(float((a != 0).sum()) / shape.m, 2),
+        "workload": f"{pattern}, {sparsity:.1%} zeros",
+        "pattern": pattern,
+        "density": float((a != 0).double().mean()),
+    }
+    return rows.table(shared, samples, facts, bursts)
+
+
+def _again(method: Method, a: Tensor, turn: int) -> object:
+    return method.convert(a)
+
+
+def sections(shape: Shape = Shape()) -> rows.Sections:
+    """The steps of the record, as in bench.inference: one for each pattern and sparsity, the highest sparsities first,
+    which take least."""
+    cases = [(pattern, each) for each in sorted(SPARSITIES, reverse=True) for pattern in PIECES]
+    return {
+        "products": [
+            functools.partial(product_rows, pattern, sparsity, shape) for pattern, sparsity in [(TWO_FOUR, 0.5), *cases]
+        ]
+    }
+
+
+# ---- what it says ----
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From which density of A on down a method takes less time than the dense product.
+
+    density: by the medians; None where it is never faster, or faster everywhere that was measured. low, high: the same
+    with the method's slower and dense's faster quartile, and the other way around. best: the most times as fast that
+    was measured, and best_density where that was."""
+
+    path: str
+    pattern: str
+    density: float | None
+    low: float | None
+    high: float | None
+    best: float
+    best_density: float
+
+
+def crossings(table: Iterable[dict]) -> list[Crossing]:
+    """Where each method, on each pattern, is as fast as dense: between two measured densities along the straight line
+    through them, both axes logarithmic. table: rows of kind "comparison", of one device, dtype and size."""
+    wanted = [row for row in table if row["kind"] == KIND]
+    dense = {(row["pattern"], row["density"]): row for row in wanted if row["path"] == DENSE}
+    found: dict[tuple[str, str], list[dict]] = {}
+    for row in wanted:
+        if row["path"] != DENSE and not row["path"].startswith("part: "):
+            found.setdefault((row["path"], row["pattern"]), []).append(row)
+    made = []
+    for (path, pattern), each in found.items():
+        each = sorted(each, key=lambda row: row["density"])
+        densities = [row["density"] for row in each]
+        beside = [dense[pattern, row["density"]] for row in each]
+        by_median, slow, fast = (
+            _falls_below_one(densities, [_quantile(d, 1 - q) / _quantile(row, q) for row, d in zip(each, beside)])
+            for q in (0.5, 0.75, 0.25)
+        )
+        best = max(each, key=lambda row: row["x_dense"])
+        made.append(Crossing(path, pattern, by_median, slow, fast, best["x_dense"], best["density"]))
+    return made
+
+
+def _quantile(row: dict, share: float) -> float:
+    return float(torch.tensor(row["samples"], dtype=torch.float64).quantile(share))
+
+
+def _falls_below_one(densities: Sequence[float], times: Sequence[float]) -> float | None:
+    """The density at which times as fast, given for ascending densities, falls to 1 for the first time."""
+    for (low, above), (high, below) in pairwise(zip(densities, times)):
+        if above >= 1 > below:
+            return exp(log(low) + (log(high) - log(low)) * log(above) / (log(above) - log(below)))
+    return None
