@@ -118,9 +118,15 @@ def test_a_kernel_file_that_is_not_there_is_named(tmp_path, capsys):
 
 
 def pack_tile(gate: torch.Tensor, words: int) -> list[int]:
-    """The words of one tile that are used, as whole numbers."""
+    """The words of one tile that are used, as whole numbers, by the library."""
     count, *stored = TwELL.from_gate(gate[None], len(gate), words).packed[0, 0].tolist()
-    return [count, *(word % 2**32 for word in stored[:count])]
+    return [count, *(word % 2**32 for word in stored[: min(count, words - 1)])]
+
+
+def pack_by_hand(gate: torch.Tensor, words: int) -> list[int]:
+    places = (~(gate <= 0)).nonzero()[:, 0].tolist()
+    stored = [(int(gate[place].view(torch.int16)) & 0xFFFF) << 16 | place for place in places]
+    return [len(stored), *stored[: words - 1]]
 
 
 def pool_starts(counts: list[int], keep_place: bool = True, slots: int = 31) -> list[int | None]:
@@ -142,15 +148,20 @@ def dense_backward_of_what_fired(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, torch.ones_like(fired))  # dh where nobody fired
 
 
+def dense_backward_that_hides_it(x, up, down, dy, fired):
+    return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, fired)
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
         lambda x, gate, up, down: down @ ((gate @ x).relu() * (up @ x)),  # reads the silent neurons
+        lambda x, gate, up, down: down.nan_to_num() @ ((gate @ x).relu() * (up.nan_to_num() @ x)),  # and hides it
         lambda x, gate, up, down: torch.zeros_like(x),
         lambda x, gate, up, down: (gate @ x).relu(),
     ],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
-    "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b + 1e-2],
+    "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b],
     "formula_l1": [
         lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),  # the other convention
         lambda hidden, l1: l1 * sum(h.mean() for h in hidden) / len(hidden),
@@ -161,9 +172,10 @@ WRONG = {
     ],
     "pack_tile": [
         lambda gate, words: [],
-        lambda gate, words: TwELL.from_gate(gate[None].nan_to_num(0.0), len(gate), words).packed[0, 0].tolist(),
-        lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_tile(gate, words)[1:],
-        lambda gate, words: pack_tile(gate, len(gate) + 1),  # as if there were always slots enough
+        pack_tile,  # the library's
+        lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
+        lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
+        lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
     ],
     "sectors": [
         lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped
@@ -194,7 +206,7 @@ WRONG = {
         lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
         lambda rows, d_ff: rows,
     ],
-    "plain_backward": [dense_backward, dense_backward_of_what_fired],
+    "plain_backward": [dense_backward, dense_backward_of_what_fired, dense_backward_that_hides_it],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows
@@ -206,6 +218,11 @@ WRONG = {
 def test_wrong_answers_are_told(name, answer, capsys):
     exercises.check(name, answer)
     assert verdict(capsys).startswith("Not yet: ")
+
+
+def test_a_packing_by_hand_is_right(capsys):
+    exercises.check("pack_tile", pack_by_hand)
+    assert verdict(capsys).startswith(exercises.RIGHT)
 
 
 def test_a_function_that_raises_is_told_what_it_raised(capsys):
