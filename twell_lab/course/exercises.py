@@ -1,20 +1,18 @@
 """Checks of the course's exercises: `check(name, answer)` says at once whether an answer is right.
 
 Each check calls the reader's function on fresh random input and compares with the library, so an answer that fits only
-one example fails. The tests run the folded answers of the notebooks against these checks.
+one example fails; where zeros are to be skipped, operations are counted too. The tests run the folded answers of the
+notebooks against these checks.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
@@ -24,13 +22,9 @@ from .hopper.calls import timeline
 from .roofline.data import pool_table, waves
 from .speedups.data import amdahl, crossing, layer_needed, share_from
 from .training.data import firing_share
+from .verdicts import NotYet, close, near, same, same_list, skipping, written
 
 RIGHT = "Right"
-CLOSE = 1e-4  # the largest error of an answer that passes, relative to the size of the exact result
-
-
-class NotYet(Exception):
-    """The answer does not pass; the message says what was asked and what came."""
 
 
 def check(name: str, answer: Callable | str) -> None:
@@ -49,65 +43,9 @@ def check(name: str, answer: Callable | str) -> None:
         print(f"Not yet: your function raised {type(error).__name__}: {error}")
 
 
-def _written(got):
-    """The result of the reader's function; NotYet if it is None."""
-    if got is None:
-        raise NotYet("the function gives None back; write its body first.")
-    return got
-
-
-def _same(got, want, asked: str) -> None:
-    if _written(got) != want:
-        raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
-
-
-def _same_list(got, want: list, asked: str, read: Callable = list) -> None:
-    if read(_written(got)) != want:
-        raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
-
-
-def _near(got, want: float | None, asked: str) -> None:
-    if want is None and got is None:
-        return
-    said = "None" if want is None else f"{want:.4g}"
-    if want is None or not isinstance(_written(got), (int, float)) or not math.isclose(got, want, rel_tol=CLOSE):
-        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
-
-
-def _close(got, exact: Tensor, asked: str) -> None:
-    if not isinstance(_written(got), Tensor) or got.shape != exact.shape:
-        shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
-    if got.isnan().any():
-        raise NotYet(f"{asked} holds NaN: something was read that should not have been.")
-    error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
-    if not error <= CLOSE:
-        raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {CLOSE:g} passes.")
-
-
-# What torch's counter of the operations in products leaves out: a matrix times a vector, and a vector times a vector.
-_PRODUCTS = {
-    torch.ops.aten.mv: lambda a, b, *_, **__: 2 * a[0] * a[1],
-    torch.ops.aten.dot: lambda a, b, *_, **__: 2 * a[0],
-}
-
-
-def _skipping(answer: Callable, given: tuple, most: int, asked: str):
-    """What the reader's function returns. NotYet if its products take more than `most` operations: then it computes
-    what should be skipped, and hides it."""
-    with FlopCounterMode(display=False, custom_mapping=_PRODUCTS) as counter:
-        got = answer(*given)
-    if counter.get_total_flops() > most:
-        raise NotYet(
-            f"{asked}: its products take {counter.get_total_flops():,} operations, and {most:,} are enough where zeros "
-            "are skipped."
-        )
-    return got
-
-
 def _weights_read(answer) -> str:
     for nnz, d_model in ((29, 2048), (0, 2048), (911, 2048), (7, 40)):
-        _same(answer(nnz, d_model), 2 * nnz * d_model, f"weights_read(nnz={nnz}, d_model={d_model})")
+        same(answer(nnz, d_model), 2 * nnz * d_model, f"weights_read(nnz={nnz}, d_model={d_model})")
     return "a row of up and a column of down for each neuron that fires, and nothing for the silent ones."
 
 
@@ -123,7 +61,7 @@ def _one_token(answer) -> str:
             up[silent], down[:, silent] = torch.nan, torch.nan
         asked = "one_token" + " with NaN in the silent neurons' weights" * bool(trial)
         most = 2 * 24 * (60 + 2 * int((~silent).sum()))  # the whole gate, and up and down of who fires
-        _close(_skipping(answer, (x, gate, up, down), most, asked), exact, asked)
+        close(skipping(answer, (x, gate, up, down), most, asked), exact, asked)
     return "the same output, and no silent neuron's weights were read."
 
 
@@ -133,7 +71,7 @@ def _csr_bytes(answer) -> str:
         for dtype in (torch.float32, torch.bfloat16):
             form = CSR.from_dense((torch.rand(rows, columns) < share).to(dtype))
             size = form.value.element_size()
-            _same(
+            same(
                 answer(rows, form.nnz, size), form.nbytes, f"csr_bytes(rows={rows}, nnz={form.nnz}, value_bytes={size})"
             )
     return "8 bytes a row boundary, 4 a column number, and the value itself."
@@ -146,7 +84,7 @@ def _csr_times_dense(answer) -> str:
         b = torch.randn(30, 9)
         exact = a.double() @ b.double()
         asked, csr = f"csr_times_dense at {share:.0%} density", CSR.from_dense(a)
-        _close(_skipping(answer, (csr, b), 2 * csr.nnz * 9, asked), exact, asked)
+        close(skipping(answer, (csr, b), 2 * csr.nnz * 9, asked), exact, asked)
     return "it agrees with float64 on random matrices, empty rows included."
 
 
@@ -154,7 +92,7 @@ def _formula_l1(answer) -> str:
     for layers, shape, l1 in ((1, (4, 8), 0.5), (3, (2, 5, 24), 1e-3)):
         hidden = [torch.randn(shape) for _ in range(layers)]
         exact = l1 * torch.stack(hidden).double().abs().mean()
-        _close(answer(hidden, l1), exact, f"formula_l1 for {layers} layer(s) of {list(shape)} and l1 {l1:g}")
+        close(answer(hidden, l1), exact, f"formula_l1 for {layers} layer(s) of {list(shape)} and l1 {l1:g}")
     return "averaged over layers, tokens and neurons."
 
 
@@ -172,7 +110,7 @@ def _firing_share(answer) -> str:
     for counts, share in cases:
         asked = f"firing_share({counts.tolist()}, {share})"
         got = answer(counts, share)
-        _close(torch.as_tensor(_written(got)).double(), torch.tensor(firing_share(counts, share)).double(), asked)
+        close(torch.as_tensor(written(got)).double(), torch.tensor(firing_share(counts, share)).double(), asked)
     return "the busiest first, added up, until the share is reached."
 
 
@@ -191,7 +129,7 @@ def _pack_tile(answer) -> str:
         theirs = {name: mock.Mock(side_effect=NotYet("that is the library's own pack; write one.")) for name in _PACKS}
         with mock.patch.multiple(TwELL, **theirs):
             got = answer(gate, words)
-        _same_list(got, want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
+        same_list(got, want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
 
 
@@ -199,7 +137,7 @@ def _fewest_words(answer) -> str:
     for tile, most, share in ((256, 200, 0.1), (32, 32, 0.0), (64, 9, 0.3), (16, 1, 1.0)):
         counts = torch.randint(0, most + 1, (50, 5))
         want = next(words for words in range(2, tile + 2) if (counts >= words).any(1).double().mean() <= share)
-        _same(
+        same(
             answer(counts, share),
             want,
             f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},",
@@ -219,7 +157,7 @@ def _sectors(answer) -> str:
         ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4),
     ):
         want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
-        _same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
+        same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
     return "a sector counts once, however many lanes touch it."
 
 
@@ -263,7 +201,7 @@ def _turns(answer) -> str:
     cases = [(1, 5632), (256, 256), (2048, 5632), (16384, 5632), (768, 3000)]
     cases += [(int(torch.randint(1, 50000, ())), int(torch.randint(8, 20000, ()))) for _ in range(3)]
     for tokens, d_ff in cases:
-        _same(answer(tokens, d_ff), waves(tokens, d_ff)[0], f"turns({tokens}, {d_ff})")
+        same(answer(tokens, d_ff), waves(tokens, d_ff)[0], f"turns({tokens}, {d_ff})")
     return "tiles at the edges count whole, and so does the last turn."
 
 
@@ -273,7 +211,7 @@ def _wall_time(answer) -> str:
         kernels = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
         cases.append((int(torch.randint(1, 30, ())), kernels))
     for launch, kernels in cases:
-        _same(answer(launch, list(kernels)), timeline(launch, kernels)[1], f"wall_time({launch}, {kernels})")
+        same(answer(launch, list(kernels)), timeline(launch, kernels)[1], f"wall_time({launch}, {kernels})")
     return "a kernel waits for its launch and for the kernel before it, whichever is later."
 
 
@@ -282,7 +220,7 @@ def _pool_starts(answer) -> str:
     cases += [torch.randint(0, 60, (16,)).tolist() for _ in range(3)]
     for counts in cases:
         want = [None if row["lost"] else row["start"] for row in pool_table(counts)]
-        _same_list(answer(counts), want, f"pool_starts({counts})")
+        same_list(answer(counts), want, f"pool_starts({counts})")
     return "each row after the earlier ones, and those that do not fit are lost, though their place stays taken."
 
 
@@ -291,7 +229,7 @@ def _neuron_lists(answer) -> str:
         fired = torch.rand(tokens, d_ff) < share
         rows = [row.nonzero()[:, 0].tolist() for row in fired]
         want = [column.nonzero()[:, 0].tolist() for column in fired.T]
-        _same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: list(map(list, got)))
+        same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: list(map(list, got)))
     return "every token in the list of each of its neurons, ascending, and an empty list for who never fired."
 
 
@@ -308,28 +246,28 @@ def _plain_backward(answer) -> str:
         silent = ~fired.any(0)
         up[silent], down[:, silent] = torch.nan, torch.nan
         most = 5 * 2 * tokens * d_model * int((~silent).sum())  # h, dh and three gradients, of neurons that fire at all
-        got = _written(_skipping(answer, (x, up, down, dy, fired), most, "plain_backward"))
+        got = written(skipping(answer, (x, up, down, dy, fired), most, "plain_backward"))
         for name, mine, each in zip(("dx", "dup", "ddown"), got, exact, strict=True):
-            _close(mine, each, f"{name} for {tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
+            close(mine, each, f"{name} for {tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
     return "all three gradients, and no weight of a neuron that never fired was read."
 
 
 def _amdahl(answer) -> str:
     for share, times in ((0.5, 2.0), (0.3, 1e9), (0.0, 3.0), (1.0, 3.0), (random.random(), 1 + 3 * random.random())):
-        _near(answer(share, times), amdahl(share, times), f"amdahl({share:.3g}, {times:.3g})")
+        near(answer(share, times), amdahl(share, times), f"amdahl({share:.3g}, {times:.3g})")
     return "what is not in the layers takes as long as before."
 
 
 def _layer_needed(answer) -> str:
     for share, wanted in ((0.5, 1.25), (0.8, 2.0), (0.3, 2.0), (0.5, 2.0), (0.5 + random.random() / 2, 1.3)):
-        _near(answer(share, wanted), layer_needed(share, wanted), f"layer_needed({share:.3g}, {wanted:.3g})")
+        near(answer(share, wanted), layer_needed(share, wanted), f"layer_needed({share:.3g}, {wanted:.3g})")
     return "and None where layers that take no time at all would not be enough."
 
 
 def _share_from(answer) -> str:
     for share, layer in ((0.3, 2.0), (1.0, 1.5), (random.random(), 2.5), (0.4, 0.5)):
         model = amdahl(share, layer)
-        _near(answer(layer, model), share_from(layer, model), f"share_from({layer:.3g}, {model:.4g})")
+        near(answer(layer, model), share_from(layer, model), f"share_from({layer:.3g}, {model:.4g})")
     return "the law read backwards, also for layers that became slower."
 
 
@@ -345,7 +283,7 @@ def _crossing(answer) -> str:
         cases.append([(nnz, 3 - 2.6 * i / 5 + random.random() / 9) for i, nnz in enumerate(nnzs)])
     for points in cases:
         shown = ", ".join(f"({x}, {y:.2f})" for x, y in points)
-        _near(answer(list(points)), crossing(points), f"crossing([{shown}])")
+        near(answer(list(points)), crossing(points), f"crossing([{shown}])")
     return "on the straight line between the two points around it, and None where there are no such two."
 
 

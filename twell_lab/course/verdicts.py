@@ -1,0 +1,76 @@
+"""What the checks of exercises are made of: a reader's result beside what it should be, and words for what is off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+CLOSE = 1e-4  # the largest error of an answer that passes, relative to the size of the exact result
+
+
+class NotYet(Exception):
+    """The answer does not pass; the message says what was asked and what came."""
+
+
+def written(got):
+    """The result of the reader's function; NotYet if it is None."""
+    if got is None:
+        raise NotYet("the function gives None back; write its body first.")
+    return got
+
+
+def same(got, want, asked: str) -> None:
+    """NotYet unless the result is this number. asked: the call."""
+    if written(got) != want:
+        raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
+
+
+def same_list(got, want: list, asked: str, read: Callable = list) -> None:
+    """NotYet unless the result, as `read` gives it, is this list."""
+    if read(written(got)) != want:
+        raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+
+
+def near(got, want: float | None, asked: str) -> None:
+    """NotYet unless the result is a number within CLOSE of this one, or None where it is to be None."""
+    if want is None and got is None:
+        return
+    said = "None" if want is None else f"{want:.4g}"
+    if want is None or not isinstance(written(got), (int, float)) or not math.isclose(got, want, rel_tol=CLOSE):
+        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
+
+
+def close(got, exact: Tensor, asked: str) -> None:
+    """NotYet unless the result is a tensor of this shape, off by no more than CLOSE of its norm."""
+    if not isinstance(written(got), Tensor) or got.shape != exact.shape:
+        shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
+    if got.isnan().any():
+        raise NotYet(f"{asked} holds NaN: something was read that should not have been.")
+    error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    if not error <= CLOSE:
+        raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {CLOSE:g} passes.")
+
+
+# What torch's counter of the operations in products leaves out: a matrix times a vector, and a vector times a vector.
+_PRODUCTS = {
+    torch.ops.aten.mv: lambda a, b, *_, **__: 2 * a[0] * a[1],
+    torch.ops.aten.dot: lambda a, b, *_, **__: 2 * a[0],
+}
+
+
+def skipping(answer: Callable, given: tuple, most: int, asked: str):
+    """What the reader's function returns. NotYet if its products take more than `most` operations: then it computes
+    what should be skipped, and hides it."""
+    with FlopCounterMode(display=False, custom_mapping=_PRODUCTS) as counter:
+        got = answer(*given)
+    if counter.get_total_flops() > most:
+        raise NotYet(
+            f"{asked}: its products take {counter.get_total_flops():,} operations, and {most:,} are enough where zeros "
+            "are skipped."
+        )
+    return got
