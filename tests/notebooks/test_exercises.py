@@ -12,6 +12,7 @@ from twell_lab import simulator
 from twell_lab.course import exercises
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
+from twell_lab.sparsities import two_four, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
@@ -152,6 +153,18 @@ def dense_backward_that_hides_it(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, fired)
 
 
+def two_four_by_hand(weight: torch.Tensor) -> torch.Tensor:
+    groups = weight.abs().view(len(weight), -1, 4)
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, groups.topk(2).indices, True).view(weight.shape)
+
+
+def block_product_densely(blocks, b, size, rows):
+    whole = torch.zeros(rows, len(b))
+    for (i, j), block in blocks.items():
+        whole[i * size : (i + 1) * size, j * size : (j + 1) * size] = block
+    return whole @ b
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -207,6 +220,31 @@ WRONG = {
         lambda rows, d_ff: rows,
     ],
     "plain_backward": [dense_backward, dense_backward_of_what_fired, dense_backward_that_hides_it],
+    "keep_largest": [
+        lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)],  # all ties
+        lambda sizes, count: sizes > sizes.flatten().sort(descending=True).values[min(count, sizes.numel() - 1)],
+        lambda sizes, count: weights.largest(sizes, count),  # the library's
+    ],
+    "two_four": [
+        lambda weight: weight.abs() >= weight.abs().median(),  # half of all, not of each four
+        lambda weight: two_four_by_hand(weight.relu()),
+        lambda weight: two_four_by_hand(weight.T.contiguous().view_as(weight)),
+        lambda weight: two_four.two_four_mask(weight),  # the library's
+    ],
+    "two_four_bytes": [
+        lambda rows, columns, size: rows * columns * size // 2,  # without the places
+        lambda rows, columns, size: rows * columns // 2 * size + rows * columns // 4,  # 2 bits for every value
+    ],
+    "empty_blocks": [lambda sparsity, size: sparsity, lambda sparsity, size: sparsity**size],
+    "pays_after": [
+        lambda conversion, sparse, dense: conversion / (dense - sparse),
+        lambda conversion, sparse, dense: int(conversion / max(dense - sparse, 1e-9)) + 1,
+    ],
+    "block_product": [
+        lambda blocks, b, size, rows: torch.zeros(rows, b.shape[1]),
+        lambda blocks, b, size, rows: block_product_densely(blocks, b, size, rows),
+        lambda blocks, b, size, rows: block_product_densely({(j, i): t for (i, j), t in blocks.items()}, b, size, rows),
+    ],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows

@@ -20,6 +20,7 @@ from ..formats.twell import TwELL
 from ..ops import reference
 from .hopper.calls import timeline
 from .roofline.data import pool_table, waves
+from .sparsity_map import checks as sparsity_map
 from .speedups.data import amdahl, crossing, layer_needed, share_from
 from .training.data import firing_share
 from .verdicts import NotYet, close, near, same, same_list, skipping, written
@@ -307,4 +308,5 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "layer_needed": _layer_needed,
     "share_from": _share_from,
     "crossing": _crossing,
+    **sparsity_map.CHECKS,
 }

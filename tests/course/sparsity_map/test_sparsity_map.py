@@ -1,0 +1,204 @@
+"""The notebook on other sparsities: its patterns, what pruning costs, its times, and what a threshold leaves."""
+
+import math
+
+import pytest
+import torch
+
+from twell_lab.bench.comparison import Crossing
+from twell_lab.core.errors import InputError
+from twell_lab.course.sparsity_map import data, figures, widget
+from twell_lab.course.sparsity_map.data import pays_after
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+
+FAST = {"dense": [1.0] * 5, "CSR": [0.01, 0.03, 0.1, 0.3, 1.0], "blocks 16": [2.0] * 5, "blocks 32": [2.0] * 5}
+
+
+@pytest.fixture(scope="module")
+def subject():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)).eval()
+    weight = model.layers[0].mlp.up_proj.weight.detach()
+    return data.Study("drawn", model, torch.randint(0, 256, (8, 16)), torch.randn(20, 32), weight)
+
+
+@pytest.fixture
+def weighed(subject):
+    return data.Weighed(subject.weight, subject.inputs, "CPU", times={name: [*ms] for name, ms in FAST.items()})
+
+
+def row(path, pattern, ms, dense=1.0, density=0.1, **more):
+    shared = {"kind": "comparison", "pattern": pattern, "density": density, "where": "yours, now, on CPU"}
+    return shared | {"path": path, "ms": ms, "dense_ms": dense, "x_dense": dense / ms, "samples": [ms] * 4} | more
+
+
+ROWS = [
+    row("dense eager", "scattered", 1.0),
+    row("CSR", "scattered", 0.5),
+    row("ELL", "scattered", 2.0),
+    row("part: CSR, conversion", "scattered", 1.2),
+    row("part: ELL, conversion", "scattered", 0.1),
+    row("dense eager", "blocks 32 x 32", 1.0, density=0.5),
+    row("CSR", "blocks 32 x 32", 0.25, density=0.5),
+    row("part: CSR, conversion", "blocks 32 x 32", 0.1, density=0.5),
+]
+
+
+def test_the_patterns_that_are_drawn():
+    masks = data.patterns(0.5)
+    assert [*masks] == [*data.DRAWN] and all(mask.shape == (data.SEEN, data.SEEN) for mask in masks.values())
+    assert all(0.3 < mask.double().mean() < 0.7 for mask in masks.values())
+    assert len(figures.patterns(masks).data) == len(masks)
+
+
+def test_when_a_conversion_pays():
+    assert pays_after(10, 1, 2) == 10 and pays_after(0.5, 1, 4) == 1 and pays_after(3, 2, 2) is None
+    for conversion, sparse, dense in torch.rand(50, 3).tolist():
+        count = pays_after(conversion, sparse, dense)
+        assert (count is None) == (sparse >= dense)
+        if count is not None:
+            assert conversion + count * sparse <= count * dense + 1e-9
+            assert conversion + (count - 1) * sparse > (count - 1) * dense - 1e-9
+    found = data.conversions(ROWS)
+    assert [(each["path"], each["pattern"], each["calls"]) for each in found] == [
+        ("CSR", "scattered", 3),
+        ("ELL", "scattered", None),
+        ("CSR", "blocks 32 x 32", 1),
+    ]
+
+
+def test_the_fastest_of_each_pattern():
+    assert {name: (best["path"], best["x_dense"]) for name, best in data.fastest(ROWS).items()} == {
+        "scattered": ("CSR", 2.0),
+        "blocks 32 x 32": ("CSR", 4.0),
+    }
+
+
+def test_times_here_are_checked_rows_of_every_pattern(monkeypatch):
+    monkeypatch.setattr(data, "_CPU", (64, 64, 16))
+    made = data.timed_here("cpu", 0.9, ["scattered", "tiles 32 x 1"])
+    assert {each["pattern"] for each in made} == {"scattered", "tiles 32 x 1"}
+    assert all(each["where"] == "yours, now, on CPU" and each["path"] != "TwELL" for each in made)
+    assert data.products(made) and data.conversions(made)
+
+
+def test_crossings_in_words():
+    lines = data.crossing_lines(
+        [
+            Crossing("A", "scattered", 0.1, 0.05, 0.2, 3.0, 0.01),
+            Crossing("B", "scattered", 0.1, None, 0.2, 3.0, 0.01),
+            Crossing("C", "scattered", None, None, None, 3.0, 0.01),
+            Crossing("D", "scattered", None, None, None, 0.3, 0.01),
+        ]
+    )
+    assert "faster than dense from 90.0% zeros on (between 80.0% and 95.0%)" in lines[0]
+    assert "from 90.0% zeros on; at most 3.00" in lines[1]
+    assert "wherever it was measured" in lines[2] and "nowhere as fast" in lines[3]
+
+
+def test_pruning_costs_a_model_its_loss(subject):
+    before = {name: each.clone() for name, each in subject.model.state_dict().items()}
+    made = data.pruned_losses(subject, (0.5, 0.95))
+    assert {each["method"] for each in made} == {*data.methods(), "2:4"}
+    for each in made:
+        assert each["more"] == pytest.approx(each["loss"] / each["dense_loss"] - 1) and each["loss"] > 0
+    share = {(each["method"], round(each["sparsity"], 2)) for each in made}
+    assert ("smallest weights", 0.5) in share and ("2:4", 0.5) in share and ("whole rows", 0.5) in share
+    assert all(torch.equal(each, before[name]) for name, each in subject.model.state_dict().items())
+
+
+def test_nothing_pruned_costs_nothing(subject):
+    (made,) = data.pruned_losses(subject, (0.0,), {"none": lambda w, sparsity: torch.ones_like(w, dtype=torch.bool)})
+    assert made["sparsity"] == 0 and made["more"] == 0
+
+
+def test_the_study_of_a_shipped_model():
+    found = data.study(windows=3, layer=1)
+    up = found.model.layers[1].mlp.up_proj
+    assert torch.equal(found.weight, up.weight) and found.inputs.shape[1] == up.in_features
+    assert not up._forward_pre_hooks
+
+
+def test_times_are_looked_up_between_what_was_measured(subject):
+    made = data.weigh(subject.weight, subject.inputs, seconds=0.001)
+    assert {*made.times} == {"dense", "CSR", "blocks 16", "blocks 32"} and made.where == "CPU"
+    assert all(len(times) == len(made.densities) and min(times) > 0 for times in made.times.values())
+
+
+@pytest.mark.parametrize("density", [0.01, 0.02, 0.1, 0.55, 1.0])
+def test_a_time_on_the_line_between(weighed, density):
+    assert data._time(weighed, "CSR", density) == pytest.approx(density)
+    assert data._time(weighed, "CSR", 0.0) == pytest.approx(0.01) and data._time(weighed, "2:4", density) is None
+
+
+def test_a_view_counts_what_is_left(weighed):
+    weight = weighed.weight
+    threshold = data.threshold_for(weight, 0.8)
+    seen = data.view(weighed, threshold)
+    kept = weight.abs() > threshold
+    assert seen["density"] == pytest.approx(0.2, abs=0.01) == float(kept.double().mean())
+    assert seen["by_row"] == sorted((kept.double().mean(1)).tolist(), reverse=True)
+    assert seen["violations"] == float((kept.view(64, 8, 4).sum(-1) > 2).double().mean())
+    right = weighed.inputs @ weight.t()
+    off = float((weighed.inputs @ (weight * kept).t() - right).norm() / right.norm())
+    assert seen["error"] == pytest.approx(off, rel=1e-3)
+    nnz = int(kept.sum())
+    assert seen["bytes"]["dense"] == 2 * weight.numel() and seen["bytes"]["CSR"] == 6 * nnz + 4 * 65
+    assert (seen["bytes"]["2:4"] is None) == (seen["violations"] > 0) and seen["ms"]["2:4"] is None
+
+
+def test_the_ends_of_the_slider(weighed):
+    everything, nothing = data.view(weighed, 0.0), data.view(weighed, float(weighed.weight.abs().max()))
+    assert everything["density"] == 1 and everything["error"] == 0 and everything["filled"] == {16: 1.0, 32: 1.0}
+    assert nothing["density"] == 0 and nothing["error"] == 1 and nothing["filled"] == {16: 0.0, 32: 0.0}
+    assert nothing["bytes"]["2:4"] == weighed.weight.numel() + weighed.weight.numel() // 8
+    assert "least time as CSR" in data.sentence(nothing) and "fewest bytes as dense" in data.sentence(everything)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_no_share_is_refused(share):
+    with pytest.raises(InputError, match="a share from 0 to 1"):
+        data.threshold_for(torch.randn(3, 4), share)
+
+
+def test_three_lines_say_what_the_numbers_say(weighed):
+    lost = [{"method": name, "sparsity": 0.5, "more": more} for name, more in (("blocks", 0.4), ("smallest", 0.04))]
+    lines = data.three_lines(ROWS, lost, weighed)
+    assert len(lines) == 3 and "blocks 32 x 32 4 (CSR), scattered 2 (CSR)" in lines[0]
+    assert "smallest +4% loss, blocks +40% loss" in lines[1] and "from 50% zeros on" in lines[2]
+    weighed.times["CSR"] = [9.0] * 5
+    assert "at none of those tried" in data.three_lines(ROWS, lost, weighed)[2]
+
+
+def test_figures_of_rows():
+    beside = figures.beside_dense(ROWS)
+    assert {(bar.name, bar.x, bar.y) for bar in beside.data} == {
+        ("CSR", ("scattered", "blocks 32 x 32"), (2.0, 4.0)),
+        ("ELL", ("scattered",), (0.5,)),
+    }
+    shown = figures.by_zeros(ROWS)
+    assert [line.name for line in shown.data if line.showlegend] == ["CSR", "ELL"] and len(shown.data) == 3
+    assert "yours, now" in shown.layout.title.text
+    assert "nothing is recorded" in figures.by_zeros([]).layout.annotations[0].text
+    assert [line.name for line in figures.by_zeros(ROWS, ["ELL"]).data] == ["ELL"]
+    lost = [{"method": "m", "sparsity": 0.5, "more": 0.1}]
+    assert figures.loss_by_sparsity(lost).data[0].y == (10.0,)
+    with pytest.raises(InputError, match="no rows"):
+        figures.loss_by_sparsity([])
+
+
+def test_the_widget_draws_what_the_view_says(weighed):
+    explorer = widget.WeightExplorer(weighed, 0.5)
+    assert explorer.view["density"] == pytest.approx(0.5, abs=0.01)
+    for share in (0.9, 0.0, 1.0):
+        explorer.slider.value = data.threshold_for(weighed.weight, share)
+        corner, rows, broken, size, took, error = explorer.figure.data
+        assert explorer.view["threshold"] == explorer.slider.value
+        assert sum(map(sum, corner.z)) == int(explorer.view["kept"].sum())
+        assert [*rows.y] == pytest.approx([100 * each for each in explorer.view["by_row"]])
+        assert took.y[1] == explorer.view["ms"]["CSR"] and error.y[0] == pytest.approx(100 * explorer.view["error"])
+        assert size.text[0] == "100%" and explorer.figure.layout.title.text.startswith(
+            data.sentence(explorer.view)[:10]
+        )
+    with pytest.raises(InputError, match="weigh returned"):
+        widget.WeightExplorer(weighed.weight)

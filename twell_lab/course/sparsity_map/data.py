@@ -1,0 +1,365 @@
+"""What the notebook on other sparsities computes: patterns of zeros in weights, what they cost a model, what they gain.
+
+Weights are pruned by `twell_lab.sparsities`; times are those of `twell_lab.bench.comparison`, measured here or
+recorded."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, exp, log
+
+import torch
+from torch import Tensor
+
+from ... import records
+from ...bench import comparison
+from ...bench.comparison import BLOCKS, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Crossing, Shape
+from ...core import folders
+from ...core.errors import InputError
+from ...models.thresholds import losses
+from ...models.tiny import LanguageModel
+from ...ops import measure
+from ...sparsities import blocks, two_four, weights
+from ...training.text import source
+from ..notebook import dtype_for
+from ..recorded import device_and_day
+
+BLOCK_SIZES = (16, 32)
+SEEN = 48  # rows and columns of a pattern that are drawn
+DRAWN = (SCATTERED, TWO_FOUR, BLOCKS, TALL, WIDE)
+_DENSE = "dense eager"
+_CPU = (1024, 1024, 256)  # m, k, n of the products that a CPU times
+
+
+# ---- patterns, and what products of them take ----
+
+
+def patterns(sparsity: float = 0.5) -> dict[str, Tensor]:
+    """A corner of a matrix in each pattern, bool [SEEN, SEEN]: what is not zero. "2:4" is always half zeros."""
+    made = {}
+    for name in DRAWN:
+        share = 0.5 if name == TWO_FOUR else sparsity
+        a = comparison.patterned(name, 64, 64, share, dtype=torch.float32, device="cpu")
+        made[name] = a[:SEEN, :SEEN] != 0
+    return made
+
+
+def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PIECES) -> list[dict]:
+    """Rows of comparison.product_rows for these patterns on this machine: 4096 x 4096 x 4096 on a GPU, a smaller
+    product on a CPU. Each says `where`."""
+    shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
+    # A CPU has no kernel for a product of packed values: what there is unpacks them.
+    chosen = [each for each in comparison.METHODS if device == "cuda" or each.name != "TwELL"]
+    table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape, chosen)]
+    where = f"yours, now, on {measure.device_name(torch.device(device))}"
+    return [row | {"where": where} for row in table]
+
+
+def recorded() -> list[dict]:
+    """The rows of the newest record of the comparison, each with `where`; none where this checkout has none."""
+    found = [record for record in records.load_all() if record.name == "comparison"]
+    if not found:
+        return []
+    old = records.stale(found[-1])
+    return [
+        row | {"where": f"recorded on {device_and_day(row['device'], found[-1].date, old)}"} for row in found[-1].rows
+    ]
+
+
+def products(rows: Iterable[dict]) -> list[dict]:
+    """The rows of whole products: without conversions, and without the dense one."""
+    return [row for row in rows if row["path"] != _DENSE and not row["path"].startswith("part: ")]
+
+
+def conversions(rows: Iterable[dict]) -> list[dict]:
+    """{path, pattern, ms (of the product), conversion_ms, dense_ms, calls}: how many products of one matrix it takes
+    until a faster method has made up for its conversion; None where it is not faster."""
+    rows = list(rows)
+    takes = {
+        (row["path"].removeprefix("part: ").removesuffix(", conversion"), row["pattern"]): row["ms"]
+        for row in rows
+        if row["path"].startswith("part: ")
+    }
+    made = []
+    for row in products(rows):
+        spent = takes[row["path"], row["pattern"]]
+        calls = pays_after(spent, row["ms"], row["dense_ms"])
+        said = {key: row[key] for key in ("path", "pattern", "ms", "dense_ms")}
+        made.append({**said, "conversion_ms": spent, "calls": calls})
+    return made
+
+
+def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
+    """The least number of products for which conversion and sparse products take no longer than dense ones, all in the
+    same unit of time; None where sparse ones are not faster."""
+    return ceil(conversion / (dense - sparse)) if sparse < dense else None
+
+
+def fastest(rows: Iterable[dict]) -> dict[str, dict]:
+    """The fastest method of each pattern, by the time of the product alone."""
+    best: dict[str, dict] = {}
+    for row in products(rows):
+        if row["pattern"] not in best or row["x_dense"] > best[row["pattern"]]["x_dense"]:
+            best[row["pattern"]] = row
+    return best
+
+
+def crossing_lines(found: Iterable[Crossing]) -> list[str]:
+    """A sentence for each method and pattern: from which share of zeros on it is faster than dense."""
+    lines = []
+    for each in found:
+        if each.density is None:
+            said = "faster than dense wherever it was measured" if each.best >= 1 else "nowhere as fast as dense"
+        else:
+            low, high = (1 - d if d is not None else None for d in (each.high, each.low))
+            between = f" (between {low:.1%} and {high:.1%})" if low is not None and high is not None else ""
+            said = f"faster than dense from {1 - each.density:.1%} zeros on{between}"
+        lines.append(f"{each.path}, {each.pattern}: {said}; at most {each.best:.2f} times as fast")
+    return lines
+
+
+# ---- what pruning costs a model ----
+
+
+@dataclass(frozen=True)
+class Study:
+    """A small trained model and text that it has not seen.
+
+    windows: int64 [windows, context]. inputs: what enters the up projection of the layer that is looked at, [tokens,
+    d_model]; weight: of that projection, [d_ff, d_model]; both float32."""
+
+    name: str
+    model: LanguageModel
+    windows: Tensor
+    inputs: Tensor
+    weight: Tensor
+
+
+def study(name: str = "small", windows: int = 48, layer: int = 2) -> Study:
+    """One of data/checkpoints on held-out Python source. layer: whose up projection is looked at."""
+    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name)
+    text = source.standard_library().split()[1].data
+    tokens = source.spread_windows(text, windows, min(128, model.config.context))[:, :-1].long()
+    seen: list[Tensor] = []
+    module = model.layers[layer].mlp.up_proj
+    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().flatten(0, -2)))
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        hook.remove()
+    return Study(name, model, tokens, torch.cat(seen)[:1024], module.weight.detach())
+
+
+def methods() -> dict[str, Callable[[Tensor, float], Tensor]]:
+    """Ways to choose what is pruned, by name: from a weight [out, in] and a sparsity to what is kept, bool."""
+    ways: dict[str, Callable[[Tensor, float], Tensor]] = {"smallest weights": weights.magnitude_mask}
+    for size in BLOCK_SIZES:
+        ways[f"blocks {size} x {size}"] = lambda w, sparsity, size=size: blocks.block_mask(w, sparsity, size)
+    ways["whole rows"] = _rows
+    ways["at random"] = _at_random
+    return ways
+
+
+def _rows(weight: Tensor, sparsity: float) -> Tensor:
+    keep = weights.largest(weight.norm(dim=1), weights.kept_of(len(weight), sparsity))
+    return keep[:, None].expand(weight.shape)
+
+
+def _at_random(weight: Tensor, sparsity: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(weight.shape, generator=generator)
+    return weights.largest(order, weights.kept_of(weight.numel(), sparsity))
+
+
+def pruned_losses(
+    subject: Study, sparsities: Sequence[float] = (0.25, 0.5, 0.75, 0.9), ways: dict | None = None
+) -> list[dict]:
+    """The loss (nats a byte) on held-out text after pruning the feed-forward layers, without any training after it.
+
+    Rows {method, sparsity (as it came out), loss, dense_loss, more (share of the dense loss)}, "2:4" at 0.5 too."""
+    dense = _loss(subject.model, subject)
+    cases = [
+        (name, sparsity, lambda w, way=way, sparsity=sparsity: way(w, sparsity))
+        for name, way in (methods() if ways is None else ways).items()
+        for sparsity in sparsities
+    ]
+    if ways is None:
+        cases.append((TWO_FOUR, 0.5, two_four.two_four_mask))
+    made = []
+    for name, _, mask in cases:
+        model = weights.prune(
+            copy.deepcopy(subject.model), mask=mask, only=lambda called, module: ".mlp." in f".{called}."
+        )
+        kept = [row for row in weights.table(model) if ".mlp." in f".{row['layer']}."]
+        share = 1 - sum(row["nnz"] for row in kept) / sum(row["shape"][0] * row["shape"][1] for row in kept)
+        loss = _loss(weights.to_linears(model), subject)
+        made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
+    return made
+
+
+@torch.no_grad()
+def _loss(model: LanguageModel, subject: Study) -> float:
+    return float(losses(model, subject.windows).mean())
+
+
+# ---- what a threshold does to a weight ----
+
+
+@dataclass
+class Weighed:
+    """A weight whose products were timed here at some densities, so that a slider only looks times up.
+
+    times: milliseconds of a product with the inputs, by format, at each of `densities` (of blocks that hold anything,
+    for blocks); densities ascending. where: the machine."""
+
+    weight: Tensor
+    inputs: Tensor
+    where: str
+    densities: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
+
+
+@torch.no_grad()
+def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
+    """Time products of a weight [out, in] with inputs [tokens, in] in each format that this machine has, for magnitude
+    pruning at several densities. seconds: of each density, on a CPU."""
+    found = Weighed(weight.detach(), inputs, measure.device_name(weight.device))
+    x = inputs.t().contiguous()
+    for density in found.densities:
+        kept = weights.magnitude_mask(weight, min(1 - density, 0.9999)) if density < 1 else torch.ones_like(weight) > 0
+        pruned = torch.where(kept, weight, 0)
+        forms = {"dense": pruned, "CSR": pruned.to_sparse_csr()}
+        for size in BLOCK_SIZES:
+            share = blocks.block_mask(weight, min(1 - density, 0.9999), size) if density < 1 else kept
+            forms[f"blocks {size}"] = blocks.to_bsr(torch.where(share, weight, 0), size)
+        calls = {name: (lambda turn, form=form: form @ x) for name, form in forms.items()}
+        timed = measure.time_cuda(calls, rounds=10) if weight.is_cuda else measure.time_cpu(calls, seconds)
+        for name, samples in timed.items():
+            found.times.setdefault(name, []).append(measure.quartiles(samples)[0])
+    return found
+
+
+def view(weighed: Weighed, threshold: float) -> dict:
+    """What is left of the weight above a threshold in magnitude.
+
+    Returns {threshold, kept (bool [64, 64] at most: the corner that is drawn), density, by_row (densities of the rows,
+    descending), violations (share of the groups of four with more than two), filled ({size: share of the blocks that
+    hold anything}), error (of the product, relative), bytes and ms ({format: what it takes}; None where the format does
+    not take this weight, or this machine not the format)}. Bytes are those of 16-bit values."""
+    weight = weighed.weight
+    kept = weights.threshold_mask(weight, threshold)
+    pruned = torch.where(kept, weight, 0)
+    count, (out, width) = int(kept.sum()), weight.shape
+    filled = {size: 1 - blocks.empty_share(pruned, size) for size in BLOCK_SIZES}
+    groups = kept.view(out, width // 4, 4).sum(-1) > 2
+    right = weighed.inputs @ weight.t()
+    lost = (weighed.inputs @ (weight - pruned).t()).norm() / right.norm()
+    legal = not bool(groups.any())
+    size_of = {
+        "dense": 2 * weight.numel(),
+        "CSR": (2 + 4) * count + 4 * (out + 1),
+        "2:4": 2 * weight.numel() // 2 + weight.numel() // 8 if legal else None,
+    }
+    for size, share in filled.items():
+        number = round(share * weight.numel() / size**2)
+        size_of[f"blocks {size}"] = number * (2 * size**2 + 4) + 4 * (out // size + 1)
+    shares = {"dense": 1.0, "CSR": count / weight.numel(), **{f"blocks {size}": s for size, s in filled.items()}}
+    return {
+        "threshold": threshold,
+        "kept": kept[:64, :64],
+        "density": count / weight.numel(),
+        "by_row": kept.double().mean(1).sort(descending=True).values.tolist(),
+        "violations": float(groups.double().mean()),
+        "filled": filled,
+        "error": float(lost),
+        "bytes": size_of,
+        "ms": {name: _time(weighed, name, shares.get(name)) for name in FORMATS},
+    }
+
+
+def _time(weighed: Weighed, name: str, density: float | None) -> float | None:
+    """Milliseconds at a density between those measured, along the line through the two, both axes logarithmic."""
+    times, at = weighed.times.get(name), weighed.densities
+    if times is None or density is None:
+        return None
+    density = min(max(density, at[0]), at[-1])
+    right = max(1, bisect_left(at, density))
+    share = (log(density) - log(at[right - 1])) / (log(at[right]) - log(at[right - 1]))
+    return exp((1 - share) * log(times[right - 1]) + share * log(times[right]))
+
+
+def sentence(seen: dict) -> str:
+    """The view in a sentence: which format is smallest, which takes least time, and what it costs."""
+    there = {name: size for name, size in seen["bytes"].items() if size is not None}
+    small = min(there, key=there.__getitem__)
+    quick = min((name for name, ms in seen["ms"].items() if ms is not None), key=lambda name: seen["ms"][name])
+    return (
+        f"{seen['density']:.1%} of the weights kept, the product off by {seen['error']:.1%}: fewest bytes as {small} "
+        f"({there[small] / there['dense']:.0%} of dense), least time as {quick}"
+    )
+
+
+def threshold_for(weight: Tensor, sparsity: float) -> float:
+    """The magnitude below which about this share of a weight lies."""
+    if not 0 <= sparsity <= 1:
+        raise InputError(f"sparsity is {sparsity!r:.80}; a share from 0 to 1 is accepted")
+    return float(weight.abs().flatten().double().quantile(sparsity))
+
+
+@torch.no_grad()
+def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[dict]:
+    """How many blocks of size x size hold nothing where zeros lie at random: {sparsity, empty (in a drawn matrix),
+    expected}."""
+    made = []
+    for sparsity in sparsities:
+        a = comparison.patterned(SCATTERED, 1024, 1024, sparsity, dtype=torch.float32, device="cpu")
+        empty = blocks.empty_share(a, size)
+        made.append({"sparsity": sparsity, "empty": empty, "expected": sparsity ** (size * size)})
+    return made
+
+
+def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> dict[str, float]:
+    """How many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward, and the
+    two backward ones (two_four.linear_products), counted with the rates of this GPU."""
+    from ...analysis.predict import rates_of
+
+    rates = rates_of(gpu)
+    return {each.name: two_four.bound([each], rates) for each in two_four.linear_products(tokens, d_in, d_out)}
+
+
+def three_lines(mine: list[dict], lost: list[dict], weighed: Weighed) -> list[str]:
+    """What the notebook found, in three sentences made of its numbers: rows of `timed_here`, of `pruned_losses`, and
+    the weight of the widget."""
+    best = fastest(mine)
+    order = sorted(best.values(), key=lambda row: -row["x_dense"])
+    said = ", ".join(f"{row['pattern']} {row['x_dense']:.2g} ({row['path']})" for row in order)
+    half = {row["method"]: row["more"] for row in lost if abs(row["sparsity"] - 0.5) < 0.02}
+    ways = sorted(half, key=half.__getitem__)
+    smallest = next(
+        (
+            share
+            for share in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+            if (seen := view(weighed, threshold_for(weighed.weight, share)))["ms"]["CSR"] < seen["ms"]["dense"]
+        ),
+        None,
+    )
+    found = "at none of those tried" if smallest is None else f"from {smallest:.0%} zeros on"
+    return [
+        f"Times as fast as dense here at {1 - order[0]['density']:.0%} zeros, the best method of each pattern: {said}.",
+        "Half of the weights gone, without training again: "
+        + ", ".join(f"{name} {half[name]:+.0%} loss" for name in ways)
+        + ".",
+        f"CSR of this weight is faster than dense here {found}.",
+    ]
+
+
+def crossings(rows: Iterable[dict]) -> list[Crossing]:
+    """Where each method begins to win (bench.comparison.crossings)."""
+    return comparison.crossings(rows)

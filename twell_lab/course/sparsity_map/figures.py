@@ -1,0 +1,200 @@
+"""Figures of the notebook on other sparsities, each a function of rows and numbers; in the style of `plots`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ... import plots
+from ...core.errors import InputError
+from ..drawing import nothing, squares
+from ..recorded import sources
+from .data import BLOCK_SIZES, FORMATS, products, sentence
+
+_TICKS = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)  # densities
+SILENT, KEPT = "#F2F2F2", plots.BLUE
+_MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon", "triangle-down", "pentagon")
+
+
+def patterns(masks: dict) -> go.Figure:
+    """Where a matrix is not zero, pattern by pattern. masks: bool [rows, columns] by the pattern's name."""
+    figure = make_subplots(rows=1, cols=len(masks), horizontal_spacing=0.02, subplot_titles=[*masks])
+    for column, mask in enumerate(masks.values(), start=1):
+        squares(figure, mask.int().tolist(), (SILENT, KEPT), row=1, col=column, hoverinfo="skip")
+    figure.update_xaxes(showticklabels=False, showgrid=False, constrain="domain")
+    figure.update_yaxes(showticklabels=False, showgrid=False, autorange="reversed", scaleanchor="x")
+    figure = plots.styled(figure, "Blue: a value. Grey: a zero", height=270)
+    return figure.update_annotations(font_size=12)
+
+
+def _colours(paths: Iterable[str]) -> dict[str, str]:
+    """A colour for each method, always the same among these."""
+    return {path: plots.COLOURS[i % len(plots.COLOURS)] for i, path in enumerate(dict.fromkeys(paths))}
+
+
+def beside_dense(rows: list[dict]) -> go.Figure:
+    """Times as fast as dense, by pattern, a bar for each method. rows: of one share of zeros, as `timed_here` gives."""
+    timed = products(rows)
+    if not timed:
+        return nothing("Products of matrices with zeros")
+    figure = go.Figure()
+    for path, colour in _colours(row["path"] for row in timed).items():
+        mine = [row for row in timed if row["path"] == path]
+        figure.add_bar(
+            x=[row["pattern"] for row in mine],
+            y=[row["x_dense"] for row in mine],
+            text=[f"{row['x_dense']:.2g}" for row in mine],
+            textposition="outside",
+            cliponaxis=False,
+            name=path,
+            marker_color=colour,
+            hovertemplate="%{x}, " + path + ": %{y:.2f} times as fast as dense<extra></extra>",
+        )
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    figure.update_yaxes(type="log", dtick=1, title_text="times as fast as dense")
+    title = f"{1 - timed[0]['density']:.0%} zeros: the pattern decides<br><sup>{sources(timed)}</sup>"
+    figure = plots.styled(figure, title, height=420)
+    return figure.update_layout(barmode="group", margin={"t": 70, "b": 80}, legend={"y": -0.12, "yanchor": "top"})
+
+
+def loss_by_sparsity(rows: list[dict]) -> go.Figure:
+    """How much more a model's loss is, in percent, over the share of weights that became zero, a line for each way."""
+    if not rows:
+        raise InputError("there are no rows; what pruned_losses returned is accepted")
+    figure = go.Figure()
+    for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        mine = [row for row in rows if row["method"] == method]
+        figure.add_scatter(
+            x=[100 * row["sparsity"] for row in mine],
+            y=[100 * row["more"] for row in mine],
+            mode="lines+markers",
+            name=method,
+            line={"color": plots.COLOURS[i % len(plots.COLOURS)]},
+            marker={"size": 13 if len(mine) == 1 else 8, "symbol": _MARKS[i % len(_MARKS)]},
+            hovertemplate=method + ", %{x:.0f}% zeros: %{y:+.1f}% loss<extra></extra>",
+        )
+    figure.update_xaxes(title_text="weights of the feed-forward layers that became zero, %")
+    figure.update_yaxes(title_text="more loss, %", rangemode="tozero")
+    return plots.styled(figure, "Pruned once, not trained again", height=420)
+
+
+def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
+    """Times as fast as dense over the share of zeros, a panel for each pattern, a line for each method: the map.
+
+    paths: the methods that are drawn; None: all."""
+    timed = [row for row in products(rows) if paths is None or row["path"] in set(paths)]
+    shown = [name for name in dict.fromkeys(row["pattern"] for row in timed) if name != "2:4"]
+    if not shown:
+        return nothing("Which method wins, by pattern and share of zeros")
+    figure = make_subplots(
+        rows=-(-len(shown) // 2), cols=2, subplot_titles=shown, shared_yaxes="all", vertical_spacing=0.17
+    )
+    for i, (path, colour) in enumerate(_colours(row["path"] for row in timed).items()):
+        named = False
+        for at, pattern in enumerate(shown):
+            mine = sorted(
+                (row for row in timed if row["path"] == path and row["pattern"] in (pattern, "2:4" if at == 0 else "")),
+                key=lambda row: row["density"],
+            )
+            if not mine:
+                continue
+            figure.add_scatter(
+                x=[row["density"] for row in mine],
+                y=[row["x_dense"] for row in mine],
+                customdata=[1 - row["density"] for row in mine],
+                mode="lines+markers",
+                name=path,
+                legendgroup=path,
+                showlegend=not named,
+                line={"color": colour, "dash": "solid" if i < len(plots.COLOURS) else "dot"},
+                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
+                hovertemplate=path + ", %{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
+                row=1 + at // 2,
+                col=1 + at % 2,
+            )
+            named = True
+    figure.update_xaxes(type="log", autorange="reversed", tickvals=_TICKS, tickangle=0)
+    figure.update_xaxes(ticktext=[f"{100 * (1 - each):g}%" for each in _TICKS])
+    figure.update_xaxes(title_text="zeros", row=-(-len(shown) // 2))
+    figure.update_yaxes(type="log", dtick=1)
+    figure.update_yaxes(title_text="times as fast as dense", col=1)
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    title = f"Which method wins, by pattern and share of zeros<br><sup>{sources(timed)}</sup>"
+    down = -(-len(shown) // 2)
+    figure = plots.styled(figure, title, height=130 + 270 * down).update_annotations(font_size=12)
+    return figure.update_layout(margin={"t": 90, "b": 110}, legend={"y": -0.2 / down - 0.06, "yanchor": "top"})
+
+
+def picture(view: dict) -> go.Figure:
+    """What is left of a weight above a threshold: a corner of it, density by row, what breaks 2:4 and blocks, bytes and
+    time by format. view: what `data.view` returned."""
+    figure = make_subplots(
+        rows=2,
+        cols=3,
+        horizontal_spacing=0.1,
+        vertical_spacing=0.22,
+        subplot_titles=[
+            "a corner of it",
+            "kept in a row, %",
+            "in the way, %",
+            "bytes, % of dense",
+            "ms of the product here",
+            "error of the product, %",
+        ],
+    )
+    squares(figure, [[0]], (SILENT, KEPT), row=1, col=1, hoverinfo="skip")
+    figure.add_scatter(mode="lines", line={"color": plots.BLUE}, showlegend=False, row=1, col=2, hoverinfo="skip")
+    bars = (
+        (["more than 2 of 4", *(f"blocks of {size} kept" for size in BLOCK_SIZES)], plots.RED, 1, 3),
+        (FORMATS, plots.SKY, 2, 1),
+        (FORMATS, plots.ORANGE, 2, 2),
+        (["error"], plots.RED, 2, 3),
+    )
+    for names, colour, row, col in bars:
+        hover = "%{x}: %{text}<extra></extra>"
+        figure.add_bar(
+            x=names,
+            marker_color=colour,
+            showlegend=False,
+            row=row,
+            col=col,
+            hovertemplate=hover,
+            textposition="outside",
+            cliponaxis=False,
+        )
+    for row, col in ((1, 2), (1, 3), (2, 3)):
+        figure.update_yaxes(range=[0, 118], row=row, col=col)
+    figure.update_xaxes(showticklabels=False, showgrid=False, constrain="domain", row=1, col=1)
+    figure.update_yaxes(
+        showticklabels=False, showgrid=False, autorange="reversed", scaleanchor="x", row=1, col=1, constrain="domain"
+    )
+    figure.update_xaxes(title_text="rows, fullest first", row=1, col=2)
+    figure.update_yaxes(range=[0, 330], row=2, col=1)
+    figure.update_yaxes(rangemode="tozero", row=2, col=2)
+    figure = plots.styled(figure, "", height=620)
+    figure.update_layout(margin_t=110)
+    figure.update_annotations(font_size=12)
+    move(figure, view)
+    return figure
+
+
+def move(figure: go.Figure, view: dict) -> None:
+    """Show another view of the same weight in a figure that `picture` made (a FigureWidget of it too). "no": the format
+    does not take this weight, or this machine not the format."""
+    corner, rows, broken, size, took, error = figure.data
+    corner.z = view["kept"].int().tolist()
+    rows.x, rows.y = [*range(len(view["by_row"]))], [100 * each for each in view["by_row"]]
+    in_the_way = [view["violations"], *view["filled"].values()]
+    broken.y, broken.text = [100 * each for each in in_the_way], [f"{each:.0%}" for each in in_the_way]
+    dense = view["bytes"]["dense"]
+    shares = [None if each is None else each / dense for each in (view["bytes"][name] for name in FORMATS)]
+    size.y = [0 if each is None else 100 * each for each in shares]
+    size.text = ["no" if each is None else f"{each:.0%}" for each in shares]
+    times = [view["ms"][name] for name in FORMATS]
+    took.y = [0 if each is None else each for each in times]
+    took.text = ["no" if each is None else f"{each:.2g}" for each in times]
+    error.y, error.text = [100 * view["error"]], [f"{view['error']:.1%}"]
+    first, _, second = sentence(view).partition(": ")
+    figure.layout.title.text = f"{first}<br><sup>{second}</sup>"
