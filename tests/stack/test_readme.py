@@ -1,4 +1,5 @@
-"""What the README shows is there: its code runs, and its commands, targets, extras and files exist."""
+"""What the README and the pages of docs/ show is there: code runs, commands, targets, extras and files exist, tables are
+those of the newest records."""
 
 import re
 import tomllib
@@ -11,15 +12,25 @@ from twell_lab.app import cli, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 
 
 def test_the_first_screen_has_the_two_commands():
-    first = README.splitlines()[:40]
+    first = README.splitlines()[:20]
     assert any(line.startswith("make tour") for line in first) and any(line.startswith("make test") for line in first)
 
 
-def test_the_example_runs():
+def test_the_short_example_runs():
     (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    short = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example)
+    names = {}
+    exec(compile(short, "README.md", "exec"), names)
+    kinds = {type(module).__name__ for module in names["model"].modules()}
+    assert short.count("steps=3") == 1 and "SparseFFN" not in kinds
+
+
+def test_the_long_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", PAGES["library.md"], re.S)
     # The same calls, made short: fewer steps and held-out windows, a smaller layer to time.
     shortened = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example).replace(
         "d_model=2048, d_ff=5632", "d_model=64, d_ff=256"
@@ -30,7 +41,7 @@ def test_the_example_runs():
     assert names["packed"].shape == (64, 5632) and names["run"].rows
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`twell-lab (\w+)", README)) | {"train", "record"}))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`twell-lab (\w+)", README + PAGES["library.md"]))))
 def test_each_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as leaving:
         cli.main([command, "--help"])
@@ -45,14 +56,24 @@ def test_targets_extras_and_files_exist():
         assert set(named.split(",")) <= set(extras)
     for name in re.findall(r"constraints/\w+\.txt|environment\.yml", README):
         assert (ROOT / name).is_file()
-    for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
-        assert (ROOT / picture).is_file(), picture
 
 
-@pytest.mark.parametrize("table", [tables.attacks, tables.host, tables.calls, tables.model])
-def test_a_table_of_records_is_that_of_the_newest(table):
-    after = README.partition(
+@pytest.mark.parametrize(("page", "text"), [("README.md", README), *((f"docs/{name}", t) for name, t in PAGES.items())])
+def test_links_and_pictures_lead_somewhere(page, text):
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [
+        (README, tables.headline),
+        *((PAGES["measured.md"], each) for each in (tables.attacks, tables.host, tables.calls, tables.model)),
+    ],
+)
+def test_a_table_of_records_is_that_of_the_newest(page, table):
+    after = page.partition(
         '<!-- python -c "from twell_lab import records; from twell_lab.app import tables; '
         f'print(tables.{table.__name__}(records.load_all()))" prints this table -->\n'
     )[2]
-    assert after.partition("\n\n")[0] == table(records.load_all())
+    assert after.partition("\n\n")[0].rstrip() == table(records.load_all())

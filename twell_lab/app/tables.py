@@ -1,8 +1,9 @@
-"""The tables of the README that are made of records: each a function from all records, oldest first, to Markdown."""
+"""The tables of the README and of docs/ that are made of records: each a function from all records, oldest first, to
+Markdown."""
 
 from __future__ import annotations
 
-from ..records.record import Record
+from ..records.record import Record, stale
 
 
 def attacks(recorded: list[Record]) -> str:
@@ -17,7 +18,7 @@ def attacks(recorded: list[Record]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for gpu, record in sorted(newest.items(), reverse=True):
-        where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
+        where = _where(record.machine["gpus"][0]["name"] if gpu else "a CPU", record)
         for row in record.rows:
             if "attack" in row:
                 excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
@@ -37,7 +38,7 @@ def host(recorded: list[Record]) -> str:
     rows = {(row["workload"], row["path"], row["tokens"]): row for row in record.rows if row.get("kind") == "host"}
     counts = sorted({tokens for *_, tokens in rows})
     device = next(iter(rows.values()))["device"]
-    lines = [[f"milliseconds, {device}, {record.date[:10]}", *map(_tokens, counts)]]
+    lines = [[f"milliseconds, {_where(device, record)}", *map(_tokens, counts)]]
     for workload in dict.fromkeys(workload for workload, *_ in rows):
         dense, ours = ([rows[workload, path, count] for count in counts] for path in ("dense eager", "twell"))
         lines += [
@@ -64,13 +65,24 @@ def calls(recorded: list[Record]) -> str:
     dense, planned = wall("dense eager"), wall("planned")
     return _markdown(
         [
-            [f"milliseconds a call, {rows[0]['device']}, {record.date[:10]}", *map(_tokens, counts)],
+            [f"milliseconds a call, {_where(rows[0]['device'], record)}", *map(_tokens, counts)],
             ["torch's dense layer", *(_ms(each) for each in dense)],
             ["planned", *(_ms(each) for each in planned)],
             ["it takes", *(_PATHS[found["planned", count]["choice"].split()[0]] for count in counts)],
             ["times as fast", *times("dense eager", "planned")],
             ["times as fast, both under torch.compile", *times("dense compiled", "planned compiled")],
         ]
+    )
+
+
+def headline(recorded: list[Record]) -> str:
+    """One row of `calls`: how many times as fast as torch's dense layer a planned one is, for each number of tokens."""
+    lines = calls(recorded).splitlines()
+    if len(lines) < 6:  # nothing is recorded
+        return lines[0].replace("milliseconds a call", "times as fast as torch's layer") + "\n" + "\n".join(lines[1:])
+    names = lines[0].partition(",")[2]
+    return "\n".join(
+        [f"| times as fast as torch's layer,{names}", *lines[1:2], lines[5].replace("times as fast", "a plain call")]
     )
 
 
@@ -82,7 +94,7 @@ def model(recorded: list[Record]) -> str:
         return _nothing("milliseconds a call of the model")
     rows = {(row["workload"], row["path"]): row for row in record.rows}
     device = next(iter(rows.values()))["device"]
-    lines = [[f"milliseconds, {device}, {record.date[:10]}", "dense", "planned", "times as fast"]]
+    lines = [[f"milliseconds, {_where(device, record)}", "dense", "planned", "times as fast"]]
     ways = (
         ("", "dense eager", "planned"),
         (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"),
@@ -105,6 +117,11 @@ _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 
 def _newest(recorded: list[Record], name: str) -> Record | None:
     return next((each for each in reversed(recorded) if each.name == name), None)
+
+
+def _where(device: str, record: Record) -> str:
+    """Device and day, and whether the code has changed since."""
+    return f"{device}, {record.date[:10]}" + "; stale: code has changed since" * stale(record)
 
 
 def _tokens(count: int) -> str:

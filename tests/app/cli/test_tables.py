@@ -1,4 +1,4 @@
-"""The tables of the README: which record and rows they are made of, and what they say without one."""
+"""The tables of the README and of docs/: which record and rows they are made of, and what they say without one."""
 
 from dataclasses import replace
 
@@ -63,6 +63,14 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
         "| times as fast, both under torch.compile | 0.50 | 0.50 |",
     ]
     assert "nothing is recorded yet" in tables.calls([]) and "nothing" in tables.calls([record("inference", 1, [])])
+    assert tables.headline([record("inference", 2, rows(1.0))]).splitlines() == [
+        "| times as fast as torch's layer, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |",
+        "| --- | --- | --- |",
+        "| a plain call | 2.00 | 2.00 |",
+    ]
+    assert "nothing is recorded yet" in tables.headline([])
+    old = replace(record("inference", 2, rows(1.0)), kernels={"smxx_pack": 64 * "0"})
+    assert all("2026-01-02; stale: code has changed since |" in t([old]) for t in (tables.calls, tables.headline))
 
 
 def test_the_table_of_the_model_compares_like_with_like():
