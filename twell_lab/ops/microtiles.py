@@ -18,6 +18,7 @@ VECTOR = 8  # values in 16 bytes
 COLUMNS = sources.number(PRODUCT, "BN")  # of c that a block computes
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST = 2**31 - 1
+_WIDEST = 65_535 * COLUMNS  # columns of c: a grid's second dimension
 
 
 def finds(a: Tensor, height: int) -> bool:
@@ -68,7 +69,7 @@ def multiplies(values: Tensor, b: Tensor) -> bool:
     compute capability 8.0 or more, contiguous, on 16-byte boundaries, n a multiple of 8."""
     if not (b.is_cuda and b.device == values.device and b.dtype == values.dtype and b.dtype in _DTYPES):
         return False
-    fits = b.dim() == 2 and b.shape[0] == values.shape[1] and b.shape[1] % VECTOR == 0 and max(b.shape) < 2**24
+    fits = b.dim() == 2 and b.shape[0] == values.shape[1] and b.shape[1] % VECTOR == 0 and b.shape[1] <= _WIDEST
     laid_out = b.is_contiguous() and values.is_contiguous() and launcher.aligned(values, b)
     new_enough = launcher.capability(b.device.index) >= TENSOR_CORES_OF_BF16
     return fits and laid_out and new_enough and values.shape[2] in MICROTILE_ROWS
@@ -82,9 +83,9 @@ def product(
     version: 1 or 2, None for 2. Raises InputError unless multiplies(values, b)."""
     if not multiplies(values, b):
         raise InputError(
-            f"the tiles are {values.dtype} {list(values.shape)} on {values.device} and b is {b.dtype} {list(b.shape)} on "
-            f"{b.device}; the kernel takes one 16-bit dtype on one GPU of compute capability 8.0 or more, b contiguous "
-            f"and aligned to 16 bytes, with a multiple of {VECTOR} columns"
+            f"the tiles are {values.dtype} {list(values.shape)} on {values.device} and b is {b.dtype} {list(b.shape)} "
+            f"on {b.device}; the kernel takes one 16-bit dtype on one GPU of compute capability 8.0 or more, b "
+            f"contiguous and aligned to 16 bytes, with a multiple of {VECTOR} columns"
         )
     if version not in (None, 1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")

@@ -49,8 +49,9 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed. ends: int32
-    [experts], where each expert's rows end; what lies past the last is anything."""
+    """Rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed.
+
+    ends: int32 [experts], where each expert's rows end; what lies past the last is anything."""
     if len(rows) and takes_grouped(rows, weight):
         return _grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     start, made = 0, []
@@ -230,8 +231,8 @@ def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int
     """A ReLU-gated layer as one expert for all tokens and others that are given tokens by what fires.
 
     The first `hot` neurons are an expert that every token takes (a "shared expert"). The others are cut into groups of
-    `grain`, and a token is given to a group if one of its neurons fires for it. The result is the dense layer's at every
-    grain, because what is not routed is zero:
+    `grain`, and a token is given to a group if one of its neurons fires for it. The result is the dense layer's at
+    every grain, because what is not routed is zero:
 
     - grain 1 is the hot/cold split of this project: every cold neuron an expert of its own, the fewest operations, and
       rows that only ordinary cores can take.
@@ -251,7 +252,12 @@ def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int
         InputError: for other numbers, and shapes that do not fit.
     """
     shapes = [list(each.shape) for each in (x, gate, up, down)]
-    if x.dim() != 2 or gate.dim() != 2 or shapes[1:] != [shapes[1], shapes[1], shapes[1][::-1]] or shapes[0][1] != shapes[1][1]:
+    if (
+        x.dim() != 2
+        or gate.dim() != 2
+        or shapes[1:] != [shapes[1], shapes[1], shapes[1][::-1]]
+        or shapes[0][1] != shapes[1][1]
+    ):
         raise InputError(
             f"x, gate, up and down are {', '.join(map(str, shapes))}; [tokens, d_model], [d_ff, d_model] twice and "
             "[d_model, d_ff] are accepted"

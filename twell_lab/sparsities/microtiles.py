@@ -19,8 +19,8 @@ come in *micro*-tiles, as small as one memory access:
 Tiles of 1 x s are those of the transpose, which is gathered along its own k: for x w with w [k, n] in tiles of one row
 and 32 columns, `product(find_microtiles(w.t().contiguous()), x.t().contiguous())` is (x w)^T.
 
-Finding the tiles costs one pass over a, whatever it holds; `product` costs by how many there are. Both are calls of
-their own, so that each can be timed. A stripe of more rows reads b less often and finds more of its columns occupied."""
+Finding the tiles costs one pass over a, whatever it holds; `product` costs by how many there are. They are two calls,
+so that each can be timed. With stripes of more rows, b is read less often, and more of their columns are occupied."""
 
 from __future__ import annotations
 
@@ -106,16 +106,18 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
     used = (values != 0).any(2)
     counts = used.sum(1, dtype=torch.int32)
     columns = (~used).to(torch.uint8).argsort(dim=1, stable=True)  # those that hold anything first, ascending
-    return MicroTiles(counts, columns.to(torch.int32), values.gather(1, columns[..., None].expand_as(values)), (rows, width))
+    return MicroTiles(
+        counts, columns.to(torch.int32), values.gather(1, columns[..., None].expand_as(values)), (rows, width)
+    )
 
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     """a b, of a [rows, width] as its micro-tiles and b [width, n]: c [rows, n], without a gradient.
 
     It is the dense product, row by row as exact as torch's, for every a (also NaN and infinities) and every finite b.
-    Whether b is finite is not looked at, which would cost a pass over it and a wait (`weights.checked_weight` does, once
-    for weights): where a row of b that no tile of a stripe meets is not finite, the dense product has 0 * inf = NaN,
-    and this one has not.
+    Whether b is finite is not looked at, which would cost a pass over it and a wait (`weights.checked_weight` does it
+    once, for weights): where a row of b that no tile of a stripe meets is not finite, the dense product has 0 * inf =
+    NaN, and this one has not.
 
     On a GPU of compute capability 8.0 or more, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums
     in float32, and nothing waits; columns of b are then filled up to a multiple of 8, in a copy, where they are not
@@ -138,7 +140,8 @@ def product(tiles: MicroTiles, b: Tensor) -> Tensor:
             "accepted"
         )
     if b.is_cuda:
-        filled = F.pad(b, (0, -b.shape[1] % kernels.VECTOR)).contiguous()
+        missing = -b.shape[1] % kernels.VECTOR
+        filled = (F.pad(b, (0, missing)) if missing else b).contiguous()
         filled = filled if filled.data_ptr() % 16 == 0 else filled.clone()
         if kernels.multiplies(values, filled):
             return kernels.product(tiles.counts, tiles.columns, values, filled, tiles.shape[0])[:, : b.shape[1]]
@@ -187,7 +190,8 @@ def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
     """
     if not isinstance(x, Tensor) or x.dim() < 1:
         raise InputError(f"x is {_told(x)}; a tensor [..., width] is accepted")
-    if not isinstance(real, Tensor) or real.dtype != torch.bool or real.shape != x.shape[:-1] or real.device != x.device:
+    fits = isinstance(real, Tensor) and (real.dtype, real.shape, real.device) == (torch.bool, x.shape[:-1], x.device)
+    if not fits:
         raise InputError(f"real is {_told(real)}; bool {list(x.shape[:-1])} on {x.device} is accepted")
     padding = Padding(real.reshape(-1).nonzero()[:, 0], tuple(real.shape))
     return x.reshape(real.numel(), x.shape[-1]).index_select(0, padding.places), padding

@@ -93,7 +93,12 @@ def test_tiles_of_one_row_are_those_of_the_transpose():
 
 def test_all_zero_all_dense_one_row_and_none():
     b = torch.ones(5, 3)
-    for a, count in ((torch.zeros(40, 5), [0, 0]), (torch.ones(40, 5), [5, 5]), (torch.eye(5)[:1], [1]), (b.t()[:0], [])):
+    for a, count in (
+        (torch.zeros(40, 5), [0, 0]),
+        (torch.ones(40, 5), [5, 5]),
+        (torch.eye(5)[:1], [1]),
+        (b.t()[:0], []),
+    ):
         tiles = find_microtiles(a)
         assert tiles.counts.tolist() == count and torch.equal(product(tiles, b), a @ b)
     assert find_microtiles(torch.zeros(0, 5)).occupied == 0
