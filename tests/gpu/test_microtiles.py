@@ -199,7 +199,9 @@ def test_empty_experts_all_tokens_to_one_and_nobodys(way):
     torch.testing.assert_close(y[1::2], wanted[1::2], rtol=0.03, atol=0.03)
 
 
-@tensor_cores
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10), reason="torch has no kernel"
+)
 @torch.no_grad()
 def test_the_grouped_way_does_not_wait(waiting_fails):
     layer = ExpertsLayer(128, 256, 8, dtype=torch.bfloat16, device="cuda")

@@ -10,7 +10,7 @@ Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
   device is waited for, because the host has to know how many tokens each expert has.
 - "grouped": tokens are sorted by expert, and torch's grouped product multiplies every group by its own weight in one
   launch (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841). No token is padded or dropped, and
-  on a GPU nothing waits.
+  nothing waits, where torch has a kernel for it (`takes_grouped`).
 - "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs. What most tutorials do,
   with the exact capacity: no token is dropped, and all tokens to one expert cost as much as all tokens to all.
 
@@ -36,9 +36,10 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 
 
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes rows [rows, in] and a weight [experts, out, in] as a kernel that does not
-    wait: torch 2.10 or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits; rows of
-    multiples of 16 bytes on either side. Other tensors are multiplied group by group, and waited for."""
+    """Whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10 or
+    newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits; rows of multiples of 16
+    bytes on either side. It is one kernel on GPUs of compute capability 9 and 10; on others torch may go through the
+    groups one by one, and wait for their ends, as is done here for all other tensors."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     if _grouped_mm is None or rows.dtype not in dtypes or weight.dtype != rows.dtype or not weight[0].numel():
         return False

@@ -20,7 +20,8 @@ Tiles of 1 x s are those of the transpose, which is gathered along its own k: fo
 and 32 columns, `product(find_microtiles(w.t().contiguous()), x.t().contiguous())` is (x w)^T.
 
 Finding the tiles costs one pass over a, whatever it holds; `product` costs by how many there are. They are two calls,
-so that each can be timed. With stripes of more rows, b is read less often, and more of their columns are occupied."""
+so that each can be timed; CUDA graphs hold both, torch.compile neither. With stripes of more rows, b is read less
+often, and more of their columns are occupied."""
 
 from __future__ import annotations
 
@@ -100,8 +101,8 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
         raise InputError(f"height is {height!r:.80}; a whole number of rows from 1 up is accepted")
     a = as_matrix(a).detach()
     rows, width = a.shape
-    if a.is_cuda and kernels.finds(a.contiguous(), height):
-        return MicroTiles(*kernels.find(a.contiguous(), height), (rows, width))
+    if a.is_cuda and kernels.finds(packed := a.contiguous(), height):
+        return MicroTiles(*kernels.find(packed, height), (rows, width))
     values = F.pad(a, (0, 0, 0, -rows % height)).view(-1, height, width).transpose(1, 2)  # [stripes, width, height]
     used = (values != 0).any(2)
     counts = used.sum(1, dtype=torch.int32)
