@@ -12,6 +12,7 @@ from twell_lab.ops import (
     ampere,
     differentiable,
     hopper_pack,
+    microtiles,
     portable,
     reference,
     train_columns,
@@ -138,6 +139,24 @@ def test_sm80_gate_pack(tokens, d_ff):
     assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
     used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
     assert torch.equal(spilled[used], pool[used])
+
+
+@pytest.mark.parametrize("height", macros.MICROTILE_ROWS)
+@pytest.mark.parametrize("width", [200, 201])
+def test_microtiles(width, height):
+    """Stripes of zeros, of some columns and of all; a last one that is not full. The product from sm_80 on."""
+    generator = torch.Generator().manual_seed(10)
+    a = torch.randint(-3, 4, (3 * height + 5, width), generator=generator)
+    a[:height, torch.rand(width, generator=generator) < 0.5] = 0
+    a[height : 2 * height] = 0
+    a, b = a.bfloat16().cuda(), torch.randint(-3, 4, (width, 264), generator=generator).bfloat16().cuda()
+    for version in (1, 2) if width % 8 == 0 else (1,):
+        tiles = microtiles.find(a, height, version)
+        assert tiles[0].tolist() == [int((rows != 0).any(0).sum()) for rows in a.split(height)]
+        if torch.cuda.get_device_capability() >= macros.TENSOR_CORES_OF_BF16:
+            for which in (1, 2):
+                c = microtiles.product(*tiles, b, len(a), which)
+                assert torch.equal(c, (a.double() @ b.double()).bfloat16())
 
 
 @pytest.mark.parametrize("path", differentiable.PATHS)

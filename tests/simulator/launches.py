@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from tests.ops.columns.layers import Layer, pattern
+from tests.ops.microtiles import cases as microtile_cases
 from tests.ops.train_dense import cases as dense_cases
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
@@ -95,6 +96,15 @@ def transpose(monkeypatch):
     assert torch.equal(launch_transpose.transposed(m), m.t())
 
 
+def tiles(monkeypatch):
+    """A stripe that is not full, one of zeros, and widths that are not whole slabs."""
+    for height, width in ((32, 1032), (32, 37), (128, 264)):
+        case = microtile_cases.draw(2 * height + 5, width, torch.bfloat16)
+        case[height : 2 * height] = 0
+        for version in (1, 2)[: 1 + (width % 8 == 0)]:
+            microtile_cases.check_found(case, height, version)
+
+
 LAUNCHES = {  # by the kernel's name
     "smxx_pack": pack,
     "smxx_down": down,
@@ -109,4 +119,5 @@ LAUNCHES = {  # by the kernel's name
     "smxx_columns": columns,
     "smxx_weight_gradients": columns,
     "smxx_transpose": transpose,
+    "smxx_find_microtiles": tiles,
 }

@@ -198,6 +198,16 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], 
 PACK_VERSIONS = (1, 2, 3)
 
 
+# ---- smxx_find_microtiles, sm80_microtiles
+
+MICROTILE_ROWS = (32, 64, 128)
+
+
+def microtile(dtype: torch.dtype, rows: int) -> tuple:
+    """The macros for micro-tiles of so many rows, one of MICROTILE_ROWS."""
+    return (*value(dtype), ("BM", rows))
+
+
 # ---- every set of macros that launches may ask for, given (dtype, widths of rows, a GPU's compute capability)
 
 Widths = Sequence[int]
@@ -306,3 +316,8 @@ def clusters(dtype: torch.dtype, widths: Widths = (), capability: Capability = (
 def clusters_gated_or_plain(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
     """As `clusters`, for a gated and for a plain layer."""
     return [(*macros, ("GATED", gated)) for macros in clusters(dtype) for gated in (0, 1)]
+
+
+def microtiles(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, each height of a tile."""
+    return [microtile(dtype, rows) for rows in MICROTILE_ROWS] if dtype.itemsize == 2 else []

@@ -115,6 +115,8 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel("smxx_weight_gradients", ("ops.train_columns.weight_gradients", *_TRAINED), macros.gated_or_plain),
         Kernel("smxx_transpose", ("ops.transpose.transposed", *_TRAINED), macros.sixteen_bits),
+        Kernel("smxx_find_microtiles", ("ops.microtiles.find",), macros.microtiles),
+        Kernel("sm80_microtiles", ("ops.microtiles.product",), macros.microtiles, (8, 0)),
     )
 }
 OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # compute capability of the oldest GPU that runs any kernel

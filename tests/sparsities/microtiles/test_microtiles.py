@@ -1,0 +1,191 @@
+"""Micro-tiles: what is found, the product beside the dense one, padding removed and put back, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from twell_lab.core.errors import InputError
+from twell_lab.ops import accuracy
+from twell_lab.sparsities.microtiles import (
+    MicroTiles,
+    add_padding,
+    find_microtiles,
+    product,
+    remove_padding,
+    unpadded,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@st.composite
+def matrices(draw):
+    """(a, height): whole numbers of which columns, rows, nothing or everything is zero; sums of them are exact."""
+    rows, width, height = draw(st.integers(0, 20)), draw(st.integers(1, 12)), draw(st.sampled_from([1, 3, 8, 32]))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    a = torch.randint(-4, 5, (rows, width), generator=seed).to(draw(st.sampled_from(DTYPES)))
+    keep = torch.rand(*draw(st.sampled_from([(rows, width), (1, width), (rows, 1)])), generator=seed)
+    return a * (keep < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))), height
+
+
+@settings(deadline=None, max_examples=60)
+@given(matrices(), st.integers(0, 9))
+def test_tiles_hold_the_matrix_and_their_product_is_the_dense_one(case, n):
+    a, height = case
+    tiles = find_microtiles(a, height)
+    assert tiles.height == height and tiles.shape == tuple(a.shape)
+    for stripe, rows in enumerate(a.split(height) if len(a) else ()):
+        columns = tiles.columns[stripe, : tiles.counts[stripe]]
+        assert columns.tolist() == (rows != 0).any(0).nonzero()[:, 0].tolist()
+    assert torch.equal(tiles.to_dense(), a)
+    if n:
+        b = torch.randint(-4, 5, (a.shape[1], n)).to(a.dtype)
+        c = product(tiles, b)
+        assert c.dtype == a.dtype and torch.equal(c, a @ b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_numbers(dtype):
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(100, 300, generator=draw), torch.randn(300, 33, generator=draw).to(dtype)
+    a = (a * (torch.rand(100, 300, generator=draw) < 0.05)).to(dtype)
+    tiles = find_microtiles(a)
+    assert 0.5 < tiles.occupied < 0.9  # 1 - 0.95^32, and a last stripe of 4 rows
+    assert accuracy.worst_row(product(tiles, b), a @ b, a.double() @ b.double())[0] <= 1
+
+
+def test_values_keep_their_bits_where_a_column_holds_anything():
+    a = torch.zeros(5, 4)
+    a[0], a[1] = torch.tensor([-0.0, 1e-45, math.nan, -math.inf]), torch.tensor([0.0, -0.0, 1.0, 2.0])
+    back = find_microtiles(a, 2).to_dense()
+    wanted = torch.where((a != 0).any(0), a, torch.zeros_like(a))
+    assert torch.equal(back.view(torch.int32), wanted.view(torch.int32))
+    assert find_microtiles(a, 2) == find_microtiles(back, 2) != find_microtiles(a, 3)
+    assert find_microtiles(a, 2).occupied == 3 / 12
+
+
+def test_values_that_are_not_finite_in_a_spoil_what_they_spoil_in_the_dense_product():
+    a = torch.zeros(40, 6)
+    a[3, 1], a[4, 2], a[5, 2], a[6, 3] = math.nan, math.inf, -math.inf, 2.0
+    b = torch.tensor([1.0, -1.0, 0.0])[torch.arange(18) % 3].view(6, 3)
+    assert torch.equal(product(find_microtiles(a), b).nan_to_num(7, 8, 9), (a @ b).nan_to_num(7, 8, 9))
+
+
+def test_what_is_skipped_is_not_multiplied():
+    """b has to be finite: the dense product makes a NaN of 0 * inf."""
+    a, b = torch.zeros(64, 4), torch.ones(4, 2)
+    a[:, 0], a[40, 2], b[2] = 1.0, 1.0, math.inf
+    c = product(find_microtiles(a), b)
+    assert torch.equal(c[:32], torch.ones(32, 2)) and (a @ b)[:32].isnan().all()
+    assert torch.equal(c[32:].nan_to_num(7, 8, 9), (a @ b)[32:].nan_to_num(7, 8, 9))  # a stripe that meets it
+
+
+def test_tiles_of_one_row_are_those_of_the_transpose():
+    w, x = torch.randint(-4, 5, (24, 96)).float(), torch.randint(-4, 5, (7, 24)).float()
+    w = w * (torch.rand(24, 3) < 0.3).repeat_interleave(32, 1)  # 1 x 32
+    tiles = find_microtiles(w.t().contiguous())
+    assert tiles.occupied < 0.6 and torch.equal(product(tiles, x.t().contiguous()).t(), x @ w)
+
+
+def test_all_zero_all_dense_one_row_and_none():
+    b = torch.ones(5, 3)
+    for a, count in (
+        (torch.zeros(40, 5), [0, 0]),
+        (torch.ones(40, 5), [5, 5]),
+        (torch.eye(5)[:1], [1]),
+        (b.t()[:0], []),
+    ):
+        tiles = find_microtiles(a)
+        assert tiles.counts.tolist() == count and torch.equal(product(tiles, b), a @ b)
+    assert find_microtiles(torch.zeros(0, 5)).occupied == 0
+
+
+def test_strides_and_history_do_not_matter():
+    a = torch.randn(6, 8).relu()
+    leaf = a.clone().requires_grad_()
+    for each in (a.t().contiguous().t(), torch.stack([a, a], 2)[..., 0], leaf):
+        tiles = find_microtiles(each, 2)
+        assert tiles == find_microtiles(a, 2) and not product(tiles, torch.randn(8, 2)).requires_grad
+
+
+@pytest.mark.parametrize("height", [0, -32, 32.0, True, None, "32"])
+def test_heights_that_are_refused(height):
+    with pytest.raises(InputError, match="from 1 up"):
+        find_microtiles(torch.ones(4, 4), height)
+
+
+def test_other_arguments_are_refused():
+    for a in (torch.ones(4), torch.ones(4, 0), torch.ones(4, 4, device="meta"), torch.ones(4, 4, dtype=torch.int8)):
+        with pytest.raises(InputError, match="the matrix"):
+            find_microtiles(a)
+    tiles = find_microtiles(torch.ones(4, 4))
+    for b in (torch.ones(5, 4), torch.ones(4, 4).double()):
+        with pytest.raises(InputError, match=r"torch.float32 \[4, n\] on cpu is accepted"):
+            product(tiles, b)
+    with pytest.raises(InputError, match="the matrix has shape"):
+        product(tiles, torch.ones(4))
+    with pytest.raises(InputError, match="tiles is a Tensor"):
+        product(torch.ones(4, 4), torch.ones(4, 4))
+
+
+def test_an_empty_matrix_is_a_format_like_others():
+    tiles = find_microtiles(torch.zeros(3, 4), 2)
+    assert isinstance(tiles, MicroTiles) and tiles.nbytes == 2 * 4 + 2 * 4 * 4 + 2 * 4 * 2 * 4
+    assert torch.equal(tiles.to_dense(), torch.zeros(3, 4))
+
+
+# Padding
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 4), st.integers(0, 6), st.integers(1, 5), st.floats(0, 1), st.integers(0, 2**20))
+def test_padding_is_removed_and_put_back(sequences, length, width, share, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(sequences, length, width, generator=draw)
+    real = torch.rand(sequences, length, generator=draw) < share
+    rows, padding = remove_padding(x, real)
+    assert torch.equal(rows, x[real]) and padding.shape == (sequences, length)
+    assert padding.share == pytest.approx(1 - real.double().mean().item() if real.numel() else 0)
+    back = add_padding(rows, padding, fill=7)
+    assert torch.equal(back, torch.where(real[..., None], x, 7.0))
+
+
+def test_bits_come_back_and_gradients_pass():
+    x = torch.tensor([[math.nan], [-0.0], [1e-45], [math.inf]], requires_grad=True)
+    real = torch.tensor([True, True, False, True])
+    rows, padding = remove_padding(x, real)
+    back = add_padding(rows, padding)
+    wanted = torch.where(real[:, None], x, torch.zeros(()))
+    assert torch.equal(back.detach().view(torch.int32), wanted.detach().view(torch.int32))
+    back.sum().backward()
+    assert x.grad.flatten().tolist() == [1, 1, 0, 1]
+
+
+def test_a_layer_computes_the_real_rows_alone():
+    seen = []
+    layer = nn.Linear(8, 5).double()
+    layer.register_forward_hook(lambda module, args, y: seen.append(args[0].shape))
+    x, real = torch.randn(3, 7, 8).double(), torch.arange(7) < torch.tensor([[7], [2], [0]])
+    y = unpadded(layer, x, real)
+    assert seen == [(9, 8)] and not y[~real].any()
+    torch.testing.assert_close(y[real], layer(x)[real])
+    assert not unpadded(layer, x, torch.zeros_like(real)).any() and seen[-1] == (0, 8)
+
+
+def test_padding_that_is_refused():
+    x, real = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+    for wrong in (real[0], real.long(), real.t(), None, real.to("meta")):
+        with pytest.raises(InputError, match=r"bool \[2, 3\] on cpu is accepted"):
+            remove_padding(x, wrong)
+    with pytest.raises(InputError, match="x is a list"):
+        remove_padding([1], real)
+    _, padding = remove_padding(x, real)
+    for rows in (torch.ones(5, 4), torch.ones(6), None):
+        with pytest.raises(InputError, match=r"\[6, width\] is accepted"):
+            add_padding(rows, padding)
+    with pytest.raises(InputError, match="rows is on meta"):
+        add_padding(torch.ones(6, 4, device="meta"), padding)
