@@ -3,9 +3,9 @@
     python notebooks/store.py 00-start-here.ipynb ...      (without names: all of them)
 
 Needs what the course needs, and kaleido with a Chrome or Chromium for the pictures; where Pillow is installed, they
-are stored without their unused transparency, a third smaller. Run it on an otherwise idle machine: the timings are
-stored. Widgets are not stored (their state would embed megabytes of script and no code host shows it); each is
-followed by a still figure. A cell that fails or writes to stderr stops it, and nothing is stored. The first cell's
+are stored with a palette where that looks the same, two thirds smaller. Run it on an otherwise idle machine: the
+timings are stored. Widgets are not stored (their state would embed megabytes of script and no code host shows it); each
+is followed by a still figure. A cell that fails or writes to stderr stops it, and nothing is stored. The first cell's
 "Stored figures" line is filled in with what the set-up cell printed.
 """
 
@@ -24,7 +24,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS = 300  # a cell
-UNSEEN = 5  # levels, of 255 a colour
+UNSEEN = 12  # levels, of 255 a colour
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = "application/vnd.plotly.v1+json"
 STAMP = re.compile(r"(?m)^(.*\*\*Stored figures:\*\*).*$")
@@ -62,11 +62,27 @@ def smaller(picture: str) -> str:
     except ModuleNotFoundError:
         return picture
     opaque = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
-    colours = opaque.quantize(256, dither=Image.Dither.NONE)
+    colours = opaque.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     off = max(most for _, most in ImageChops.difference(opaque, colours.convert("RGB")).getextrema())
     stored = io.BytesIO()
     (colours if off <= UNSEEN else opaque).save(stored, "PNG", optimize=True)
     return min(picture, base64.b64encode(stored.getvalue()).decode(), key=len)
+
+
+def in_words(figure: dict) -> str:
+    """A figure for those who cannot see its picture: title, axes and what is drawn, by name; 300 characters at most."""
+    layout = figure["layout"]
+    titles = [layout.get("title", {}), *(layout.get("annotations") or [])[:6]]
+    axes = [axis.get("title", {}) for name, axis in sorted(layout.items()) if name[:5] in ("xaxis", "yaxis")]
+    named = [{"text": trace["name"]} for trace in figure["data"] if trace.get("name")]
+    parts = [
+        ", ".join(
+            dict.fromkeys(text for each in some if (text := re.sub("<[^>]*>", " ", each.get("text") or "").strip()))
+        )
+        for some in (titles[:1] if titles[0].get("text") else titles, axes, named)
+    ]
+    said = "; ".join(f"{what}{part}" for what, part in zip(("", "axes: ", "drawn: "), parts) if part)
+    return " ".join(said.split())[:300]
 
 
 def tidy(notebook) -> None:
@@ -84,9 +100,9 @@ def tidy(notebook) -> None:
         for output in cell.outputs:
             if FIGURE in output.get("data", {}) and "image/png" not in output.data:
                 raise RuntimeError(f"no picture of the figure in this cell:\n{cell.source}")
-            # The text form of a figure is its data once more.
             if FIGURE in output.get("data", {}):
-                output.data.pop("text/plain", None)
+                output.data.pop("text/plain", None)  # its data once more
+                output.metadata["image/png"] = {"alt": in_words(output.data[FIGURE])}
             if output.output_type == "stream" and output.name == "stderr":
                 raise RuntimeError(f"this cell complains:\n{cell.source}\n\n{output.text}")
             if output.output_type == "stream" and output.name == "stdout":

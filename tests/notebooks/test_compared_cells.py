@@ -70,6 +70,8 @@ def faults(notebook: dict) -> list[str]:
                 found.append("a widget is stored, which shows nothing without its state")
             if "application/vnd.plotly.v1+json" in data and "image/png" not in data:
                 found.append("a figure without its picture")
+            if "image/png" in data and not output["metadata"].get("image/png", {}).get("alt"):
+                found.append("a picture without words for those who cannot see it")
             if MARK in source(cell) and data:
                 found.append(f"a figure in a compared cell: {source(cell)[:60]!r}")
             if len(json.dumps(output)) > MOST_OUTPUT:
@@ -124,6 +126,7 @@ def notebook_with(cell: dict, **metadata) -> dict:
     return {"cells": [full | cell], "metadata": {"kernelspec": {"name": "python3"}} | metadata}
 
 
+WORDS = {"image/png": {"alt": "A figure"}}
 PRINTED = {"output_type": "stream", "name": "stdout", "text": ["1"]}
 
 
@@ -149,7 +152,13 @@ def test_counting_leaves_out_what_nbval_would_skip():
                 "outputs": [{"output_type": "display_data", "data": {"application/vnd.plotly.v1+json": {}}}],
             }
         ),
-        notebook_with({"outputs": [{"output_type": "display_data", "data": {"image/png": ""}}]}),
+        notebook_with(
+            {
+                "source": ["1"],
+                "outputs": [{"output_type": "display_data", "data": {"image/png": ""}, "metadata": {"image/png": {}}}],
+            }
+        ),
+        notebook_with({"outputs": [{"output_type": "display_data", "data": {"image/png": ""}, "metadata": WORDS}]}),
         notebook_with({"source": ["1"], "outputs": [PRINTED | {"text": ["x" * MOST_OUTPUT]}]}),
     ],
 )
