@@ -353,12 +353,34 @@ def thresholds(seconds: float = SECONDS) -> Record:
     return Record.new("thresholds", "a SiLU model with thresholds beside the model without", rows, notes)
 
 
+def pruning(seconds: float = 600.0) -> Record:
+    """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
+    byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
+    takes some minutes. seconds, and the notes: as for `inference`."""
+    from ..bench import pruning as tables
+
+    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), seconds)
+    return Record.new("pruning", "a small language model, dense and pruned, before and after training on", rows, notes)
+
+
+def predictors() -> Record:
+    """A ReLU model trained here whose steps of decoding compute chosen neurons alone (lossy): predicted ones, core
+    neurons, those above thresholds; beside one trained with L1, which loses nothing by being swapped. On a GPU a larger
+    model than on a CPU, where it takes some minutes."""
+    from ..bench import predictors as tables
+
+    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), SECONDS)
+    return Record.new("predictors", "decoding with chosen neurons: time beside loss", rows, notes)
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
     "training": training,
     "model": model,
     "thresholds": thresholds,
+    "pruning": pruning,
+    "predictors": predictors,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

@@ -56,7 +56,7 @@ def two_four_pattern(shape: Iterable[int], device: torch.device | str = "cpu", g
 
 
 def two_four_dropout(h: Tensor, *, training: bool = True, generator: torch.Generator | None = None) -> Tensor:
-    """Two of each four neighbours in the last dimension, drawn at random, doubled; the others are +0. Without `training`
+    """Two of each four neighbours in the last dimension, drawn at random, doubled; the others are +0. Not in training:
     h itself. Gradients go through what stays, doubled. InputError for a last dimension that is no multiple of 4, and
     for values that are not floating-point."""
     if not isinstance(h, Tensor) or not h.is_floating_point():
