@@ -126,8 +126,10 @@ class PredictedFFN(FewNeurons):
         rows = x.reshape(-1, x.shape[-1])
         best = self.predictor(rows).topk(self.neurons, sorted=False).indices
         if len(rows) == 1:
-            some = [None if part is None else part.weight.index_select(0, best[0]) for part in self._parts[:2]]
-            return self.product(rows, *some, self.copies()[0].index_select(0, best[0]), best[0]).view(x.shape)
+            neurons = best[0]
+            first, up = (None if part is None else part.weight.index_select(0, neurons) for part in self._parts[:2])
+            down = self.copies()[0].index_select(0, neurons)
+            return self.product(rows, first, up, down, neurons).view(x.shape)
         return self.masked(rows, _chosen(best, self._parts[0].weight.shape[0])).view(x.shape)
 
 
@@ -151,8 +153,9 @@ class CoreFFN(FewNeurons):
         return (*rows, down.weight.index_select(1, self.core).t().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *up, down = self.copies()
-        return self.product(x.reshape(-1, x.shape[-1]), first, *(up or [None]), down, self.core).view(x.shape)
+        copies = self.copies()
+        up = copies[1] if len(copies) == 3 else None
+        return self.product(x.reshape(-1, x.shape[-1]), copies[0], up, copies[-1], self.core).view(x.shape)
 
 
 # ---- in a model ----
