@@ -97,8 +97,8 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
         name: of the adapter.
 
     Returns:
-        Changes under the names that the parameters have once peft's layers are gone (`unload`), and in a PeftModel's
-        base model. A new value is W + scaling * difference, added in float32 or wider and rounded to W's dtype once.
+        Changes under the names that the parameters have once peft's layers are gone (`unload`). A new value is W +
+        scaling * difference, added in float32 or wider and rounded to W's dtype once.
 
     Raises:
         InputError: for a model without a SHiRA adapter of this name, and for one that is merged.
