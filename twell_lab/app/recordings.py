@@ -373,6 +373,17 @@ def predictors() -> Record:
     return Record.new("predictors", "decoding with chosen neurons: time beside loss", rows, notes)
 
 
+def experiments() -> Record:
+    """Switching a sparse adapter in place beside fusing a LoRA, and dropout as 2:4: what it does to the loss of a small
+    model, and on a GPU whether its product is faster. The notes hold the verdict, computed from the rows."""
+    from ..bench import experiments as tables
+
+    shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)
+    rows, notes = _sections(tables.sections(shape), limit)
+    purpose = "sparse adapters beside LoRA, and dropout as 2:4"
+    return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
@@ -381,6 +392,7 @@ RECORDINGS = {
     "thresholds": thresholds,
     "pruning": pruning,
     "predictors": predictors,
+    "experiments": experiments,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

@@ -56,9 +56,9 @@ class Shape:
 
 
 def small() -> Shape:
-    """For a CPU: about two minutes on two cores."""
+    """For a CPU: two to four minutes on two cores."""
     config = TrainConfig(d_model=128, layers=4, heads=4, d_ff=512, context=64, batch=8, steps=600, lr=2e-3, warmup=50)
-    return Shape(config, l1=2e-3, windows=24, rank=16)
+    return Shape(config, l1=2e-3, windows=24, rank=16, seconds=6.0)
 
 
 class Trained:
