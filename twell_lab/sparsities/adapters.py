@@ -31,6 +31,7 @@ from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
 from .weights import check_sparsity, kept_of
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST = 2**31 - 1  # weights in a matrix, as int32 counts them
 
 
@@ -162,6 +163,8 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         if found != wanted or hasattr(weight, "device_mesh"):
             shown = "{} {} on {}".format
             raise InputError(f"{name} is {shown(*found)}; accepted: {shown(*wanted)}, whole")
+        if not weight.is_contiguous() and not weight.t().is_contiguous():
+            raise InputError(f"{name} has strides {weight.stride()}; accepted: rows, or columns, one after the other")
         if id(weight) in moved:
             raise InputError(
                 f"{name} belongs to {moved[id(weight)]!r}, whose neurons were reordered; accepted: densify(model), or "
@@ -169,11 +172,14 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
             )
     before = {}
     for name, change in adapter.changes.items():
-        weight, places, columns = held[name], change.places.long(), change.shape[1]
-        flat = weight.is_contiguous()  # otherwise it is turned, say
-        matrix, at = (weight.view(-1), (places,)) if flat else (weight, (places // columns, places % columns))
-        before[name] = Change(change.places, matrix[at], change.shape, checked=True)
-        matrix.index_put_(at, change.values)
+        weight, places, (rows, columns) = held[name], change.places.long(), change.shape
+        if not weight.is_contiguous():  # a turned one
+            weight, places = weight.t(), places % columns * rows + places // columns
+        # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
+        bits, dtype = _BITS[weight.itemsize], weight.dtype
+        flat = weight.view(-1).view(bits)
+        before[name] = Change(change.places, flat.index_select(0, places).view(dtype), change.shape, checked=True)
+        flat.scatter_(0, places, change.values.view(bits))
     return Adapter(before)
 
 

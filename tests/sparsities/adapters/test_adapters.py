@@ -235,6 +235,12 @@ def test_bad_input_is_named(trained):
         switch(model, "default")
     with pytest.raises(InputError, match="no SHiRA adapter 'default' in the model.*none"):
         of_peft(model)
+    apart = made()
+    weight = apart.layers[1].mlp.down_proj.weight
+    weight.data = torch.zeros(16, 600)[:, ::2]
+    with pytest.raises(InputError, match=r"down_proj.weight has strides \(600, 2\)"):
+        switch(apart, adapter)
+    assert torch.equal(apart.layers[0].mlp.up_proj.weight, first["layers.0.mlp.up_proj.weight"])
     tuned = shira(made())
     with pytest.raises(InputError, match="no SHiRA adapter 'other'.*'default'"):
         of_peft(tuned, "other")
