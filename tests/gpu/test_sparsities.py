@@ -1,11 +1,21 @@
 """Other sparsities on a GPU: torch's kernels give what the dense product with the same zeros gives."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.choice import Choice
+from twell_lab.models.swap import sparsify
+from twell_lab.ops.reference import GatedFeedForward
+from twell_lab.sparsities.adapters import drawn as drawn_adapter
+from twell_lab.sparsities.adapters import switch, switching
 from twell_lab.sparsities.blocks import block_mask, group_columns, to_bsr_linear
+from twell_lab.sparsities.dropout import product_times
+from twell_lab.sparsities.predictors import CoreFFN, predict
 from twell_lab.sparsities.two_four import prune_two_four, to_semi_structured, two_four_mask
 from twell_lab.sparsities.weights import SparseLinear, magnitude_mask, prune, to_linears
 
@@ -65,3 +75,56 @@ def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
         pytest.skip(str(error))
     assert_as_good(fast, dense, torch.randn(tokens, 256, device="cuda", dtype=dtype))
     assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
+def test_the_product_of_dropped_activations_is_timed_after_a_check(backend):
+    try:
+        rows = {row["path"]: row for row in product_times(512, 1024, 256, backend=backend)}
+    except DeviceError as error:
+        pytest.skip(str(error))
+    assert set(rows) == {"dense product", "compress", "2:4 product", "compress and 2:4 product"}
+    assert all(row["ms"] > 0 for row in rows.values()) and rows["2:4 product"]["error_over_dense"] <= 2
+
+
+@pytest.mark.parametrize("plan", ["twell", "dense", Choice("hot_cold", 256)], ids=str)
+@torch.no_grad()
+def test_an_adapter_under_a_swapped_layer_is_that_of_the_dense_one(plan):
+    torch.manual_seed(0)
+    dense = nn.ModuleList([GatedFeedForward(256, 1024)]).cuda().bfloat16().eval().requires_grad_(False)
+    model, x = copy.deepcopy(dense), torch.randn(64, 256, device="cuda").bfloat16()
+    model = sparsify(model, plan, memory=float("inf"))
+    model[0](x)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    adapter = drawn_adapter(dense, 0.1)
+    expected = [dense[0](x)]
+    switch(dense, adapter)
+    expected.append(dense[0](x))
+    before = switch(model, adapter)
+    for wanted in reversed(expected):
+        assert (model[0](x) - wanted).float().norm() <= 0.02 * wanted.float().norm()
+        switch(model, before)
+    assert (expected[0] - expected[1]).float().norm() > 0.1 * expected[0].float().norm()
+    assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+    rows = {row["path"]: row for row in switching(dense, 0.02)}
+    assert rows["switch in place"]["worst_error"] == 0 and rows["fuse LoRA"]["wall_ms"] > 0
+
+
+@torch.no_grad()
+def test_chosen_neurons_are_the_cpus_and_run_in_a_graph():
+    torch.manual_seed(0)
+    layer = GatedFeedForward(64, 256).eval().requires_grad_(False)
+    x = torch.randn(400, 64)
+    found = predict(layer, [x], steps=20, rank=8)
+    here, there = copy.deepcopy(layer), copy.deepcopy(layer).cuda()
+    expected = found.apply(here)
+    made = found.apply(there)
+    assert made(x[:1].cuda()).cpu().sub(expected(x[:1])).norm() <= 1e-3 * expected(x[:1]).norm()
+    held = x[:1].cuda()
+    for call in (made, CoreFFN(feed_forwards(copy.deepcopy(layer).cuda())[0], torch.arange(0, 256, 2))):
+        want = call(held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call(held)
+        graph.replay()
+        assert torch.equal(y, want)

@@ -29,7 +29,8 @@ from .options import DTYPES, TourOptions, add_device, add_fields, given, path, p
 from .terminal import Answer
 
 # The options of `record` that not all recordings take.
-_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": ("attack", "inference", "model", "training")}
+_LIMITED = ("attack", "inference", "model", "pruning", "thresholds", "training")
+_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -364,6 +364,37 @@ def comparison(seconds: float = SECONDS) -> Record:
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 
 
+def pruning(seconds: float = 600.0) -> Record:
+    """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
+    byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
+    takes some minutes. seconds, and the notes: as for `inference`."""
+    from ..bench import pruning as tables
+
+    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), seconds)
+    return Record.new("pruning", "a small language model, dense and pruned, before and after training on", rows, notes)
+
+
+def predictors() -> Record:
+    """A ReLU model trained here whose steps of decoding compute chosen neurons alone (lossy): predicted ones, core
+    neurons, those above thresholds; beside one trained with L1, which loses nothing by being swapped. On a GPU a larger
+    model than on a CPU, where it takes some minutes."""
+    from ..bench import predictors as tables
+
+    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), SECONDS)
+    return Record.new("predictors", "decoding with chosen neurons: time beside loss", rows, notes)
+
+
+def experiments() -> Record:
+    """Switching a sparse adapter in place beside fusing a LoRA, and dropout as 2:4: what it does to the loss of a small
+    model, and on a GPU whether its product is faster. The notes hold the verdict, computed from the rows."""
+    from ..bench import experiments as tables
+
+    shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)
+    rows, notes = _sections(tables.sections(shape), limit)
+    purpose = "sparse adapters beside LoRA, and dropout as 2:4"
+    return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
@@ -371,6 +402,9 @@ RECORDINGS = {
     "model": model,
     "thresholds": thresholds,
     "comparison": comparison,
+    "pruning": pruning,
+    "predictors": predictors,
+    "experiments": experiments,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

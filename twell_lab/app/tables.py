@@ -111,6 +111,33 @@ def model(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def pruning(recorded: list[Record]) -> str:
+    """Of the newest record of pruning: for each way bits a byte of held-out text before and after the model was trained
+    on, for each seed, and how much more that is than the dense model's, trained on as long."""
+    record = _newest(recorded, "pruning")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") == "pruning"]
+    if record is None or not rows:
+        return _nothing("bits a byte")
+    seeds = sorted({row["seed"] for row in rows})
+    by = {(row["path"], row["seed"]): row for row in rows}
+    named = f"seed{'s' * (len(seeds) > 1)} {' and '.join(map(str, seeds))}"
+    where = f"bits a byte, {rows[0]['device']}, {record.date[:10]}, {named}"
+    lines = [[where, "zeros", "pruned", "and trained on", "more than dense"]]
+    for path in dict.fromkeys(row["path"] for row in rows):
+        there = [by[path, seed] for seed in seeds if (path, seed) in by]
+        more = [row["bits_after"] - by["dense", row["seed"]]["bits_after"] for row in there]
+        lines.append(
+            [
+                path,
+                ", ".join(dict.fromkeys(f"{row['sparsity']:.0%}" for row in there)),
+                ", ".join(f"{row['bits_before']:.3f}" for row in there),
+                ", ".join(f"{row['bits_after']:.3f}" for row in there),
+                ", ".join(f"{each:+.3f}" for each in more),
+            ]
+        )
+    return _markdown(lines)
+
+
 _DRAWN = "independent, lognormal"  # the workload of the tables by numbers of tokens
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 

@@ -2,8 +2,9 @@
 calls none of its parts, so nothing that is on a part would act: it is refused before a swap, and noticed after one.
 
 Not noticed: hooks for every module (torch.nn.modules.module.register_module_forward_hook and the like), which see a
-SparseFFN but not its projections; and attributes that are changed after the swap on the dense module, which is set
-aside, or on its activation."""
+SparseFFN but not its projections; attributes that are changed after the swap on the dense module, which is set aside,
+or on its activation; and, inside a block such as OPT's, what an adapter that has gone again wrote to `weight.data`, as
+PEFT's merging does (SparseFFN.refresh)."""
 
 from __future__ import annotations
 

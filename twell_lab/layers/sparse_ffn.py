@@ -348,8 +348,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
 
-        Call it after a change of which torch raises no version: in place of `down.weight.data` (as `p.data += delta`)
-        or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. Optimizers,
+        Call it after a change of which torch raises no version: in place of `down.weight.data` (as `p.data += delta`,
+        by which PEFT merges; where an adapter's layer comes into a projection's place and goes, no call is needed, but
+        inside a block such as OPT's) or of its storage, through a NumPy array or DLPack, or, on a GPU, by another
+        process. Optimizers,
         `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared with
         other processes are followed without it. A CUDA graph that was captured while the copies were up to date reads
         them as they are: after a change, call the layer once outside of the graph. Reordered weights count as changed
@@ -575,10 +577,13 @@ class SparseFFN(Learner, nn.Module, StandIn):
         vars(self)["_again"] = value if name == "_again" else None
         if name == "_again":
             return
+        seated = isinstance(value, nn.Module) and name in vars(self).get("_names", ()) and "_learned" in vars(self)
         # Who puts another projection in the place of one, as adapters do, reads and changes the one that was there.
-        if isinstance(value, nn.Module) and name in vars(self).get("_names", ()) and self.reordered:
+        if seated and self.reordered:
             self.turn_back()
         super().__setattr__(name, value)
+        if seated:  # the one that is put back may have been written to unseen: merging adds to `weight.data`
+            self._forget()
 
     def __getstate__(self) -> dict:
         """For copies and pickles: without views, which would become copies."""

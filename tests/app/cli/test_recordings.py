@@ -97,6 +97,18 @@ def test_a_terminated_recording_is_saved(tmp_path):
     assert json.loads(saved.read_text())["notes"]["left_out"] == {"one": "1 of 2 steps: interrupted"}
 
 
+def test_pruning_is_recorded_without_a_gpu_too(monkeypatch, tmp_path):
+    from twell_lab.bench import pruning
+
+    asked = []
+    row = {"kind": "pruning", "device": "CPU", "path": "dense", "ms": 1.0}
+    monkeypatch.setattr(pruning, "sections", lambda shape: asked.append(shape) or {"seed 0": [lambda: [row]]})
+    assert cli.main(["record", "pruning", "--seconds", "60", "--out", str(tmp_path)]) == 0
+    (made,) = records.load_all(tmp_path)
+    assert made.rows == [row] and made.kernels == {}
+    assert asked == [pruning.Shape() if torch.cuda.is_available() else pruning.small()]
+
+
 @pytest.mark.parametrize("name", ["inference", "training", "model"])
 def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert inspect.signature(recordings.RECORDINGS[name]).parameters["seconds"].default == recordings.SECONDS == 180
@@ -105,7 +117,10 @@ def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert cli.main(["record", name, "--cases", "3"]) == 2
     assert f"{name} takes no --cases; accepted: with attack, which does" in capsys.readouterr().err
     assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
-    assert "accepted: with attack and inference and model and training, which do" in capsys.readouterr().err
+    assert (
+        "accepted: with attack and inference and model and pruning and thresholds and training, which do"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):

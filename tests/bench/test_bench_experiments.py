@@ -1,0 +1,48 @@
+"""The record of adapters and dropout: rows of tiny models, and a verdict computed from them."""
+
+from dataclasses import replace
+
+import torch
+
+from twell_lab.bench import experiments
+from twell_lab.models.tiny import ModelConfig
+from twell_lab.records import Record
+from twell_lab.sparsities import adapters
+from twell_lab.training.config import TrainConfig
+
+TINY = experiments.Shape(
+    ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=8),
+    (0.02,),
+    TrainConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16, batch=2, steps=3, device="cpu"),
+    products=(),
+    device="cpu",
+)
+
+
+def test_rows_and_the_verdict(monkeypatch):
+    monkeypatch.setattr(adapters.measure, "time_cpu", lambda calls, *_, **__: {name: [1.0, 2.0, 3.0] for name in calls})
+    made = [row for steps in experiments.sections(TINY).values() for step in steps for row in step()]
+    Record.new("experiments", "a test's own", made)
+    switched, fused = made[:2]
+    assert (switched["path"], fused["path"]) == (adapters.SWITCH, adapters.FUSE)
+    assert switched["kind"] == "adapters" and switched["worst_error"] == 0 < fused["worst_error"]
+    trained = made[2:]
+    assert [(row["dropout"], row["seed"]) for row in trained] == [
+        (kind, seed) for seed in (0, 1) for kind in ("none", "Bernoulli 1/2", "2:4")
+    ]
+    found = experiments.verdicts(made)
+    assert [*found] == ["loss"] and "pays" not in found["loss"]
+    times = [
+        {"kind": "dropout", "tokens": 8, "path": path, "ms": ms}
+        for path, ms in (("dense product", 2.0), ("2:4 product", 1.0), ("compress and 2:4 product", 1.6))
+    ]
+    found = experiments.verdicts(made + times)
+    assert found["8 tokens"]["with_compress_x"] == 1.25 and found["8 tokens"]["product_x"] == 2
+    assert experiments.verdicts([row for row in made if row.get("seed") != 1]) == {}
+
+
+def test_a_step_for_each_share_product_and_seed():
+    made = experiments.sections(replace(TINY, products=((64, 64, 64),), seeds=(0, 1, 2)))
+    assert {name: len(steps) for name, steps in made.items()} == {"adapters": 1, "products": 1, "dropout": 3}
+    assert experiments.small().device == "cpu" and not experiments.small().products
+    assert torch.device(experiments.Shape().device).type == "cuda"

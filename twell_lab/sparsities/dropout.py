@@ -1,0 +1,283 @@
+"""Dropout as 2:4: of each four neighbouring activations two stay, drawn at random, doubled. An experiment.
+
+    y = two_four_dropout(h)               # [..., d_ff], what enters the down projection in training
+    rows = loss_effect(seeds=(0, 1))      # a small model with no dropout, Bernoulli dropout and this one
+    print(verdict(rows))                  # computed from the rows: what it does to the loss, and whether it is faster
+
+Dropout at one half already sets half of the activations to zero, in places that no hardware skips. In 2:4 places tensor
+cores from sm_80 on skip them (twell_lab.sparsities.two_four), and the first operand of y = h Wd^T, the one that may be
+2:4, is h. The pattern is new in each step, so h has to be compressed in each step too: `product_times` measures both.
+
+What changes for training: every value is kept with probability 1/2, as by Bernoulli dropout (Srivastava et al., JMLR
+2014), and doubled, so its mean is the value and its variance value^2. But two of four are kept always, so that two
+neighbours are kept together with probability 1/6 instead of 1/4. For a sum over four terms s = w_i h_i the variance is
+
+    4/3 sum s_i^2 - 1/3 (sum s_i)^2    instead of    sum s_i^2
+
+zero where the four are equal, up to 4/3 as much where they cancel, and the same on average where their signs are
+independent (`sum_variance`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import DeviceError, InputError
+from ..layers.anatomy import feed_forwards
+from ..ops import measure
+from ..training.config import TrainConfig
+from ..training.loop import initial_model
+from ..training.objective import bits_per_byte, cross_entropy
+from ..training.text import source
+from ..training.text.load import load_any
+from .two_four import check_convertible
+
+_PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # what may stay of four
+NONE, BERNOULLI, TWO_FOUR = "none", "Bernoulli 1/2", "2:4"
+KINDS = (NONE, BERNOULLI, TWO_FOUR)
+DENSE, COMPRESS, PRODUCT, BOTH = "dense product", "compress", "2:4 product", "compress and 2:4 product"
+
+
+def two_four_pattern(shape: Iterable[int], device: torch.device | str = "cpu", generator=None) -> Tensor:
+    """Which values stay: bool of this shape, two of each four neighbours in the last dimension, each of the six pairs
+    equally likely. InputError for a last dimension that is no multiple of 4."""
+    sizes = [*shape]
+    if not sizes or sizes[-1] % 4:
+        raise InputError(f"the shape is {sizes}; a last dimension that is a multiple of 4 is accepted")
+    table = torch.zeros(6, 4, dtype=torch.bool)
+    for number, pair in enumerate(_PAIRS):
+        table[number, list(pair)] = True
+    drawn = torch.randint(6, (*sizes[:-1], sizes[-1] // 4), device=device, generator=generator)
+    return table.to(device)[drawn].view(sizes)
+
+
+def two_four_dropout(h: Tensor, *, training: bool = True, generator: torch.Generator | None = None) -> Tensor:
+    """Two of each four neighbours in the last dimension, drawn at random, doubled; the others are +0. Not in training:
+    h itself. Gradients go through what stays, doubled. InputError for a last dimension that is no multiple of 4, and
+    for values that are not floating-point."""
+    if not isinstance(h, Tensor) or not h.is_floating_point():
+        raise InputError(f"h is {getattr(h, 'dtype', type(h).__name__)}; floating-point values are accepted")
+    if not training:
+        return h
+    return torch.where(two_four_pattern(h.shape, h.device, generator), 2 * h, 0)
+
+
+class TwoFourDropout(nn.Module):
+    """`two_four_dropout` in training, and nothing in evaluation: in the place of nn.Dropout(0.5)."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return two_four_dropout(h, training=self.training)
+
+
+def sum_variance(terms: Tensor, kind: str = TWO_FOUR) -> Tensor:
+    """The variance of the sum of terms [..., n] that dropout of this kind makes: exactly, [...]. InputError for another
+    kind, and with 2:4 for an n that is no multiple of 4."""
+    _check_kind(kind)
+    if kind == NONE:
+        return torch.zeros_like(terms[..., 0])
+    squares = terms.square().sum(-1)
+    if kind == BERNOULLI:
+        return squares
+    if terms.shape[-1] % 4:
+        raise InputError(f"there are {terms.shape[-1]} terms; a multiple of 4 is accepted")
+    sums = terms.unflatten(-1, (-1, 4)).sum(-1).square().sum(-1)
+    return (4 * squares - sums) / 3
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise InputError(f"kind is {kind!r:.80}; accepted: {', '.join(map(repr, KINDS))}")
+
+
+# ---- what it does to a small model ----
+
+
+def loss_effect(
+    config: TrainConfig | None = None, *, seeds: Iterable[int] = (0, 1), kinds: Iterable[str] = KINDS
+) -> list[dict]:
+    """Train a small language model with each kind of dropout before the down projections, and measure it.
+
+    The same weights, windows and schedule for each kind; the seed draws all of them, and the dropout.
+
+    Args:
+        config: of the training; by default 300 steps of the model "1M" without L1, which take a minute on two cores,
+            for each kind and seed. Its fields beyond sizes, batch, steps, lr, warmup, seed, text and device are not
+            read.
+        seeds: one training each.
+        kinds: of KINDS.
+
+    Returns:
+        One row a training, JSON-able: kind, seed, steps, bits_per_byte on held-out text without dropout, train_loss
+        (mean of the last tenth of the steps, in nats, with dropout), and noise_ratio: the mean variance that the kind
+        gives the layers' outputs at the end, over that of Bernoulli dropout on the same hidden values.
+    """
+    config = config or TrainConfig(steps=300, warmup=30)
+    rows = []
+    for seed in seeds:
+        for kind in kinds:
+            _check_kind(kind)
+            rows.append(_trained(replace(config, seed=seed), kind))
+    return rows
+
+
+def _trained(config: TrainConfig, kind: str) -> dict:
+    device = measure.present_device(config.device)
+    text = load_any(config.text)
+    seen, held_out = (part.tokens for part in text.split())
+    model = initial_model(config, text.vocabulary).to(device).train()
+    layers = feed_forwards(model)
+    drop = {NONE: nn.Identity(), BERNOULLI: nn.Dropout(0.5), TWO_FOUR: TwoFourDropout()}[kind]
+    hooks = [layer.down.register_forward_pre_hook(lambda module, args: (drop(args[0]),)) for layer in layers]
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr, (0.9, 0.95), weight_decay=config.weight_decay)
+    warm = max(1, config.warmup)
+    slope = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
+    draw, losses = torch.Generator().manual_seed(config.seed), []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        for _ in range(config.steps):
+            loss = cross_entropy(model, source.random_windows(seen, config.batch, config.context, draw).to(device))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            slope.step()
+            losses.append(loss.detach())
+    for hook in hooks:
+        hook.remove()
+    model.eval()
+    windows = source.spread_windows(held_out, 128, config.context).to(device)
+    last = torch.stack(losses[-max(1, config.steps // 10) :])
+    return {
+        "kind": kind,
+        "seed": config.seed,
+        "steps": config.steps,
+        "bits_per_byte": bits_per_byte(model, windows),
+        "train_loss": float(last.mean()),
+        "noise_ratio": _noise(model, windows[:8]) if kind == TWO_FOUR else float(kind == BERNOULLI),
+    }
+
+
+@torch.no_grad()
+def _noise(model: nn.Module, windows: Tensor) -> float:
+    """The variance of the layers' outputs by 2:4 dropout over that by Bernoulli dropout: a mean over layers, tokens and
+    outputs of each."""
+    found = {BERNOULLI: 0.0, TWO_FOUR: 0.0}
+
+    def see(module: nn.Linear, args: tuple) -> None:
+        for row in args[0].reshape(-1, args[0].shape[-1])[::16]:
+            for kind in found:
+                found[kind] += float(sum_variance(module.weight * row, kind).mean())
+
+    hooks = [layer.down.register_forward_pre_hook(see) for layer in feed_forwards(model)]
+    model(windows[:, :-1])
+    for hook in hooks:
+        hook.remove()
+    return found[TWO_FOUR] / found[BERNOULLI] if found[BERNOULLI] else math.nan
+
+
+# ---- whether its product is faster ----
+
+
+@torch.no_grad()
+def product_times(
+    tokens: int, d_ff: int, d_model: int, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
+) -> list[dict]:
+    """Time y = h Wd^T with h [tokens, d_ff] dropped 2:4 as the first operand, on a GPU, by device events.
+
+    Args:
+        tokens, d_ff, d_model: sizes, as the backend takes them (two_four.check_convertible).
+        dtype: bfloat16 or float16.
+        backend: "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it.
+
+    Returns:
+        Rows, JSON-able: path ("dense product", "compress", "2:4 product", "compress and 2:4 product"), ms, spread,
+        samples, and for the 2:4 ones error_over_dense: how far the result is from float64, over the dense product's
+        distance. Drawing the pattern is in none of them: both kinds of dropout draw one.
+
+    Raises:
+        InputError: for sizes and dtypes that the backend does not take.
+        DeviceError: without a GPU of sm_80 or newer, or where this build of torch has no such backend.
+        measure.WrongResult: where the 2:4 product is more than twice as far from float64 as the dense one.
+    """
+    has_cusparselt = torch.backends.cusparselt.is_available()
+    backend = backend or ("cusparselt" if has_cusparselt else "cutlass")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    check_convertible((tokens, d_ff), dtype, backend, capability)
+    if backend == "cusparselt" and not has_cusparselt:
+        raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
+    kind = {
+        "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
+        "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
+    }[backend]
+    draw = torch.Generator("cuda").manual_seed(0)
+    drawn = lambda *sizes: torch.randn(*sizes, device="cuda", generator=draw).to(dtype)
+    h = two_four_dropout(torch.relu(drawn(tokens, d_ff)), generator=draw)
+    weight = drawn(d_model, d_ff) / d_ff**0.5
+    try:
+        held = kind.from_dense(h)
+        found = {DENSE: h @ weight.t(), BOTH: held @ weight.t()}
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        said = f"{str(error).splitlines()[0]:.200}"
+        raise DeviceError(
+            f"torch's {backend} does not run this product here: {said}; accepted: another backend"
+        ) from error
+    some = slice(0, 256)
+    exact = h[some].double() @ weight.double().t()
+    off = {path: float((y[some].double() - exact).norm()) for path, y in found.items()}
+    ratio = off[BOTH] / max(off[DENSE], 1e-30)
+    if not ratio <= 2:
+        raise measure.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
+    calls = {
+        DENSE: lambda turn: h @ weight.t(),
+        COMPRESS: lambda turn: kind.from_dense(h),
+        PRODUCT: lambda turn: held @ weight.t(),
+        BOTH: lambda turn: kind.from_dense(h) @ weight.t(),
+    }
+    rows = []
+    for path, samples in measure.time_cuda(calls, 15).items():
+        ms, spread = measure.quartiles(samples)
+        sizes = {"tokens": tokens, "d_ff": d_ff, "d_model": d_model, "backend": backend}
+        facts = {"error_over_dense": ratio} if path in (PRODUCT, BOTH) else {}
+        rows.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts, "samples": samples})
+    return rows
+
+
+# ---- the verdict ----
+
+
+def verdict(losses: list[dict], times: list[dict] | None = None) -> dict:
+    """What the rows say, computed from them.
+
+    Args:
+        losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more.
+        times: of `product_times`, if there are any.
+
+    Returns:
+        loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds. loss_spread: 1.96 standard errors
+        of it. loss_differs: whether the change is larger than its spread. With `times` also product_x and
+        with_compress_x (how many times as fast as dense), and pays: whether it is faster with compression, and no worse
+        in loss.
+
+    Raises:
+        InputError: for rows without the seeds and kinds that this needs.
+    """
+    by = {(row["kind"], row["seed"]): row["bits_per_byte"] for row in losses}
+    seeds = sorted({seed for _, seed in by if all((kind, seed) in by for kind in (BERNOULLI, TWO_FOUR))})
+    if len(seeds) < 2:
+        raise InputError(f"there are both kinds of dropout for the seeds {seeds}; two seeds or more are accepted")
+    each = torch.tensor([by[TWO_FOUR, seed] - by[BERNOULLI, seed] for seed in seeds], dtype=torch.float64)
+    change, spread = float(each.mean()), float(1.96 * each.std() / len(seeds) ** 0.5)
+    found = {"loss_change": change, "loss_spread": spread, "loss_differs": abs(change) > spread}
+    if times:
+        ms = {row["path"]: row["ms"] for row in times}
+        if missing := [path for path in (DENSE, PRODUCT, BOTH) if path not in ms]:
+            raise InputError(f"the times lack {missing[0]!r}; rows of product_times are accepted")
+        found |= {"product_x": ms[DENSE] / ms[PRODUCT], "with_compress_x": ms[DENSE] / ms[BOTH]}
+        found["pays"] = found["with_compress_x"] > 1 and not (found["loss_differs"] and change > 0)
+    return found
