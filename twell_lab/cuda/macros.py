@@ -201,8 +201,8 @@ _BLOCK_TILES = ((16, 16), (16, 32), (32, 32), (64, 32), (128, 32))  # BN, BK
 
 @lru_cache
 def blocks(dtype: torch.dtype, high: int, wide: int) -> tuple[tuple, int]:
-    """(macros, bytes of dynamic shared memory of blocks_v2) for blocks of high x wide, multiples of 16: with the largest
-    tile that divides them."""
+    """(macros, bytes of dynamic shared memory of blocks_v2) for blocks of high x wide, multiples of 16: with the
+    largest tile that divides them."""
     tile = max(each for each in _BLOCK_TILES if not (high % each[0] or wide % each[1]))
     macros = (*value(dtype), *zip(("BN", "BK"), tile))
     return macros, sources.number(_BLOCKS, "SHARED_BYTES", macros)

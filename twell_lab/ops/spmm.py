@@ -25,12 +25,13 @@ from ..formats.matrix import dtype_names, row_pointers, rows_of
 from .checks import needs_gradient
 
 FILE, COO_FILE = "smxx_spmm.cu", "smxx_spmm_coo.cu"
-VERSIONS = (1, 2, 3, 4)
+VERSIONS, COO_VERSIONS = (1, 2, 3, 4, 5), (1, 2, 3, 4)
 _ANY_WIDTH = (1, 2)  # the versions that take any n and any alignment
 _HEAVY = 256  # entries of a row above which a block's warps share it
 _MOST = 2**31 - 1  # rows, columns
 _BLOCK_WARPS, _WARP = sources.number("spmm.cuh", "BLOCK_WARPS"), sources.number("twell.cuh", "WARP")
 _THREADS = _BLOCK_WARPS * _WARP
+_FEW_LANES = sources.number(FILE, "FEW_LANES")
 _SHARE = sources.number(COO_FILE, "SHARE")
 _CHUNK = 2**22  # values that the product on a CPU makes at a time
 
@@ -41,8 +42,8 @@ def spmm(a: COO | CSR | ELL | SparseOperand, b: Tensor, version: int | None = No
     Args:
         a: a sparse matrix, which is checked and prepared anew in each call, or a SparseOperand, which is not.
         b: bfloat16, float16 or float32 as A, on its device; one that is not contiguous is copied.
-        version: of the kernel, 1 to 4 as its source lists them; from 3 on n has to be a whole number of 16 bytes, and B
-            to lie on a 16-byte boundary (`SparseOperand.versions`). None: the fastest.
+        version: of the kernel, 1 to 5 (of COO to 4) as its source lists them; from 3 on n has to be a whole number of
+            16 bytes, and B to lie on a 16-byte boundary (`SparseOperand.versions`). None: the newest that takes B.
 
     Raises:
         InputError: for an A that `SparseOperand` does not take, and for another B or version.
@@ -84,9 +85,9 @@ class SparseOperand:
         return self.value.numel()
 
     def versions(self, b: Tensor) -> tuple[int, ...]:
-        """The versions of the kernel that take this B, the fastest one last."""
+        """The versions of the kernel that take this B, the newest one last."""
         vectors = b.shape[1] * b.itemsize % 16 == 0 and launcher.aligned(b)
-        return VERSIONS if vectors else _ANY_WIDTH
+        return _ANY_WIDTH if not vectors else COO_VERSIONS if self.format is COO else VERSIONS
 
     def __call__(self, b: Tensor, version: int | None = None) -> Tensor:
         """C = A B, as `spmm`."""
@@ -138,10 +139,11 @@ def rows_product(a: SparseOperand, b: Tensor, version: int) -> Tensor:
     if version in _ANY_WIDTH:
         grid = _blocks(rows * n, _THREADS), 1
     else:
-        rest = rows if version == 3 else rows - a.heavy
-        grid = rows - rest + _blocks(rest, _BLOCK_WARPS), _slabs(b)
+        lanes = _FEW_LANES if version == 5 else _WARP
+        heavy = 0 if version == 3 else a.heavy
+        grid = heavy + _blocks(rows - heavy, _THREADS // lanes), _slabs(b, lanes)
     where = (a.where,) if a.format is CSR else (a.where, a.value.shape[1])
-    arguments = (*where, a.column, a.value, b, c, rows, n, *((a.order, a.heavy) if version == 4 else ()))
+    arguments = (*where, a.column, a.value, b, c, rows, n, *((a.order, a.heavy) if version > 3 else ()))
     name = f"{'csr' if a.format is CSR else 'ell'}_v{version}"
     launcher.kernel(FILE, name, value(b.dtype)).launch(b.device, grid, arguments)
     return c
@@ -172,8 +174,8 @@ def _blocks(many: int, each: int) -> int:
     return -(-many // each)
 
 
-def _slabs(b: Tensor) -> int:
-    return _blocks(b.shape[1], _WARP * 16 // b.itemsize)
+def _slabs(b: Tensor, lanes: int = _WARP) -> int:
+    return _blocks(b.shape[1], lanes * 16 // b.itemsize)
 
 
 # ---- what A may be ----
