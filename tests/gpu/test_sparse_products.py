@@ -6,8 +6,10 @@ import torch
 from tests.ops.block_linear import cases as blocks
 from tests.ops.spmm import cases
 from twell_lab.ops.block_linear import DTYPES, VERSIONS, BlockOperand, block_linear
+from twell_lab.ops.block_linear import every_version as block_versions
 from twell_lab.ops.spmm import SparseOperand, spmm
-from twell_lab.sparsities.blocks import to_bsr
+from twell_lab.ops.spmm import every_version as spmm_versions
+from twell_lab.sparsities.blocks import to_bsr, to_bsr_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Sparse ")]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -113,6 +115,26 @@ def test_blocks_of_the_comparison(ampere, dtype):
     weight = blocks.operand(w, 32)
     for version in VERSIONS:
         blocks.assert_right(weight(x, bias, version), x, w, bias, (32, 32))
+
+
+def test_versions_by_their_names(ampere):
+    """As a benchmark calls them."""
+    a, b = cases.draw(64, 96, 0.2, BF16).cuda(), torch.randn(96, 128, device="cuda").bfloat16()
+    w = blocks.draw(32, 32, 2, 3, BF16).cuda()
+    for calls, exact in (
+        (spmm_versions(a, b), a.double() @ b.double()),
+        (block_versions(b.t().contiguous(), to_bsr(w, 32)), b.t().double() @ w.double().t()),
+    ):
+        for name, call in calls.items():
+            assert torch.allclose(call().double(), exact, rtol=0.02, atol=0.05), name
+
+
+@torch.no_grad()
+def test_the_weight_of_a_layer_of_blocks(ampere):
+    dense = torch.nn.Linear(96, 64, dtype=BF16, device="cuda")
+    dense.weight.copy_(blocks.draw(32, 32, 2, 3, BF16))
+    layer, x = to_bsr_linear(dense, 32), torch.randn(2, 5, 96, device="cuda").bfloat16()
+    assert torch.allclose(block_linear(x, layer.weight, layer.bias).float(), dense(x).float(), rtol=0.02, atol=0.02)
 
 
 def test_blocks_at_odd_addresses(ampere):

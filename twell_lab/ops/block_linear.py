@@ -13,6 +13,8 @@ CUDA tensors run on torch's current stream and nothing waits for the GPU; CPU te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,6 +53,15 @@ def block_linear(
         DeviceError: for a GPU older than compute capability 8.0.
     """
     return (weight if isinstance(weight, BlockOperand) else BlockOperand(weight))(x, bias, version)
+
+
+def every_version(
+    x: Tensor, weight: Tensor | BlockOperand, bias: Tensor | None = None
+) -> dict[str, Callable[[], Tensor]]:
+    """y = x W^T + bias in each version of the kernel, for those who compare or time them: by its name ("blocks_v2"),
+    rising, a function without arguments that returns y. x on a GPU. Raises as `block_linear`."""
+    operand = weight if isinstance(weight, BlockOperand) else BlockOperand(weight)
+    return {f"blocks_v{version}": partial(operand, x, bias, version) for version in VERSIONS}
 
 
 class Launch(NamedTuple):

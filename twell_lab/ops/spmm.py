@@ -14,6 +14,9 @@ version is asked for, by the kernels in twell_lab.simulator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,7 @@ _BLOCK_WARPS, _WARP = sources.number("spmm.cuh", "BLOCK_WARPS"), sources.number(
 _THREADS = _BLOCK_WARPS * _WARP
 _FEW_LANES = sources.number(FILE, "FEW_LANES")
 _SHARE = sources.number(COO_FILE, "SHARE")
+_WIDEST = 2**21  # columns of B: the slabs of a row are blocks along y of a grid, of which there are 65,535
 _CHUNK = 2**22  # values that the product on a CPU makes at a time
 
 
@@ -49,6 +53,28 @@ def spmm(a: COO | CSR | ELL | SparseOperand, b: Tensor, version: int | None = No
         InputError: for an A that `SparseOperand` does not take, and for another B or version.
     """
     return (a if isinstance(a, SparseOperand) else SparseOperand(a))(b, version)
+
+
+def every_version(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The product A B by each format's kernels in each version that takes B, for those who compare or time them.
+
+    Returns:
+        By the kernel's name ("csr_v4"), rising within a format, a function without arguments that returns C. What is
+        prepared for a format is prepared once, before.
+
+    Raises:
+        InputError: for an A [rows, columns] that is no dense matrix of bfloat16, float16 or float32, and for another B.
+    """
+    if not isinstance(b, Tensor) or b.dim() != 2:
+        shown = list(b.shape) if isinstance(b, Tensor) else type(b).__name__
+        raise InputError(f"b is {shown}; a dense tensor [columns, n] is accepted")
+    b = b.contiguous()
+    made = {each: SparseOperand(each.from_dense(a)) for each in (COO, CSR, ELL)}
+    return {
+        f"{each.__name__.lower()}_v{version}": partial(left, b, version)
+        for each, left in made.items()
+        for version in left.versions(b)
+    }
 
 
 class SparseOperand:
@@ -94,6 +120,8 @@ class SparseOperand:
         if not isinstance(b, Tensor) or b.layout != torch.strided or b.dim() != 2 or b.shape[0] != self.shape[1]:
             shown = f"{b.layout} {list(b.shape)}" if isinstance(b, Tensor) else type(b).__name__
             raise InputError(f"b is {shown}; a dense tensor [{self.shape[1]}, n] is accepted")
+        if b.shape[1] > _WIDEST:
+            raise InputError(f"b has {b.shape[1]:,} columns; up to {_WIDEST:,} are accepted")
         if b.dtype != self.dtype or b.device != self.device:
             raise InputError(f"b is {b.dtype} on {b.device}; {self.dtype} on {self.device}, as a, is accepted")
         if needs_gradient(b):

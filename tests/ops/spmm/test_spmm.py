@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from twell_lab import simulator
 from twell_lab.core.errors import InputError
 from twell_lab.formats import COO, CSR, ELL, TwELL
-from twell_lab.ops.spmm import SparseOperand, spmm
+from twell_lab.ops.spmm import SparseOperand, every_version, spmm
 
 from .cases import FORMATS, check, draw, skewed
 
@@ -90,6 +90,20 @@ def test_slices_and_odd_addresses():
             assert torch.allclose(left(b, version).float(), (a.double() @ b.double()).float(), rtol=0.01, atol=0.05)
 
 
+@simulated
+def test_every_version_by_its_name():
+    a, b = draw(4, 6, 0.5, FP32), torch.randn(6, 4)
+    calls = every_version(a, b)
+    assert list(calls) == [
+        *(f"coo_v{i}" for i in range(1, 5)),
+        *(f"{f}_v{i}" for f in ("csr", "ell") for i in range(1, 6)),
+    ]
+    assert all(torch.allclose(call(), a @ b, atol=1e-5) for call in calls.values())
+    assert list(every_version(a, b[:, :3])) == ["coo_v1", "coo_v2", "csr_v1", "csr_v2", "ell_v1", "ell_v2"]
+    with pytest.raises(InputError, match=r"b is \[6\]"):
+        every_version(a, b[:, 0])
+
+
 A = draw(4, 6, 0.5, BF16)
 B = torch.ones(6, 8, dtype=BF16)
 
@@ -137,6 +151,7 @@ def test_a_matrix_that_is_not_taken_is_named(a, told):
         (B[1:], None, r"b is torch.strided \[5, 8\]; a dense tensor \[6, n\]"),
         (B[:, 0], None, r"\[6\]; a dense tensor"),
         (None, None, "b is NoneType"),
+        (B[:, :1].expand(6, 2**21 + 1), None, "b has 2,097,153 columns; up to 2,097,152"),
         (B.half(), None, "b is torch.float16 on cpu; torch.bfloat16 on cpu"),
         (B.float().requires_grad_().bfloat16(), None, "b needs a gradient"),
         (B, 6, "version is 6; 1 to 5 are accepted"),
