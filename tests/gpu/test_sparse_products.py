@@ -30,6 +30,20 @@ def ampere():
         pytest.skip("needs compute capability 8.0")
 
 
+def unwaiting_and_captured(call):
+    """What a call returns from a CUDA graph, after it ran once where waiting for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    graph.replay()
+    return result
+
+
 # ---- COO, CSR, ELL ----
 
 
@@ -65,19 +79,8 @@ def test_products_wait_for_nothing_and_can_be_captured(each):
     a, b = cases.draw(300, 520, 0.1, BF16).cuda(), torch.randn(520, 64, device="cuda").bfloat16()
     left = SparseOperand(each.from_dense(a))
     expected = {version: left(b, version) for version in left.versions(b)}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for version, c in expected.items():
-            spmm(left, b, version)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = left(b, version)
-            graph.replay()
-            torch.cuda.set_sync_debug_mode("default")
-            assert torch.equal(captured, c)
-            torch.cuda.set_sync_debug_mode("error")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    for version, c in expected.items():
+        assert torch.equal(unwaiting_and_captured(lambda version=version: spmm(left, b, version)), c)
 
 
 @pytest.mark.parametrize("each", cases.FORMATS)
@@ -149,12 +152,4 @@ def test_blocks_wait_for_nothing_and_can_be_captured(ampere):
     w = blocks.draw(32, 32, 4, 5, BF16).cuda()
     weight, x = BlockOperand(to_bsr(w, 32)), torch.randn(300, 160, device="cuda").bfloat16()
     y = block_linear(x, weight)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = weight(x)
-        graph.replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(captured, y)
+    assert torch.equal(unwaiting_and_captured(lambda: weight(x)), y)

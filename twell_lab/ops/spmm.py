@@ -36,7 +36,7 @@ _BLOCK_WARPS, _WARP = sources.number("spmm.cuh", "BLOCK_WARPS"), sources.number(
 _THREADS = _BLOCK_WARPS * _WARP
 _FEW_LANES = sources.number(FILE, "FEW_LANES")
 _SHARE = sources.number(COO_FILE, "SHARE")
-_WIDEST = 2**21  # columns of B: the slabs of a row are blocks along y of a grid, of which there are 65,535
+_WIDEST = 65535 * _FEW_LANES * 4  # columns of B: blocks along y of a grid, and the fewest columns of one
 _CHUNK = 2**22  # values that the product on a CPU makes at a time
 
 
