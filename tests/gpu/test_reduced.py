@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.block_linear import cases as block_cases
+from tests.ops.spmm import cases as spmm_cases
 from tests.simulator.pooled_cases import Pooled, adversarial
 from twell_lab import ops
 from twell_lab.cuda import launcher, macros, registry
@@ -10,6 +12,7 @@ from twell_lab.formats import TwELL
 from twell_lab.formats.pool import packed_and_pool, pool_used
 from twell_lab.ops import (
     ampere,
+    block_linear,
     differentiable,
     hopper_pack,
     microtiles,
@@ -220,6 +223,27 @@ def test_train_versions(gated):
     for a, b in zip(*results):
         assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))
     assert torch.equal(transpose.transposed(down_t), down_t.t())
+
+
+@pytest.mark.parametrize("each", spmm_cases.FORMATS)
+def test_spmm(each):
+    """Rows that the warps of a block share, rows cut between warps, and widths of no whole vectors."""
+    for dtype in (torch.bfloat16, torch.float32):
+        spmm_cases.check(spmm_cases.skewed(dtype).cuda(), 264, (each,))
+    spmm_cases.check(spmm_cases.draw(9, 70, 0.2, torch.float16).cuda(), 7, (each,))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0"
+)
+@pytest.mark.parametrize("size", [(16, 16), (16, 32), (32, 32), (64, 64), (128, 32)])
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+def test_blocks(size):
+    w = block_cases.draw(*size, 4, 6, torch.bfloat16)
+    x, bias = (t.cuda() for t in block_cases.inputs(270, w))
+    for version in block_linear.VERSIONS:
+        y = block_cases.operand(w.cuda(), size)(x, bias, version)
+        block_cases.assert_right(y, x, w.cuda(), bias, size)
 
 
 @pytest.mark.parametrize("name, version", [("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)])

@@ -7,11 +7,13 @@ import torch
 
 from tests.ops.columns.layers import Layer, pattern
 from tests.ops.microtiles import cases as microtile_cases
+from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_dense import cases as dense_cases
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
 from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled
+from twell_lab.formats import COO, CSR, ELL
 from twell_lab.ops import train_columns, train_rows
 from twell_lab.ops import transpose as launch_transpose
 
@@ -105,6 +107,16 @@ def tiles(monkeypatch):
             microtile_cases.check_found(case, height, version)
 
 
+def spmm(monkeypatch):
+    """With rows that the warps of a block share."""
+    for each in (CSR, ELL):
+        spmm_cases.check(spmm_cases.skewed(torch.bfloat16), 264 if each is CSR else 8, (each,), again=False)
+
+
+def spmm_coo(monkeypatch):
+    spmm_cases.check(spmm_cases.skewed(torch.bfloat16), 264, (COO,), again=False)
+
+
 LAUNCHES = {  # by the kernel's name
     "smxx_pack": pack,
     "smxx_down": down,
@@ -120,4 +132,6 @@ LAUNCHES = {  # by the kernel's name
     "smxx_weight_gradients": columns,
     "smxx_transpose": transpose,
     "smxx_find_microtiles": tiles,
+    "smxx_spmm": spmm,
+    "smxx_spmm_coo": spmm_coo,
 }

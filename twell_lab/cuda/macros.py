@@ -193,6 +193,21 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], 
     return macros, shared
 
 
+# ---- sm80_blocks
+
+_BLOCKS = "sm80_blocks.cu"
+_BLOCK_TILES = ((16, 16), (16, 32), (32, 32), (64, 32), (128, 32))  # BN, BK
+
+
+@lru_cache
+def blocks(dtype: torch.dtype, high: int, wide: int) -> tuple[tuple, int]:
+    """(macros, bytes of dynamic shared memory of blocks_v2) for blocks of high x wide, multiples of 16: with the
+    largest tile that divides them."""
+    tile = max(each for each in _BLOCK_TILES if not (high % each[0] or wide % each[1]))
+    macros = (*value(dtype), *zip(("BN", "BK"), tile))
+    return macros, sources.number(_BLOCKS, "SHARED_BYTES", macros)
+
+
 # ---- sm90_gate_pack
 
 PACK_VERSIONS = (1, 2, 3)
@@ -295,6 +310,11 @@ def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9
     built += [(shape, acts) for acts in others for shape in own]
     widths = [width for width in widths if width % 8 == 0]
     return [decode(dtype, width, *shape, acts)[0] for width in widths for shape, acts in built]
+
+
+def block_tiles(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, each tile that `blocks` returns."""
+    return [blocks(dtype, *tile)[0] for tile in _BLOCK_TILES] if dtype.itemsize == 2 else []
 
 
 def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:

@@ -117,6 +117,9 @@ KERNELS: dict[str, Kernel] = {
         Kernel("smxx_transpose", ("ops.transpose.transposed", *_TRAINED), macros.sixteen_bits),
         Kernel("smxx_find_microtiles", ("ops.microtiles.find",), macros.microtiles),
         Kernel("sm80_microtiles", ("ops.microtiles.product",), macros.microtiles, (8, 0)),
+        Kernel("smxx_spmm", ("ops.spmm.rows_product", "ops.spmm.SparseOperand"), macros.each),
+        Kernel("smxx_spmm_coo", ("ops.spmm.coo_product", "ops.spmm.SparseOperand"), macros.each),
+        Kernel("sm80_blocks", ("ops.block_linear.BlockOperand",), macros.block_tiles, (8, 0)),
     )
 }
 OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # compute capability of the oldest GPU that runs any kernel

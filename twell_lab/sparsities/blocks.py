@@ -3,6 +3,7 @@
     prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # weights.prune; what is left trains on
     model = to_linears(model)
     fast = to_bsr_linear(layer, 32)    # a layer with torch's block-sparse tensor and its kernels
+    y = block_linear(x, fast.weight)    # ops.block_linear: the same product by our kernel
 
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
 weights", 2017. A block may be pruned to 2:4 besides: `block_mask(weight, 0.5, 32) & two_four_mask(weight)`.
