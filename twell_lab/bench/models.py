@@ -304,7 +304,7 @@ def _density(causal: Causal) -> str:
 
 def _plan_of(plan, layers: list) -> Plan | Choice:
     """What the layers are told; files are read, and refused if they are of another model."""
-    if isinstance(plan, str) and plan in PATHS and not PATHS[plan].splits:
+    if isinstance(plan, str) and plan in PATHS.names() and not PATHS[plan].splits:
         plan = Choice(plan)
     elif isinstance(plan, os.PathLike) or isinstance(plan, str) and os.path.exists(plan):
         plan = Plan.load(plan)

@@ -1,1 +1,13 @@
-"""The other kinds of sparsity, one file each: of weights, 2:4, blocks. May import training and all below."""
+"""The other kinds of sparsity, one file each: of weights, 2:4, blocks, fewer bits. May import training and all below."""
+
+from ..layers.paths import PATHS
+
+# What of them is a path through a feed-forward layer: its name, and the file here that has it.
+_PATHS = {
+    "two_four": "two_four",
+    "blocks": "blocks",
+    "int8": "quantised",
+    "fp8": "quantised",
+    "twell_int8": "quantised",
+}
+PATHS.further |= {name: f"{__name__}.{file}" for name, file in _PATHS.items()}
