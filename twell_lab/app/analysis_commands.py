@@ -70,7 +70,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--paths",
         nargs="+",
         metavar="PATH",
-        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, and the lossy int8, fp8 and twell_int8 "
+        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8 "
         "[twell hot_cold]",
     )
     parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")

@@ -315,8 +315,8 @@ def _plan_of(plan, layers: list) -> Plan | Choice:
             plan.check(found.up.weight.shape[0])
     else:
         raise InputError(
-            f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, 'twell', 'dense', a "
-            "Choice, or None"
+            f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, the name of "
+            f"a path ({', '.join(map(repr, PATHS.names()))}), a Choice, or None"
         )
     return plan
 

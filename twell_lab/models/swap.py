@@ -100,8 +100,9 @@ def sparsify(
     Raises:
         InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
             device, dtype or release, for a word that is neither a path nor a file, for a path that does not take a
-            layer's weights (on a device without it a DeviceError), for a path by name whose copies exceed `memory`, and where layers cannot be swapped: the message names those that differ from the formula,
-            by how much, and what to do.
+            layer's weights (on a device without it a DeviceError), for a path by name whose copies exceed `memory`, and
+            where layers cannot be swapped: the message names those that differ from the formula, by how much, and what
+            to do.
         RecordError: for a file that holds no plan, or not all of one.
     """
     plan = _read(plan)

@@ -1,4 +1,5 @@
-"""The other kinds of sparsity, one file each: of weights, 2:4, blocks, fewer bits. May import training and all below."""
+"""The other kinds of sparsity, one file each: of weights, 2:4, blocks, fewer bits. May import training and all
+below."""
 
 from ..layers.paths import PATHS
 

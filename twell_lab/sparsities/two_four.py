@@ -333,8 +333,8 @@ def bound(products: Iterable[Product], rates: Rates) -> float:
 
 
 class TwoFour(Products):
-    """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and which
-    they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on.
+    """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
+    which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on.
 
     It holds the kept values beside the weights, 56% of their bytes. A row of x that is not finite gives NaN."""
 
@@ -345,8 +345,8 @@ class TwoFour(Products):
         dense = nn.Linear(columns, rows, False, "meta", weight.dtype)
         dense.weight = nn.Parameter(weight, requires_grad=False)
         made = to_semi_structured(dense).weight
-        parts = [part for name in made.__tensor_flatten__()[0] if (part := getattr(made, name)) is not None]
-        return lambda x, bias: F.linear(x, made, bias), parts
+        parts = [getattr(made, name) for name in ("packed", "meta", "packed_t", "meta_t")]
+        return lambda x, bias: F.linear(x, made, bias), [part for part in parts if part is not None]
 
     def weigh(self, weight: Tensor) -> tuple[float, ...]:
         backend = "cusparselt" if torch.backends.cusparselt.is_available() else "cutlass"

@@ -190,7 +190,9 @@ class Products(Converted):
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Sequence[Tensor | None], value: Any) -> Tensor:
         def of(at: int, rows: Tensor) -> Tensor:
-            return F.linear(rows, weights[at], weights[at + 3]) if value[at] is None else value[at](rows, weights[at + 3])
+            return (
+                F.linear(rows, weights[at], weights[at + 3]) if value[at] is None else value[at](rows, weights[at + 3])
+            )
 
         acts, both = layer.formula["acts"], layer.formula["both"]
         if weights[0] is None:

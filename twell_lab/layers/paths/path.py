@@ -66,10 +66,11 @@ class Path:
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed, and counted.
     splits: whether a choice of it says how many neurons are hot; then `layer.neurons` is their order, and the buffer
-    ORDER holds it, unless the layer's own weights lie in that order. exact: whether it computes the layer's function, but
-    for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one operator
-    and not what it does. learns: the path of twell_lab.ops.differentiable to take where gradients are needed. copies: the weights it wants in another layout. in_order: those of them, by the
-    same buffers, that it still wants where the layer's weights lie in `layer.neurons`."""
+    ORDER holds it, unless the layer's own weights lie in that order. exact: whether it computes the layer's function,
+    but for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one
+    operator and not what it does. learns: the path of twell_lab.ops.differentiable to take where gradients are needed.
+    copies: the weights it wants in another layout. in_order: those of them, by the same buffers, that it still wants
+    where the layer's weights lie in `layer.neurons`."""
 
     name: str
     packs = True
@@ -88,8 +89,8 @@ class Path:
         return hot in self.sizes(d_ff)
 
     def fitted(self, weights: Weights) -> Path:
-        """The path for a layer with these weights, whose `cost` may depend on them. Raises a TwellError for a layer that
-        it does not take because of them."""
+        """The path for a layer with these weights, whose `cost` may depend on them. Raises a TwellError for a layer
+        that it does not take because of them."""
         return self
 
     @property
