@@ -154,8 +154,9 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
     short = _rows(flat, torch.int8)
     missing = max(24 - len(flat), -len(flat) % 8) if x.is_cuda else 0  # torch's product takes more than 16 rows there
-    values = F.pad(short.values, (0, 0, 0, missing)) if missing else short.values
-    sums = torch._int_mm(values, rows.values.t())[: len(flat)]
+    one = int(flat.shape[1] == 1)  # of which torch 2.13's product on a CPU is wrong
+    values = F.pad(short.values, (0, one, 0, missing)) if missing or one else short.values
+    sums = torch._int_mm(values, F.pad(rows.values, (0, one)).t() if one else rows.values.t())[: len(flat)]
     y = sums.float() * short.scale[:, None] * rows.scale
     return _ended(y, x, rows, bias)
 
