@@ -99,7 +99,7 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
 def _rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
     """`quantise`, with nothing checked: a row that is not finite gets a scale that is not, which makes NaN of whatever
     it is multiplied with, as values are 0 there."""
-    wide = matrix.detach().float()
+    wide = matrix.detach().float().contiguous()  # which a turned weight is not
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     # Of tiny rows, whose scale float32 could not hold as a normal number, nothing is left.
     scale = largest.div(LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
@@ -173,7 +173,7 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
         y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
     else:
         _check_fp8(x.device)
-        missing = -len(flat) % 16
+        missing = max(16 - len(flat), -len(flat) % 16)
         values = F.pad(short.values.view(torch.int8), (0, 0, 0, missing)).view(short.values.dtype)
         scales = F.pad(short.scale, (0, missing))[:, None], rows.scale[None]
         y = torch._scaled_mm(values, rows.values.t(), *scales, out_dtype=torch.bfloat16)[: len(flat)]

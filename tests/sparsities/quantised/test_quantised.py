@@ -65,6 +65,12 @@ def test_int8_is_at_most_half_a_step_off(matrix):
         assert (held[largest > 1e-30] == 127).all() and (held[largest == 0] == 0).all()
 
 
+def test_rows_of_a_turned_weight_are_contiguous():
+    weight = torch.randn(5, 8)
+    rows, turned = quantise(weight), quantise(weight.t().contiguous().t())
+    assert turned.values.is_contiguous() and turned.values.equal(rows.values) and turned.scale.equal(rows.scale)
+
+
 @given(matrices())
 @settings(max_examples=40, deadline=None)
 def test_e4m3_is_within_its_precision(matrix):

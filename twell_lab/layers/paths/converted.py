@@ -84,7 +84,7 @@ class Converted(Path):
         if not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return by_torch(x, weights, **layer.formula)
         form = self._form(layer, weights, layer.takes(self.name))  # if another thread changed the plan, it does not
-        if form is None or form.value is None:
+        if form is None or form.value is None or not x.numel():
             return by_torch(x, weights, **layer.formula)
         gate, up, down, *biases, _ = weights
         checks.check_tensor("x", x)
@@ -204,7 +204,7 @@ class Products(Converted):
             hidden = acts(of(0, x)) * (acts(beside) if both else beside)
         y = of(2, hidden)
         # What multiplies no zeros does not see that 0 * inf is NaN, as the dense layer does.
-        return y.add_(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0) if y.numel() else y
+        return y.add_(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         d_model, d_ff, gated = work.firing.d_model, work.firing.d_ff, work.firing.gated
