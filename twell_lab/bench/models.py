@@ -83,8 +83,9 @@ def model(
             is profiled and planned on, the rest is measured.
         firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
             fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
-        plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, "twell" or
-            "dense". By default the layers are planned here, for these numbers of tokens.
+        plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
+            path. By default the layers are planned here, for these numbers of tokens. Of lossy paths rows have the
+            `error`, as a share of the norm of the result, and no error is too large.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards as CUDA graphs, and a model that is planned for these.
         training: also time a training step on the fewest of `tokens`, dense and on the paths that `--kernels auto` of

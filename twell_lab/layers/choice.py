@@ -40,9 +40,10 @@ class Choice:
 
     def __str__(self) -> str:
         name = f"{self.path} {self.hot}" if self.hot else self.path
-        return name if PATHS[self.path].exact else f"{name} (lossy)"
+        return name if PATHS[self.path].exact else f"{name} ({LOSSY})"
 
 
+LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
 DENSE = Choice("dense")  # what every other choice is compared with
 
 # In compiled code, as shares of dense's host time in eager code: what is left of that time, and what calling a sparse
