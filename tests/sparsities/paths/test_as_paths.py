@@ -1,11 +1,13 @@
 """Other sparsities as paths of a feed-forward layer: found by name, exact or called lossy, and up to date."""
 
 import copy
+import gc
 import io
 import math
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -307,6 +309,32 @@ def test_gradients_are_those_of_the_dense_layer(name, x):
     sparse.eval()
     with torch.no_grad():
         assert output_error(sparse(x), made(x)) < 0.1
+
+
+def test_other_weights_for_one_call_are_dense(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    other = {name: torch.randn_like(t) for name, t in dense.named_parameters()}
+    expected = torch.func.functional_call(dense, other, (x,))
+    torch.testing.assert_close(torch.func.functional_call(sparse, other, (x,)), expected, rtol=1e-4, atol=1e-5)
+    assert_equals(sparse, dense, x)
+
+
+def test_a_layer_goes_when_nobody_has_it(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    path, weights = PATHS["blocks"], Weights.of(dense.gate_proj, dense.up_proj, dense.down_proj)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)  # where a call is remembered
+        known = path.again(sparse, x, weights, 0, None)
+    assert torch.equal(known.run(x, [*weights]), sparse(x))
+    sparse._again = known
+    gone = weakref.ref(sparse)
+    gc.collect()
+    gc.disable()
+    try:
+        del sparse, known
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_under_autocast_it_is_dense(dense, x):

@@ -2,16 +2,18 @@
 
 A form is made of a layer's weights as they are, and noted as copies are (ops.copies): whatever replaces or changes a
 weight has the next forward make it anew, which waits for the device. Where none can be made, a forward is dense: of
-weights that changed so that the path does not take them any more, or that can change unseen; under autocast; of what
-another library watches; and where a CUDA graph is captured before the form is up to date. Gradients are dense, and so
-is compiled code of another activation than the ReLU. Forms are in no state_dict, and a copied or moved layer makes its
-own."""
+weights that changed so that the path does not take them any more, that can change unseen, or that are no Parameters, as
+in torch.func.functional_call; under autocast; of what another library watches; and where a CUDA graph is captured
+before the form is up to date. Gradients are dense, and so is compiled code of another activation than the ReLU, or
+where a plan finds that its one operator would take the host too long. Forms are in no state_dict, and a copied or moved
+layer makes its own."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -98,17 +100,20 @@ class Converted(Path):
         if not x.is_cuda or form is None or form.value is None:  # a CPU takes longer for a layer than Python does
             return None
 
+        value, tensors, note = form
+        held = ref(layer)  # which holds what is returned here
+
         def run(x: Tensor, given: list[Tensor | None]) -> Tensor:
             with torch.no_grad():
-                return self.compute(layer, x, given, form.value)
+                return self.compute(held(), x, given, value)
 
-        return Known(run, form.tensors, form.note)
+        return Known(run, tensors, note)
 
     def _form(self, layer: nn.Module, weights: Weights, hold: bool) -> Form | None:
         """The form of these weights, up to date and safe to read on the current stream; None where there is none. hold:
         whether the layer keeps one that is made anew."""
         used = [t for t in weights if t is not None]
-        if checks.watched(*used) or any(map(copies.changes_unseen, used)):
+        if checks.watched(*used) or any(not isinstance(t, nn.Parameter) or copies.changes_unseen(t) for t in used):
             return None
         form = layer.forms.get(self.name)
         if form is None or not copies.made_of(form.note, used):
