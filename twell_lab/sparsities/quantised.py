@@ -31,6 +31,7 @@ dense product: bytes are spared, operations are not. That pays where it is expan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -261,6 +262,19 @@ class Bitmap(NamedTuple):
 # ---- as paths ----
 
 
+@cache
+def _refused(kind: torch.dtype, device: torch.device) -> str:
+    """Why torch's product of this type does not run on this GPU; "" where it does. One small product is tried, once."""
+    linear = int8_linear if kind == torch.int8 else fp8_linear
+    try:
+        linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device), kind))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:200]
+    return ""
+
+
 class Int8(Products):
     """All neurons, by INT8 products of weights and x (`int8_linear`). Lossy."""
 
@@ -272,16 +286,6 @@ class Int8(Products):
     def product(self, weight: Tensor):
         self.weigh(weight)
         rows = quantise(weight, self.held)
-        if weight.is_cuda:
-            try:
-                self.linear(weight.new_zeros(1, weight.shape[1]), rows)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise DeviceError(
-                    f"torch's {self.name} product does not run on this device: {str(error).splitlines()[0]:.200}; "
-                    "accepted: a GPU that it runs on"
-                ) from error
         return lambda x, bias: self.linear(x, rows, bias), rows
 
     def weigh(self, weight: Tensor) -> tuple[int]:
@@ -291,6 +295,8 @@ class Int8(Products):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 8 are accepted on a GPU")
         if weight.shape[1] > MOST_COLUMNS:
             raise InputError(f"the weight has {weight.shape[1]} columns; up to {MOST_COLUMNS} are accepted")
+        if weight.is_cuda and (refused := _refused(self.held, weight.device)):
+            raise DeviceError(f"torch's {self.name} product does not run on this device: {refused}")
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:

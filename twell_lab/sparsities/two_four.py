@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -332,6 +333,16 @@ def bound(products: Iterable[Product], rates: Rates) -> float:
 # ---- as a path ----
 
 
+@cache
+def _refused(device: torch.device, dtype: torch.dtype) -> str:
+    """Why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
+    try:
+        to_semi_structured(nn.Linear(64, 64, device=device, dtype=dtype).requires_grad_(False).apply(prune_two_four))
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
 class TwoFour(Products):
     """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
     which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on.
@@ -353,6 +364,8 @@ class TwoFour(Products):
         capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
         check_convertible(weight.shape, weight.dtype, backend, capability)
         check_two_four(weight)
+        if weight.is_cuda and (refused := _refused(weight.device, weight.dtype)):
+            raise DeviceError(refused)
         return (linear_products(1, *weight.shape)[0].first_bytes(True),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:

@@ -217,6 +217,13 @@ def test_what_is_held_is_no_state_and_goes_with_the_path(dense, x):
     assert_equals(sparse, dense, x)
 
 
+def test_a_weight_that_is_there_twice_is_held_once(x):
+    squared = layer(False, activation="relu2", mask=empty_blocks)
+    plain = layer(False, mask=empty_blocks)
+    held = [SparseFFN(made, plan=Choice("blocks")).extra_bytes for made in (squared, plain)]
+    assert held[0] == held[1] > 0
+
+
 def replaced(dense):
     old = dense.up_proj.weight
     dense.up_proj.weight = nn.Parameter(torch.randn_like(old) * (old != 0), requires_grad=False)

@@ -99,7 +99,6 @@ class Converted(Path):
         form = layer.forms.get(self.name)
         if not x.is_cuda or form is None or form.value is None:  # a CPU takes longer for a layer than Python does
             return None
-
         value, tensors, note = form
         held = ref(layer)  # which holds what is returned here
 
@@ -121,7 +120,8 @@ class Converted(Path):
                 return None
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    value, tensors = self.convert(Weights(*[t if t is None else t.detach() for t in weights]))
+                    plain = {id(t): t.detach() for t in used}  # a weight that is there twice stays one
+                    value, tensors = self.convert(Weights(*[t if t is None else plain[id(t)] for t in weights]))
             except TwellError:
                 value, tensors = None, ()
             form = Form(value, tensors, copies.note(used))
