@@ -101,6 +101,17 @@ def test_rows_say_what_was_measured(make):
     assert tl.records.flat_rows([record])[0]["kind"] == "model_forward" and json.loads(record.to_json())
 
 
+def test_a_lossy_path_is_measured_with_its_error():
+    record = tl.bench.model(theirs(), plan="int8", **QUICK)
+    rows = [row for row in record.rows if row["path"] != "dense eager"]
+    assert rows and all(row["path"] == "forced int8 (lossy)" and row["choice"] == "2 int8 (lossy)" for row in rows)
+    assert all(0 < row["error"] < 0.1 for row in rows)
+    dense = next(row for row in record.rows if row["path"] == "dense eager")
+    assert rows[0]["weight_bytes"] > dense["weight_bytes"] and "error" not in dense
+    exact = tl.bench.model(theirs(), plan="twell", **QUICK)
+    assert not any("error" in row for row in exact.rows)
+
+
 def test_a_plan_is_made_for_these_numbers_of_tokens_and_a_model_is_left_as_it_was():
     model = theirs()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()

@@ -5,6 +5,7 @@ import torch
 
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.spmm import cases as spmm_cases
+from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled, adversarial
 from twell_lab import ops
 from twell_lab.cuda import launcher, macros, registry
@@ -72,6 +73,16 @@ def test_down_and_gated(d_model, dtype):
             if version < 4:
                 y = portable.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
                 assert torch.allclose(y.double().cpu(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("d_model", [77, 264, 2048])
+def test_gated_int8(d_model, dtype):
+    case = Int8Layer.draw(gate_with_everything(5, 300, dtype).cpu(), d_model).cuda()
+    for version in (1, 2, 3, 4):
+        case.check(256, 32, version)
+        case.check(256, 32, version, plain=True)
+    case.check(256, 32, signed=True)
 
 
 @pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])

@@ -12,6 +12,7 @@ from tests.ops.train_dense import cases as dense_cases
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
 from tests.simulator import cases
+from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled
 from twell_lab.formats import COO, CSR, ELL
 from twell_lab.ops import train_columns, train_rows
@@ -49,6 +50,14 @@ def gated(monkeypatch):
         assert all(layer.gated_error(layer.gated(version, gate, tail)) <= 1 for version in (1, 2, 3, 4))
     for version in (5, 6):
         Pooled.draw(gate_of(18, 300, torch.bfloat16), 264, biases=True).check("gated", version)
+
+
+def gated_int8(monkeypatch):
+    """Every version beside torch's operations; versions 2 to 4 with two warps a row. One row has a NaN."""
+    gate = cases.gate_of("some rows over", 3, 40, torch.float16, 16, 5)
+    for d_model, versions in ((77, (1,)), (1032, (2, 3, 4))):
+        for version in versions:
+            Int8Layer.draw(gate, d_model).check(16, 5, version)
 
 
 def up(monkeypatch):
@@ -122,6 +131,7 @@ LAUNCHES = {  # by the kernel's name
     "smxx_down": down,
     "smxx_up": up,
     "smxx_gated": gated,
+    "smxx_gated_int8": gated_int8,
     "smxx_survivors": rows,
     "smxx_train_rows": rows,
     "smxx_train_slabs": rows,

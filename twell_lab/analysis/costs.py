@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layers.choice import Choice
-from ..layers.paths import PATHS
+from ..layers.paths import PATHS, Path
 from ..layers.paths.cost import Firing, Rates, Work
 from ..layers.paths.dense import fused
 from ..ops import dispatch, inference, measure
@@ -21,11 +21,14 @@ __all__ = ["Firing", "Rates", "clock", "compiling_saves", "measure_rates", "pred
 _ROUNDS = 10  # of each timing on a GPU, where a median of ten is steady
 
 
-def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
+def predict(
+    choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int, path: Path | None = None
+) -> dict[str, float]:
     """Microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and
-    total. InputError for a choice that the layer does not take."""
+    total. path: the choice's path where it is fitted to the layer. InputError for a choice that the layer does not
+    take."""
     choice.check(firing.d_ff)
-    seconds = PATHS[choice.path].cost(Work(firing, rates, tokens, itemsize), choice.hot)
+    seconds = (path or PATHS[choice.path]).cost(Work(firing, rates, tokens, itemsize), choice.hot)
     parts = {name: 1e6 * each for name, each in seconds.items()}
     return {**parts, "total": sum(parts.values())}
 

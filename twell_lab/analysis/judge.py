@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..layers.choice import DENSE, Candidate, Choice
+from ..layers.paths import PATHS
 from .trials import Times, Trial
 
 MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
@@ -64,13 +65,14 @@ def judge(
     how: str,
     saved: float = 0.0,
     timed_on: str | None = None,
+    errors: Mapping[Choice, float] | None = None,
 ) -> list[Candidate]:
     """The candidates of one class with their times, one of them chosen, and why each is or is not.
 
     times: of dense, of other candidates and, as None, of the layer as it was, known as `how` says; without that last
     one it counts as long as dense. margin: the share of the dense time that a sparse path may take. saved: what
     compiling would take off that: who compiles the model should not lose by the choice either. timed_on: the layer that
-    was timed; None: nothing was, and the times are expected ones.
+    was timed; None: nothing was, and the times are expected ones. errors: of lossy choices that were timed.
     """
     before = times.get(None, times[DENSE])
     taken = {choice: times[choice] for choice in predicted if choice in times}
@@ -96,10 +98,13 @@ def judge(
         return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice{close}, {how}"
 
     def candidate(choice: Choice) -> Candidate:
-        judged = tokens, choice.path, choice.hot, predicted[choice]
+        judged, said = (tokens, choice.path, choice.hot, predicted[choice]), why(choice)
+        if not PATHS[choice.path].exact:
+            off = (errors or {}).get(choice)
+            said += "; lossy" if off is None else f"; lossy: its output is {off:.2%} off"
         if timed_on is None or choice not in taken:
-            return Candidate(*judged, None, choice == chosen, why(choice))
+            return Candidate(*judged, None, choice == chosen, said)
         call, host, device = taken[choice]
-        return Candidate(*judged, call, choice == chosen, why(choice), host, device, before.call, timed_on)
+        return Candidate(*judged, call, choice == chosen, said, host, device, before.call, timed_on)
 
     return [candidate(choice) for choice in predicted]

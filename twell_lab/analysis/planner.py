@@ -31,15 +31,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..core.errors import InputError
+from ..core.errors import InputError, TwellError
 from ..core.files import WHOLE
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import known
 from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
-from ..layers.paths import PATHS
+from ..layers.paths import PATHS, Path
 from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from ..ops import measure as clocks
 from . import costs
 from .costs import Firing, Rates, measure_rates
@@ -76,6 +77,7 @@ def plan(
     for_graphs: bool = False,
     memory: float | None = None,
     reorder: bool = False,
+    paths: Iterable[str] | None = None,
     progress: bool = True,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
@@ -99,10 +101,15 @@ def plan(
             layers that find no room get the next best (twell_lab.analysis.room). `sparsify` then follows the plan as it
             is. None: copies are not weighed, and `sparsify` does so.
         reorder: whether `sparsify` will be told `reorder=True`, with which hot/cold needs no copies.
+        paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones, which need
+            the model (twell_lab.sparsities): "two_four" and "blocks", for layers whose weights are 2:4, or have empty
+            blocks; lossy ones, taken where they are faster, with the error of a layer's output beside its time: "int8",
+            "fp8" and "twell_int8". A layer that a path does not take does without.
         progress: show a bar on stderr while layers are planned, if that is a terminal.
 
     Raises:
-        InputError: for a profile that does not fit the model, and other arguments that do not.
+        InputError: for a profile that does not fit the model, and other arguments that do not; for a path that no layer
+            takes, the first layer's reason, of its own type.
         DeviceError: for a device that is not there.
     """
     if not isinstance(profile, FiringProfile):
@@ -113,6 +120,7 @@ def plan(
     check_share(memory, reorder)
     if memory is not None and model is None:
         raise InputError(f"memory is {memory!r} without a model, of whose bytes it would be a share; both are accepted")
+    names = _named(paths, model)
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = clocks.present_device(device if device is not None or weight is None else weight.device)
@@ -130,7 +138,8 @@ def plan(
     if batches is not None and not batches:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
     rates = rates or measure_rates(device, None if weight is None else weight.dtype)
-    weighers = [_Weigher(layer, rates, trials) for layer in profile.layers]
+    fitted = _fitted(names, [found.get(layer.name) for layer in profile.layers])
+    weighers = [_Weigher(layer, rates, trials, paths=each) for layer, each in zip(profile.layers, fitted)]
     if measure and model is not None:
         _have_timed(weighers, found, tokens, model, batches)
     layers = []
@@ -173,7 +182,15 @@ def plan_layer(
 class _Weigher:
     """Predicts, times and judges the candidates of one layer, from few tokens to many."""
 
-    def __init__(self, layer: LayerProfile, rates: Rates, trials: Trials, subject: Subject | None = None) -> None:
+    def __init__(
+        self,
+        layer: LayerProfile,
+        rates: Rates,
+        trials: Trials,
+        subject: Subject | None = None,
+        paths: Mapping[str, Path] = PATHS,
+    ) -> None:
+        self.paths = paths
         self.layer, self.rates, self.trials, self.subject = layer, rates, trials, subject
         self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
         self.known: dict[tuple[Choice, int], float] = {}  # predictions, each asked for often
@@ -229,7 +246,7 @@ class _Weigher:
         predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
         shared = trial.layer != self.layer.name
         margin, how = (MARGIN_SHARED, f"measured on {trial.layer}") if shared else (MARGIN, "measured")
-        return judge(tokens, predicted, trial.times, margin, how, saved, trial.layer)
+        return judge(tokens, predicted, trial.times, margin, how, saved, trial.layer, trial.errors)
 
     def _holds(self, choice: Choice, tokens: int, timed: bool) -> bool:
         """Whether a choice of more tokens loses nothing to dense here, as far as clocks tell them apart."""
@@ -259,7 +276,7 @@ class _Weigher:
     def weighed(self, tokens: int) -> dict[Choice, float]:
         """Predicted microseconds of every path; of one that splits at hot sizes spread over d_ff, and at the best."""
         found = {}
-        for path in PATHS.values():
+        for path in self.paths.values():
             each = {hot: self.predicted(Choice(path.name, hot), tokens) for hot in path.sizes(self.firing.d_ff)}
             best = min(each, key=each.get, default=None)
             found |= {Choice(path.name, hot): us for hot, us in each.items() if hot == best or hot // STEP in _HOT}
@@ -268,7 +285,8 @@ class _Weigher:
     def predicted(self, choice: Choice, tokens: int) -> float:
         """Predicted microseconds of one call."""
         if (choice, tokens) not in self.known:
-            found = costs.predict(choice, self.firing, self.rates, tokens, self.itemsize)
+            path = self.paths.get(choice.path)
+            found = costs.predict(choice, self.firing, self.rates, tokens, self.itemsize, path)
             self.known[choice, tokens] = found["total"]
         return self.known[choice, tokens]
 
@@ -283,6 +301,36 @@ class _Weigher:
 
     def _at(self, tokens: int, choice: Choice) -> float:
         return self.predicted(choice, tokens)
+
+
+def _named(paths: Iterable[str] | None, model: nn.Module | None) -> list[str]:
+    """The names of the paths to weigh, dense among them."""
+    if paths is None:
+        return [*PATHS]
+    names, known = [paths] if isinstance(paths, str) else list(paths), PATHS.names()
+    for name in names:
+        if name not in known:
+            raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, known))}")
+        if model is None and name not in [*PATHS]:
+            raise InputError(f"paths has {name!r}, which depends on a layer's weights; accepted with the model")
+    return [*dict.fromkeys([DENSE.path, *names])]
+
+
+def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str, Path]]:
+    """For each layer the paths of these names that take it, fitted to its weights; the first one's refusal where none
+    does."""
+    fitted: list[dict[str, Path]] = [{} for _ in found]
+    for name in names:
+        refused = []
+        for at, layer in enumerate(found):
+            try:
+                path = PATHS[name]
+                fitted[at][name] = path if layer is None else path.fitted(Weights.of(layer.gate, layer.up, layer.down))
+            except TwellError as error:
+                refused.append(type(error)(f"path {name!r}, layer {'' if layer is None else layer.name!r}: {error}"))
+        if found and len(refused) == len(found):
+            raise refused[0]
+    return fitted
 
 
 def _have_timed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ..layers.activations import known
 from ..layers.anatomy import FeedForward, StandIn, family_of
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.paths import PATHS
 from ..layers.shards import split_of
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
@@ -219,11 +220,13 @@ class Trial:
     """Choices that were timed together on one layer with one number of tokens.
 
     layer: its name. predicted: microseconds, for that layer. times: of each choice, and, as None, of the layer as the
-    model had it before it was swapped."""
+    model had it before it was swapped. errors: of each lossy choice, how far its output is off: the norm of the
+    difference, over that of the layer's output."""
 
     layer: str
     predicted: dict[Choice, float]
     times: dict[Choice | None, Times]
+    errors: dict[Choice, float] = field(default_factory=dict)
 
     def apart(self, predict: Callable[[Choice], float], choices: Iterable[Choice], exact: bool) -> float:
         """The largest factor between what is predicted for this trial's layer and for another, over the choices that
@@ -246,7 +249,8 @@ class Trial:
         ratios = {choice: predict(choice) / us for choice, us in self.predicted.items()}
         ratios = {choice: ratio for choice, ratio in ratios.items() if 1 / ALIKE <= ratio <= ALIKE}
         times = {choice: self.times[choice].scaled(ratio) for choice, ratio in ratios.items()}
-        return Trial(self.layer, {choice: predict(choice) for choice in times}, {None: self.times[None], **times})
+        predicted = {choice: predict(choice) for choice in times}
+        return Trial(self.layer, predicted, {None: self.times[None], **times}, self.errors)
 
 
 class Trials:
@@ -283,8 +287,16 @@ class Trials:
     ) -> Trial:
         """Time the choices, and the layer as it is, on the subject."""
         choices = dict.fromkeys([DENSE, *choices])
-        times = CLOCKS[self.clock](subject.calls(choices, tokens), subject.weight.device, self.beside)
-        return self.keep(subject, tokens, Trial(subject.layer.name, {each: predict(each) for each in choices}, times))
+        calls = subject.calls(choices, tokens)
+        errors = {each: _off(calls[each](0), calls[None](0)) for each in choices if not PATHS[each.path].exact}
+        times = CLOCKS[self.clock](calls, subject.weight.device, self.beside)
+        predicted = {each: predict(each) for each in choices}
+        return self.keep(subject, tokens, Trial(subject.layer.name, predicted, times, errors))
+
+
+def _off(y: Tensor, exact: Tensor) -> float:
+    norm = exact.double().norm().item()
+    return (y.double() - exact.double()).norm().item() / norm if norm else 0.0
 
 
 def _key(subject: Subject, tokens: int) -> tuple:

@@ -66,6 +66,13 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reorder", action="store_true", help="plan for tl.sparsify(model, plan, reorder=True), which needs no copies"
     )
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        metavar="PATH",
+        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8 "
+        "[twell hot_cold]",
+    )
     parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
     add_device(parser)
 
@@ -199,6 +206,7 @@ def plan(options: argparse.Namespace) -> Answer:
         for_graphs=options.for_graphs,
         memory=options.memory,
         reorder=options.reorder,
+        paths=options.paths,
     )
     if options.out is not None:
         made.save(options.out)

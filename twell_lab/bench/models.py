@@ -83,8 +83,9 @@ def model(
             is profiled and planned on, the rest is measured.
         firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
             fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
-        plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, "twell" or
-            "dense". By default the layers are planned here, for these numbers of tokens.
+        plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
+            path. By default the layers are planned here, for these numbers of tokens. Of lossy paths rows have the
+            `error`, as a share of the norm of the result, and no error is too large.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards as CUDA graphs, and a model that is planned for these.
         training: also time a training step on the fewest of `tokens`, dense and on the paths that `--kernels auto` of
@@ -304,7 +305,7 @@ def _density(causal: Causal) -> str:
 
 def _plan_of(plan, layers: list) -> Plan | Choice:
     """What the layers are told; files are read, and refused if they are of another model."""
-    if isinstance(plan, str) and plan in PATHS and not PATHS[plan].splits:
+    if isinstance(plan, str) and plan in PATHS.names() and not PATHS[plan].splits:
         plan = Choice(plan)
     elif isinstance(plan, os.PathLike) or isinstance(plan, str) and os.path.exists(plan):
         plan = Plan.load(plan)
@@ -315,8 +316,8 @@ def _plan_of(plan, layers: list) -> Plan | Choice:
             plan.check(found.up.weight.shape[0])
     else:
         raise InputError(
-            f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, 'twell', 'dense', a "
-            "Choice, or None"
+            f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, the name of "
+            f"a path ({', '.join(map(repr, PATHS.names()))}), a Choice, or None"
         )
     return plan
 

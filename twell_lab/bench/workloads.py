@@ -25,7 +25,7 @@ from ..analysis.room import SHARE
 from ..analysis.switching import Switch
 from ..core.errors import InputError, TwellError
 from ..layers.anatomy import feed_forwards
-from ..layers.choice import Choice
+from ..layers.choice import LOSSY, Choice
 from ..layers.learner import DENSE as LEARNS_DENSE
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import layer_terms
@@ -239,7 +239,8 @@ class Models:
         found[COMPILED] = {}
         for name, model in self.sparse.items():
             plans = [each.plan for each in model.model.modules() if isinstance(each, SparseFFN)]
-            taken = Counter(each.path if isinstance(each, Choice) else each.choice(tokens).path for each in plans)
+            told = [each if isinstance(each, Choice) else each.choice(tokens) for each in plans]
+            taken = Counter(each.path if each.hot else str(each) for each in told)
             found[name] = {"weight_bytes": weight_bytes(model.model), "choice": _counted(taken)}
             found[name + COMPILED_TOO] = {"choice": _counted(taken)}
         return found
@@ -251,9 +252,10 @@ def _counted(taken: Counter[str]) -> str:
 
 def weight_bytes(model: nn.Module) -> int:
     """The bytes of a model's parameters and buffers, each piece of memory once; the copies that sparse layers hold are
-    buffers."""
+    buffers, but for forms of the weights."""
     storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    forms = [form for each in model.modules() if isinstance(each, SparseFFN) for form in each.forms.values()]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) + sum(form.nbytes for form in forms)
 
 
 # ---- the rows ----
@@ -357,7 +359,8 @@ def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, timed: t
 
 def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[str, str] | None) -> dict[str, dict]:
     """Compare the results of all calls with float32. Returns the facts of those that ran, with the ratio of error to
-    what is allowed. Raises measure.WrongResult."""
+    what is allowed; of a lossy path with its error, as a share of the norm of the result. Raises measure.WrongResult
+    where another path exceeds what is allowed."""
     assert work.right is not None  # Workload.expect came before
     right = work.right
     found = {name: _some(result).float() for name, result in _first(calls, work.label, left_out)}
@@ -365,7 +368,10 @@ def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[s
     for name, result in found.items():
         if name != DENSE:
             ratio = float((result - right).norm() / allowed)
-            if not ratio <= 1.0:
+            lossy = LOSSY in facts.get(name, {}).get("choice", "")
+            if lossy:
+                facts[name]["error"] = round(float((result - right).norm() / right.norm()), 6)
+            elif not ratio <= 1.0:
                 raise measure.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
                     "what is allowed: nothing was timed"

@@ -269,6 +269,11 @@ def gated(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -
     return [*_walking(dtype, widths), *_walking(dtype, widths, more), *_with_pool(dtype, widths)]
 
 
+def gated_int8(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """Each width, for many tokens and for few; and any width. Each for values of one sign, and of either."""
+    return _walking(dtype, widths, ((), kept(True)))
+
+
 def down(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
     """As `gated`; and the second of the two passes that serve many tokens."""
     walking = [*_walking(dtype, widths), *_walking(dtype, widths, (kept(True),)), *_with_pool(dtype, widths)]

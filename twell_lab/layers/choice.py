@@ -25,8 +25,8 @@ class Choice:
     hot: int = 0
 
     def __post_init__(self) -> None:
-        if self.path not in [*PATHS]:  # which need not be hashable
-            raise InputError(f"path is {self.path!r}; {', '.join(map(repr, PATHS))} are accepted")
+        if self.path not in [*PATHS] and self.path not in PATHS.names():  # lists: it need not be hashable
+            raise InputError(f"path is {self.path!r:.80}; {', '.join(map(repr, PATHS.names()))} are accepted")
         if isinstance(self.hot, bool) or not isinstance(self.hot, int) or self.hot < 0 or self.hot % STEP:
             raise InputError(f"hot is {self.hot!r}; a multiple of {STEP} is accepted")
         if (splits := PATHS[self.path].splits) != (self.hot > 0):
@@ -39,9 +39,11 @@ class Choice:
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
 
     def __str__(self) -> str:
-        return f"{self.path} {self.hot}" if self.hot else self.path
+        name = f"{self.path} {self.hot}" if self.hot else self.path
+        return name if PATHS[self.path].exact else f"{name} ({LOSSY})"
 
 
+LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
 DENSE = Choice("dense")  # what every other choice is compared with
 
 # In compiled code, as shares of dense's host time in eager code: what is left of that time, and what calling a sparse

@@ -37,7 +37,7 @@ ONE, TORCH, SEEN = "one operator", "torch's operations", "seen"
 
 def way(plan: LayerPlan | Choice | None, tokens: int, choice: Choice) -> str:
     """What a layer with this plan is in compiled code, for the class `tokens` of token counts and its choice."""
-    if not PATHS[choice.path].packs:
+    if not PATHS[choice.path].opaque:
         return SEEN
     return TORCH if isinstance(plan, LayerPlan) and not plan.pays_compiled(tokens) else ONE
 

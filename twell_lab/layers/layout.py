@@ -334,4 +334,4 @@ def copy_bytes(found: FeedForward, reorders: bool, holders: Holders | None = Non
     reordered = reorders and obstacle(found, holders) is None
     turns = turned.is_turned(weights.down)
     turns |= type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
-    return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.items()}
+    return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.used().items()}

@@ -27,6 +27,7 @@ from .learner import Learner
 from .lossy import Lossy
 from .parts import Cut, HandOn, part_at, put, set_forward
 from .paths import PATHS, dense
+from .paths.converted import Form
 from .paths.dense import by_torch
 from .paths.path import held, hold
 from .shards import Summed, split_of
@@ -90,6 +91,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         super().__init__()
         self.layout = Layout()
         self._views: dict[str, Tensor] = {}  # of weights, where others would be buffers
+        self.forms: dict[str, Form] = {}  # by path (layers.paths.converted)
         check_geometry(tile, words)
         if (reason := hooks.obstacle(source)) is not None:
             raise InputError(f"{type(source).__name__}: {reason}")
@@ -233,6 +235,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
+        for name in {choice.path for _, choice in choices}:
+            PATHS[name].fitted(self._weights())
         self.plan, self._learned = plan, False
         hot = max(choice.hot for _, choice in choices)
         if hot:
@@ -250,7 +254,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         one = self.acts == RELU  # what compiled code knows as an operator, or as torch's operations
         ways = [(tokens, compiled.way(plan, tokens, choice) if one else compiled.SEEN) for tokens, choice in choices]
         compiled.follow(self, ways)
-        for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
+        for name in PATHS.used().keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
         self._watch, self._aliases = None, {}
 
@@ -342,8 +346,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     @property
     def extra_bytes(self) -> int:
-        """Memory held beyond the dense layer's parameters, its buffers, in bytes."""
-        return sum(each.nbytes for each in self._buffers.values())
+        """Memory held beyond the dense layer's parameters, in bytes: its buffers, and forms of the weights."""
+        return sum(each.nbytes for each in (*self._buffers.values(), *self.forms.values()))
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
@@ -364,6 +368,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._again = None
         for each in held(self).values():
             copies.forget(each)
+        self.forms.clear()
         if self._aliases:
             self._aliases = self._aliased()
 
@@ -588,7 +593,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def __getstate__(self) -> dict:
         """For copies and pickles: without views, which would become copies."""
         self.layout.check(self)
-        return {**vars(self), "_views": {}, "_aliases": {}, "_again": None}
+        return {**vars(self), "_views": {}, "_aliases": {}, "_again": None, "forms": {}}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

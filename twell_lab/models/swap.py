@@ -12,7 +12,7 @@ from ..analysis.auto import Shared, Watch
 from ..analysis.plan import Plan, rates_of
 from ..analysis.room import SHARE, Room, check_share
 from ..analysis.trials import beside
-from ..core.errors import InputError
+from ..core.errors import InputError, TwellError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.activations import known
@@ -23,6 +23,7 @@ from ..layers.layout import Holders
 from ..layers.parts import HandOn, own_forward, set_forward
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from ..ops import turned
 
 AUTO = "auto"
@@ -82,7 +83,9 @@ def sparsify(
         plan: what each layer is to do, instead.
             A Plan (`twell_lab.plan`), or the name of a file that holds one: its paths. Layers that it leaves dense
             become SparseFFNs too, on the dense path and without extra memory (`Plan.dense_layers` names them).
-            "twell" or "dense", or a Choice: this path for every layer and number of tokens, be it faster or not.
+            The name of a path, or a Choice: this path for every layer and number of tokens, be it faster or not. Beside
+            "twell" and "dense" there are those that `twell_lab.plan` knows as `paths`, which take layers whose weights
+            fit, and lossy ones, which say so where they are printed.
             "auto": as without a plan, but layers that are sparse already begin anew; None leaves those as they are.
         tile, words: the TwELL geometry of layers that become sparse.
         only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
@@ -96,9 +99,10 @@ def sparsify(
 
     Raises:
         InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
-            device, dtype or release, for a word that is neither a path nor a file, for a path by name whose copies
-            exceed `memory`, and where layers cannot be swapped: the message names those that differ from the formula,
-            by how much, and what to do.
+            device, dtype or release, for a word that is neither a path nor a file, for a path that does not take a
+            layer's weights (on a device without it a DeviceError), for a path by name whose copies exceed `memory`, and
+            where layers cannot be swapped: the message names those that differ from the formula, by how much, and what
+            to do.
         RecordError: for a file that holds no plan, or not all of one.
     """
     plan = _read(plan)
@@ -111,6 +115,7 @@ def sparsify(
     elif isinstance(plan, Choice):
         for found in layers:
             plan.check(found.up.weight.shape[0])
+    _check_weights(plan, layers)
     dense = ((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
     both = probe.check_all(dense, both=True)
     alone = {found.name for found in layers if _alone(found, both)}
@@ -153,6 +158,18 @@ def _alone(found: FeedForward, both: set[int]) -> bool:
     return known(found.acts or torch.relu, found.gate is not None, id(module) in both) is None
 
 
+def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) -> None:
+    """Raise a TwellError where a path that a layer is told does not take its weights."""
+    for found in layers:
+        weights = Weights.of(found.gate, found.up, found.down)
+        told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
+        for name in {each.path for each in told if isinstance(each, Choice)}:
+            try:
+                PATHS[name].fitted(weights)
+            except TwellError as error:
+                raise type(error)(f"path {name!r}, layer {found.name!r}: {error}") from None
+
+
 def _room(model: nn.Module, plan, layers: list[FeedForward], memory: float | None, reorder: bool) -> Room:
     """The room that the layers have for copies, less what those hold that stay as they are."""
     if memory is None:
@@ -185,7 +202,7 @@ def _read(plan) -> Plan | Choice | str | None:
         return plan
     if isinstance(plan, os.PathLike):
         return Plan.load(plan)
-    whole = [name for name, path in PATHS.items() if not path.splits]
+    whole = [name for name in PATHS.names() if name not in PATHS or not PATHS[name].splits]
     if isinstance(plan, str):
         if plan == AUTO:
             return plan

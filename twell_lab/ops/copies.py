@@ -88,6 +88,18 @@ def settled(copies: list[Tensor], weights: list[Tensor], order: Tensor | None, b
     return note
 
 
+def note(weights: list[Tensor]) -> Note:
+    """The note of what was just made of these weights, on the current stream, by other means than `refresh`."""
+    _follow_optimizers()
+    cuda = weights[0].is_cuda
+    return Note(_seen(weights), None, moment=streams.Moment(weights[0].device) if cuda else None)
+
+
+def made_of(note: Note, weights: list[Tensor]) -> bool:
+    """Whether these are the weights of the note, and have not changed since."""
+    return not note.dropped and note.sources == _seen(weights)
+
+
 def still(note: Note, copies: Sequence[Tensor]) -> bool:
     """Whether copies that were `settled`, and whose weights have not changed since, can be read on the current
     stream. It is asked on every call, so it looks at as little as can be."""

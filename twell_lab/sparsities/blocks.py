@@ -11,7 +11,9 @@ weights", 2017. A block may be pruned to 2:4 besides: `block_mask(weight, 0.5, 3
 Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
 lie in the same rows, as others reorder matrices into blocks (Labini et al., arXiv 2202.05868); `empty_share` says what
 it was worth. It finds structure that is there: where zeros are drawn independently, a block of 32 x 32 at 90% has a
-value almost surely, and no order changes much."""
+value almost surely, and no order changes much.
+
+As a path of a feed-forward layer: `tl.plan(..., paths=["blocks"])`, `tl.sparsify(model, "blocks")`."""
 
 from __future__ import annotations
 
@@ -23,6 +25,8 @@ from torch.nn import functional as F
 
 from ..core.errors import InputError
 from ..formats.matrix import as_matrix
+from ..layers.paths.converted import Products
+from ..layers.paths.cost import Work
 from .weights import check_sparsity, checked_linear, checked_weight, kept_of, largest
 
 Size = int | tuple[int, int]
@@ -162,11 +166,15 @@ class BlockLinear(nn.Linear):
     has no gradient for x on a CPU: copy, cast and train the dense layer, and make this one of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        # torch's Triton kernels take numbers of tokens that the rows of a block divide.
-        missing = -len(rows) % self.weight.values().shape[1] if rows.is_cuda else 0
-        y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight, self.bias)
-        return y[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+        return _product(x, self.weight, self.bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, weight.shape[1])
+    # torch's Triton kernels take numbers of tokens that the rows of a block divide.
+    missing = -len(rows) % weight.values().shape[1] if rows.is_cuda else 0
+    y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
+    return y[: len(rows)].reshape(*x.shape[:-1], weight.shape[0])
 
 
 def to_bsr_linear(linear: nn.Linear, size: Size = 32) -> BlockLinear:
@@ -186,6 +194,15 @@ def to_bsr_linear(linear: nn.Linear, size: Size = 32) -> BlockLinear:
     """
     weight = checked_weight(checked_linear(linear).weight)
     high, wide = _cut(weight, size).shape[2:]
+    _check_product(weight, high, wide)
+    made = BlockLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
+    made.weight = nn.Parameter(to_bsr(weight, size), requires_grad=False)
+    made.bias = linear.bias
+    return made.train(linear.training)
+
+
+def _check_product(weight: Tensor, high: int, wide: int) -> None:
+    """InputError where torch has no block-sparse product of such blocks on the weight's device."""
     if weight.device.type == "cpu":
         taken = high == wide and weight.dtype.itemsize >= 4
         accepted = "square blocks of float32 and float64"
@@ -195,7 +212,50 @@ def to_bsr_linear(linear: nn.Linear, size: Size = 32) -> BlockLinear:
     if not taken:
         where = weight.device.type
         raise InputError(f"blocks of {high} x {wide} of {weight.dtype} on {where}; accepted there: {accepted}")
-    made = BlockLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
-    made.weight = nn.Parameter(to_bsr(weight, size), requires_grad=False)
-    made.bias = linear.bias
-    return made.train(linear.training)
+
+
+# ---- as a path ----
+
+LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
+_SIZES = (128, 64, 32, 16)
+_NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
+
+
+class Blocks(Products):
+    """A feed-forward layer whose weights have many empty blocks, through torch's block-sparse products (`BlockLinear`):
+    each projection of which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned.
+    Blocks are squares of 16 to 128, the largest that leave nearly as much empty as small ones.
+
+    It holds the filled blocks beside the weights. A row of x that is not finite gives NaN."""
+
+    name = "blocks"
+
+    def product(self, weight: Tensor):
+        made = to_bsr(weight, int(self.weigh(weight)[1]))
+        parts = [made.crow_indices(), made.col_indices(), made.values()]
+        return lambda x, bias: _product(x, made, bias), parts
+
+    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+        checked_weight(weight)
+        sizes = [size for size in _SIZES if not any(each % size for each in weight.shape)]
+        filled = {size: _filled(weight, size) for size in sizes if all(weight.shape)}
+        if not filled:
+            raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
+        shares = {size: blocks.double().mean().item() for size, blocks in filled.items()}
+        size = next(size for size in shares if shares[size] <= _NEARLY * min(shares.values()))
+        _check_product(weight, size, size)
+        if shares[size] > 1 - LEAST_EMPTY:
+            raise InputError(
+                f"{1 - shares[size]:.1%} of the weight's blocks of {size} x {size} are empty; at least "
+                f"{LEAST_EMPTY:.0%} are accepted (block_mask)"
+            )
+        count = int(filled[size].sum())
+        return count * (size * size * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
+        held, _, share = counted
+        moved = held + work.tokens * (n + k) * work.itemsize
+        return max(2 * work.tokens * n * k * share / work.rates.matmul, moved / work.rates.bandwidth)
+
+
+PATHS = (Blocks(),)

@@ -23,19 +23,25 @@ straight-through way of Zhou et al. (arXiv 2102.04010, there with a decay of wha
 **Why about 1.6x and not 2x** is counted by `linear_products` and `bound`. Half of the operations are left, but not half
 of the bytes: a kept value of 16 bits brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at
 all. With few tokens, where reading W is what takes the time, that is 1.78x at most. With many, each tile of y still
-fetches all of its part of x, now in half the time; by this count what the L2 cache has to serve then takes longest."""
+fetches all of its part of x, now in half the time; by this count what the L2 cache has to serve then takes longest.
+
+As a path of a feed-forward layer: `tl.plan(..., paths=["two_four"])`, `tl.sparsify(model, "two_four")`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..analysis.costs import Rates
 from ..core.errors import DeviceError, InputError
 from ..formats.matrix import dtype_names
+from ..layers.paths.converted import Products
+from ..layers.paths.cost import Work
 from .weights import checked_linear, checked_weight
 
 OLDEST = (8, 0)  # compute capability
@@ -322,3 +328,49 @@ def bound(products: Iterable[Product], rates: Rates) -> float:
     chosen = list(products)
     dense, two_four = (sum(max(each.seconds(rates, how).values()) for each in chosen) for how in (False, True))
     return dense / two_four
+
+
+# ---- as a path ----
+
+
+@cache
+def _refused(device: torch.device, dtype: torch.dtype) -> str:
+    """Why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
+    try:
+        to_semi_structured(nn.Linear(64, 64, device=device, dtype=dtype).requires_grad_(False).apply(prune_two_four))
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+class TwoFour(Products):
+    """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
+    which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on.
+
+    It holds the kept values beside the weights, 56% of their bytes. A row of x that is not finite gives NaN."""
+
+    name = "two_four"
+
+    def product(self, weight: Tensor):
+        rows, columns = weight.shape
+        dense = nn.Linear(columns, rows, False, "meta", weight.dtype)
+        dense.weight = nn.Parameter(weight, requires_grad=False)
+        made = to_semi_structured(dense).weight
+        parts = [getattr(made, name) for name in ("packed", "meta", "packed_t", "meta_t")]
+        return lambda x, bias: F.linear(x, made, bias), [part for part in parts if part is not None]
+
+    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+        backend = "cusparselt" if torch.backends.cusparselt.is_available() else "cutlass"
+        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
+        check_convertible(weight.shape, weight.dtype, backend, capability)
+        check_two_four(weight)
+        if weight.is_cuda and (refused := _refused(weight.device, weight.dtype)):
+            raise DeviceError(refused)
+        return (linear_products(1, *weight.shape)[0].first_bytes(True),)
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
+        product = linear_products(work.tokens, k, n, itemsize=work.itemsize)[0]
+        return max(product.seconds(work.rates, True).values())
+
+
+PATHS = (TwoFour(),)

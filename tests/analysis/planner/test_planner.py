@@ -360,7 +360,7 @@ def test_what_does_not_fit_is_refused(profiled, layer, rates):
             sparsify(other, plan)
         assert not any(isinstance(m, SparseFFN) for m in other.modules())
     for wrong in ("fast", "plan.jsn", "hot_cold", "", "\0", "x" * 5000, plan.layers[0], 3, torch.ones(2)):
-        with pytest.raises(InputError, match=r"plan is .*'auto', 'dense', 'twell', a Choice, or None"):
+        with pytest.raises(InputError, match=r"plan is .*'auto', 'dense', 'twell', 'two_four', .*, a Choice, or None"):
             sparsify(GatedFeedForward(32, 600), wrong)
     with pytest.raises(InputError, match="d_ff 600, gated True; d_model 32, d_ff 599"):
         SparseFFN(GatedFeedForward(32, 599), plan=plan.layers[0])

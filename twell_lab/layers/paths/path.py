@@ -66,13 +66,16 @@ class Path:
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed, and counted.
     splits: whether a choice of it says how many neurons are hot; then `layer.neurons` is their order, and the buffer
-    ORDER holds it, unless the layer's own weights lie in that order. learns: the path of twell_lab.ops.differentiable
-    to take where gradients are needed. copies: the weights it wants in another layout. in_order: those of them, by the
-    same buffers, that it still wants where the layer's weights lie in `layer.neurons`."""
+    ORDER holds it, unless the layer's own weights lie in that order. exact: whether it computes the layer's function,
+    but for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one
+    operator and not what it does. learns: the path of twell_lab.ops.differentiable to take where gradients are needed.
+    copies: the weights it wants in another layout. in_order: those of them, by the same buffers, that it still wants
+    where the layer's weights lie in `layer.neurons`."""
 
     name: str
     packs = True
     splits = False
+    exact = True
     learns = "twell"
     copies: tuple[Copy, ...] = ()
     in_order: tuple[Copy, ...] | None = None
@@ -84,6 +87,15 @@ class Path:
     def accepts(self, d_ff: int, hot: int = 0) -> bool:
         """Whether a layer of d_ff neurons can go this way with so many hot ones, whatever the number of tokens."""
         return hot in self.sizes(d_ff)
+
+    def fitted(self, weights: Weights) -> Path:
+        """The path for a layer with these weights, whose `cost` may depend on them. Raises a TwellError for a layer
+        that it does not take because of them."""
+        return self
+
+    @property
+    def opaque(self) -> bool:
+        return self.packs
 
     # ---- what is held ----
 

@@ -1,0 +1,488 @@
+"""Other sparsities as paths of a feed-forward layer: found by name, exact or called lossy, and up to date."""
+
+import copy
+import gc
+import io
+import math
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import twell_lab as tl
+from twell_lab.analysis.costs import Rates
+from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.layers.choice import Candidate, Choice, LayerPlan
+from twell_lab.layers.lossy import ThresholdedActivation
+from twell_lab.layers.paths import PATHS
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.layers.weights import Weights
+from twell_lab.ops import differentiable
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+from twell_lab.sparsities import blocks, two_four
+from twell_lab.sparsities.blocks import block_mask
+from twell_lab.sparsities.quantised import output_error
+from twell_lab.sparsities.two_four import two_four_mask
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
+D_MODEL, D_FF = 64, 128
+RATES = Rates("CPU", "float32", bandwidth=1e10, l2=1e11, matmul=1e10, launch=1e-7)
+FURTHER = ["two_four", "blocks", "int8", "fp8", "twell_int8"]
+LOSSY = ["int8", "fp8", "twell_int8"]
+
+
+def layer(gated=True, bias=False, activation="relu", mask=None, seed=0):
+    torch.manual_seed(seed)
+    made = (GatedFeedForward if gated else PlainFeedForward)(D_MODEL, D_FF, activation).requires_grad_(False)
+    for part in [part for part in made.children() if isinstance(part, nn.Linear)]:
+        if mask is not None:
+            part.weight.mul_(mask(part.weight))
+        if bias:
+            part.bias = nn.Parameter(torch.randn(part.out_features) / 4, requires_grad=False)
+    return made.eval()
+
+
+def empty_blocks(weight):
+    return block_mask(weight, 0.75, 32)
+
+
+@pytest.fixture
+def dense():
+    return layer(bias=True, mask=empty_blocks)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def two_four_here(monkeypatch):
+    """A stand-in for torch's 2:4 tensors, which a CPU does not have: the dense product of a weight that is 2:4."""
+
+    def made(linear):
+        two_four.check_two_four(linear.weight)
+        weight = linear.weight.detach().clone()
+        weight.packed, weight.meta, weight.packed_t, weight.meta_t = weight, None, None, None
+        linear.weight = nn.Parameter(torch.zeros(0))
+        linear.__dict__["_parameters"] = {"weight": weight}
+        return linear
+
+    monkeypatch.setattr(two_four, "to_semi_structured", made)
+    monkeypatch.setattr(two_four, "check_convertible", lambda *_: None)
+
+
+def assert_equals(sparse, dense, x):
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+# ---- the names ----
+
+
+def test_nothing_is_imported_before_a_further_path_is_named():
+    code = (
+        "import sys, twell_lab as tl; from twell_lab.layers.choice import Choice; Choice('twell'); tl.sparsify\n"
+        "assert not [name for name in sys.modules if 'sparsities' in name]\n"
+        "Choice('two_four'); assert 'twell_lab.sparsities.two_four' in sys.modules\n"
+        "assert 'twell_lab.sparsities.blocks' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_that_of_its_path_and_the_own_ones_stay_three():
+    assert PATHS.names() == ["dense", "twell", "hot_cold", *FURTHER]
+    for name in FURTHER:
+        path = PATHS[name]
+        assert path.name == name and path.exact == (name not in LOSSY) and path.learns in differentiable.PATHS
+        assert not path.splits and str(Choice(name)) == (f"{name} (lossy)" if name in LOSSY else name)
+        assert path is PATHS[name] and name in PATHS.used()
+    assert [*PATHS] == ["dense", "twell", "hot_cold"]
+    with pytest.raises(KeyError):
+        PATHS["three_four"]
+
+
+@pytest.mark.parametrize("wrong", ["three_four", 3, ["blocks"], None])
+def test_a_name_that_nobody_gave(wrong, dense, x):
+    with pytest.raises(InputError, match="'dense', 'twell', .*'blocks'"):
+        Choice(wrong)
+    with pytest.raises(InputError, match=r"paths has .*; accepted: 'dense', .*'twell_int8'"):
+        tl.plan(tl.profile(dense, [x]), dense, rates=RATES, paths=["twell", wrong])
+    with pytest.raises(InputError, match="depends on a layer's weights; accepted with the model"):
+        tl.plan(tl.profile(dense, [x]), rates=RATES, paths="blocks", device="cpu")
+
+
+# ---- exact ----
+
+
+@given(
+    gated=st.booleans(),
+    bias=st.booleans(),
+    activation=st.sampled_from(["relu", "relu2"]),
+    shape=st.sampled_from([(0,), (1,), (7,), (2, 3), (0, 2), ()]),
+    sizes=st.lists(st.sampled_from([16, 32, 64, None]), min_size=3, max_size=3),
+    odd=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_are_exact(gated, bias, activation, shape, sizes, odd, seed):
+    """Whatever its blocks are, or are not; a projection of which few are empty is dense."""
+    each = iter(sizes)
+    activation = "relu" if gated else activation
+    made = layer(
+        gated, bias, activation, lambda w: 1 if (size := next(each)) is None else block_mask(w, 0.7, size), seed
+    )
+    try:
+        sparse = SparseFFN(made, plan=Choice("blocks"))
+    except InputError as error:
+        assert "blocks" in str(error) and all(size is None for size in sizes[: 2 + gated])
+        return
+    x = torch.randn(*shape, D_MODEL, generator=torch.Generator().manual_seed(seed))
+    if odd is not None and x.numel():
+        x.view(-1, D_MODEL)[0, seed % D_MODEL] = odd
+        y = sparse(x).view(-1, D_MODEL)
+        assert y[0].isnan().all() and not made(x).view(-1, D_MODEL)[0].isfinite().any()
+        torch.testing.assert_close(y[1:], made(x).view(-1, D_MODEL)[1:], rtol=1e-4, atol=1e-5)
+    else:
+        assert_equals(sparse, made, x)
+
+
+def test_the_largest_blocks_that_are_nearly_as_empty_are_taken():
+    weight = torch.zeros(256, 256)
+    weight[:128, :128] = 1
+    assert blocks.Blocks().weigh(weight)[1:] == (128, 0.25)
+    weight[200, 200] = 1  # a whole block of 128 for one value
+    held, size, share = blocks.Blocks().weigh(weight)
+    assert size == 32 and share == 17 / 64 and held == 17 * (4096 + 8) + 8 * 9
+    weight[:, ::16] = 1
+    with pytest.raises(InputError, match="0.0% of the weight's blocks of .* are empty; at least 50% are accepted"):
+        blocks.Blocks().weigh(weight)
+    with pytest.raises(InputError, match=r"shape \[20, 32\]; multiples of 16"):
+        blocks.Blocks().weigh(torch.zeros(20, 32))
+    with pytest.raises(InputError, match="float16 on cpu"):
+        blocks.Blocks().weigh(torch.zeros(32, 32).half())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_two_four_takes_the_projections_that_are(gated, two_four_here, x):
+    made = layer(gated, True, mask=two_four_mask)
+    sparse = SparseFFN(made, plan=Choice("two_four"))
+    assert_equals(sparse, made, x)
+    (form,) = sparse.forms.values()
+    assert all(each is not None for each in form.value[not gated :])
+    made.up_proj.weight.fill_(1.0)  # not 2:4 any more: that one is dense
+    assert_equals(sparse, made, x)
+    assert sparse.forms["two_four"].value[1] is None and sparse.forms["two_four"].value[2] is not None
+
+
+def test_two_four_is_refused_where_there_is_none(dense):
+    for dtype, error, said in (
+        (torch.float32, InputError, "holds torch.float32"),
+        (torch.bfloat16, DeviceError, "on a CPU"),
+    ):
+        model = nn.Sequential(layer(mask=two_four_mask).to(dtype))
+        with pytest.raises(error, match=f"path 'two_four', layer '0': .*{said}"):
+            tl.sparsify(model, "two_four")
+        assert isinstance(model[0], GatedFeedForward)
+        with pytest.raises(error, match=said):
+            SparseFFN(model[0], plan=Choice("two_four"))
+
+
+def test_two_four_costs_half_the_operations_and_no_more_memory(two_four_here):
+    made = layer(mask=two_four_mask)
+    path = PATHS["two_four"].fitted(Weights.of(made.gate_proj, made.up_proj, made.down_proj))
+    assert path.form_bytes(Weights.of(made.gate_proj, made.up_proj, made.down_proj)) == 3 * D_MODEL * D_FF * 9 / 8
+    assert PATHS["two_four"].counted == ()  # the one that all layers share
+
+
+# ---- what a layer promises ----
+
+
+def test_what_is_held_is_no_state_and_goes_with_the_path(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    assert {*sparse.state_dict()} == {*dense.state_dict()}
+    assert {name for name, _ in sparse.named_buffers()} == {"handle"}  # compiled code's, without elements
+    parts = [dense.gate_proj, dense.up_proj, dense.down_proj]
+    made = [part.weight.detach().to_sparse_bsr((32, 32)) for part in parts]
+    assert sparse.extra_bytes == sum(each().nbytes for t in made for each in (t.values, t.col_indices, t.crow_indices))
+    assert PATHS["blocks"].form_bytes(Weights.of(*parts)) == sparse.extra_bytes
+    sparse.follow(Choice("dense"))
+    assert sparse.extra_bytes == 0 and not sparse.forms
+    assert_equals(sparse, dense, x)
+
+
+def test_a_weight_that_is_there_twice_is_held_once(x):
+    squared = layer(False, activation="relu2", mask=empty_blocks)
+    plain = layer(False, mask=empty_blocks)
+    held = [SparseFFN(made, plan=Choice("blocks")).extra_bytes for made in (squared, plain)]
+    assert held[0] == held[1] > 0
+
+
+def replaced(dense):
+    old = dense.up_proj.weight
+    dense.up_proj.weight = nn.Parameter(torch.randn_like(old) * (old != 0), requires_grad=False)
+
+
+def new_data(dense):
+    dense.down_proj.weight.data = torch.randn_like(dense.down_proj.weight) * (dense.down_proj.weight != 0)
+
+
+def other_blocks(dense):
+    dense.gate_proj.weight.copy_(dense.gate_proj.weight.flip(0))
+
+
+def none_empty(dense):
+    for part in (dense.gate_proj, dense.up_proj, dense.down_proj):
+        part.weight.normal_()
+
+
+def loaded(dense):
+    dense.load_state_dict({name: 2 * t for name, t in dense.state_dict().items()})
+
+
+def stepped(dense):
+    dense.requires_grad_(True)
+    dense(torch.randn(3, D_MODEL)).sum().backward()
+    torch.optim.SGD(dense.parameters(), lr=0.1).step()
+    dense.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replaced, new_data, other_blocks, none_empty, loaded, stepped],
+    ids=lambda change: change.__name__,
+)
+def test_changed_weights_are_followed(change, dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    assert_equals(sparse, dense, x)
+    before = sparse(x)
+    change(dense)
+    assert_equals(sparse, dense, x)
+    assert not torch.equal(sparse(x), before)
+    if change is none_empty:
+        assert sparse.forms["blocks"].value is None and sparse.extra_bytes == 0  # dense, until they have some again
+        for part in (dense.gate_proj, dense.up_proj, dense.down_proj):
+            part.weight.mul_(empty_blocks(part.weight))
+        assert_equals(sparse, dense, x)
+        assert sparse.forms["blocks"].value is not None
+
+
+def test_a_change_that_torch_does_not_count_is_followed_after_refresh(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    sparse(x)
+    dense.up_proj.weight.data.mul_(3)
+    sparse.refresh()
+    assert_equals(sparse, dense, x)
+
+
+def test_what_changes_unseen_is_dense(dense, x):
+    dense.up_proj.weight.data.share_memory_()
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    assert_equals(sparse, dense, x)
+    dense.up_proj.weight.data.mul_(2)
+    assert_equals(sparse, dense, x)
+    assert not sparse.forms
+
+
+def test_copies_and_casts_make_their_own(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    twin = copy.deepcopy(sparse)
+    assert not twin.forms
+    dense.up_proj.weight.mul_(2)
+    assert not torch.equal(twin(x), sparse(x)) and twin.forms["blocks"] is not sparse.forms["blocks"]
+    kept = io.BytesIO()
+    torch.save(twin, kept)
+    kept.seek(0)
+    assert torch.equal(torch.load(kept, weights_only=False)(x), twin(x))
+    sparse.to(torch.bfloat16)  # torch has no such product of bfloat16 on a CPU
+    assert torch.equal(sparse(x.bfloat16()), dense(x.bfloat16()))
+    assert_equals(sparse.float(), dense, x)
+
+
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8"])
+def test_gradients_are_those_of_the_dense_layer(name, x):
+    made = layer(bias=True, mask=empty_blocks).requires_grad_(True)
+    sparse = SparseFFN(copy.deepcopy(made), plan=Choice(name)).train()
+    for each in (made, sparse):
+        each(x).square().sum().backward()
+    for ours, theirs in zip(sparse.parameters(), made.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    sparse.eval()
+    with torch.no_grad():
+        assert output_error(sparse(x), made(x)) < 0.1
+
+
+def test_other_weights_for_one_call_are_dense(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    other = {name: torch.randn_like(t) for name, t in dense.named_parameters()}
+    expected = torch.func.functional_call(dense, other, (x,))
+    torch.testing.assert_close(torch.func.functional_call(sparse, other, (x,)), expected, rtol=1e-4, atol=1e-5)
+    assert_equals(sparse, dense, x)
+
+
+def test_a_layer_goes_when_nobody_has_it(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    path, weights = PATHS["blocks"], Weights.of(dense.gate_proj, dense.up_proj, dense.down_proj)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)  # where a call is remembered
+        known = path.again(sparse, x, weights, 0, None)
+    assert torch.equal(known.run(x, [*weights]), sparse(x))
+    sparse._again = known
+    gone = weakref.ref(sparse)
+    gc.collect()
+    gc.disable()
+    try:
+        del sparse, known
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_under_autocast_it_is_dense(dense, x):
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse(x), dense(x))
+
+
+def test_one_operator_in_compiled_code(dense, x):
+    torch._dynamo.reset()
+    sparse = SparseFFN(dense, plan=Choice("blocks"))
+    with torch.no_grad():
+        run = torch.compile(sparse, backend="eager", fullgraph=True)
+        assert torch.equal(run(x), sparse(x))
+        dense.up_proj.weight.mul_(2)
+        assert torch.equal(run(x), sparse(x))
+    torch._dynamo.reset()
+
+
+def test_threads_that_make_it_anew_together(dense, x):
+    sparse, found, errors = SparseFFN(dense, plan=Choice("blocks")), [], []
+    replaced(dense)
+    expected = dense(x)
+
+    def work():
+        try:
+            found.extend(sparse(x) for _ in range(5))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors and len(found) == 20
+    for y in found:
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8"])
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 63), torch.zeros(2, 64).half(), "x"], ids=["width", "dtype", "word"])
+def test_an_input_that_does_not_fit(name, wrong, dense):
+    with pytest.raises(InputError, match="accepted"):
+        SparseFFN(dense, plan=Choice(name))(wrong)
+
+
+# ---- lossy ----
+
+
+@pytest.mark.parametrize("name, most", [("int8", 0.05), ("twell_int8", 0.02)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lossy_paths_are_close_and_say_so(name, most, gated, dtype, x):
+    made = layer(gated, True).to(dtype)
+    model = tl.sparsify(nn.Sequential(copy.deepcopy(made)), name)
+    off = output_error(model(x.to(dtype)), made.double()(x.to(dtype).double()))
+    assert 0 < off < most
+    assert f"{name} (lossy)" in repr(model) and f"{name} (lossy)" in str(tl.report(model))
+    assert model[0].extra_bytes < 0.7 * sum(p.nbytes for p in made.float().to(dtype).parameters())
+    bad = x.to(dtype).clone()
+    bad[2, 3] = math.inf
+    y = model(bad)
+    assert y[2].isnan().all() and torch.equal(y[:2], model(x.to(dtype))[:2])
+
+
+def test_rows_of_few_bits_with_another_activation(x):
+    made = layer(True, True)
+    made.act_fn = ThresholdedActivation(nn.SiLU(), 0.1)
+    sparse = tl.sparsify(nn.Sequential(copy.deepcopy(made)), "twell_int8")
+    assert 0 < output_error(sparse(x), made(x)) < 0.02
+    with torch.no_grad():
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(sparse, backend="eager")(x), made(x))  # dense, see layers.paths.converted
+        torch._dynamo.reset()
+
+
+def test_fp8_needs_a_gpu(dense):
+    with pytest.raises(DeviceError, match="path 'fp8', layer '0': .* GPUs of 8.9 and newer"):
+        tl.sparsify(nn.Sequential(dense), "fp8")
+
+
+# ---- plans ----
+
+
+def test_a_plan_weighs_what_was_named_and_says_what_it_costs(dense, x, tmp_path):
+    model = nn.Sequential(layer(mask=empty_blocks), layer(seed=1))
+    profile = tl.profile(model, [torch.randn(90, D_MODEL)])
+    weighed = lambda plan: [{row["path"] for row in each.table()} for each in plan.layers]  # noqa: E731
+    how = dict(rates=RATES, tokens=(16,), progress=False)
+    assert weighed(tl.plan(profile, model, measure=False, **how)) == 2 * [{"dense", "twell"}]
+    assert weighed(tl.plan(profile, model, measure=False, paths=[], **how)) == 2 * [{"dense"}]
+    plan = tl.plan(profile, model, measure=False, paths=["blocks", "int8"], **how)
+    assert weighed(plan) == [{"dense", "blocks", "int8"}, {"dense", "int8"}]
+    (predicted,) = [row for row in plan.layers[0].table() if row["path"] == "blocks"]
+    assert predicted["predicted_us"] < plan.layers[0].candidates[0].predicted_us
+    assert all("lossy" in row["why"] for each in plan.layers for row in each.table() if row["path"] == "int8")
+    timed = tl.plan(profile, model, batches=[torch.randn(64, D_MODEL)], paths=["int8"], **how)
+    rows = [row for each in timed.layers for row in each.table() if row["path"] == "int8" and row["measured_us"]]
+    assert all("lossy: its output is " in row["why"] and "% off" in row["why"] for row in rows)
+    assert tl.Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+def chosen(model, *choices):
+    """A plan that gives each layer of a sequence one path."""
+    profile = tl.profile(model, [torch.randn(9, D_MODEL)])
+    plan = tl.plan(profile, model, measure=False, rates=RATES, tokens=(16,), progress=False)
+    layers = [LayerPlan.forced(each, Choice(path)) for each, path in zip(plan.layers, choices)]
+    return tl.Plan(layers, "CPU", "float32", plan.rates)
+
+
+def test_a_layer_follows_its_plan_and_the_room_is_weighed(x):
+    model = nn.Sequential(layer(mask=empty_blocks), layer(seed=1))
+    expected, plan = model(x), chosen(model, "blocks", "twell_int8")
+    sparse = tl.sparsify(copy.deepcopy(model), plan)
+    assert "path=blocks" in repr(sparse) and "path=twell_int8 (lossy)" in repr(sparse)
+    assert 0 < output_error(sparse(x), expected) < 0.02
+    bare = tl.sparsify(copy.deepcopy(model), plan, memory=0)
+    assert tl.report(bare).extra_bytes == 0 and "copies" in str(tl.report(bare))
+    torch.testing.assert_close(bare(x), expected)
+    with pytest.raises(InputError, match="needs .* bytes of copies, and memory=0"):
+        tl.sparsify(copy.deepcopy(model), "int8", memory=0)
+    assert tl.densify(sparse)[0].__class__ is GatedFeedForward
+    torch.testing.assert_close(sparse(x), expected)
+
+
+def test_a_plan_for_weights_that_a_layer_no_longer_has(x):
+    model = nn.Sequential(layer(mask=empty_blocks), layer(mask=empty_blocks))
+    plan = chosen(model, "blocks", "blocks")
+    none_empty(model[1])
+    with pytest.raises(InputError, match="path 'blocks', layer '1': .* are empty"):
+        tl.sparsify(model, plan)
+    assert not any(isinstance(each, SparseFFN) for each in model)
+    none_empty(model[0])
+    with pytest.raises(InputError, match="path 'blocks', layer '0'"):
+        tl.plan(tl.profile(model, [x]), model, rates=RATES, paths=["blocks"], progress=False)
+
+
+def test_classes_of_tokens_with_paths_of_both_kinds(dense, x):
+    two = tuple(Candidate(most, path, 0, 1.0, None, True, "") for most, path in ((2, "twell_int8"), (8, "blocks")))
+    sparse = SparseFFN(dense, plan=LayerPlan("", D_MODEL, D_FF, True, 9, (1,) * D_FF, two))
+    assert {*sparse.forms} == {"twell_int8", "blocks"} and not torch.equal(sparse(x[:2]), dense(x[:2]))
+    assert_equals(sparse, dense, x)
+    assert [each["path"] for each in sparse.status()["classes"]] == ["twell_int8", "blocks"]
