@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.bench import comparison
-from twell_lab.bench.comparison import PIECES, SCATTERED, TWO_FOUR, Method, Shape, crossings, patterned
+from twell_lab.bench.comparison import PIECES, SCATTERED, TWO_FOUR, Batch, Method, Shape, crossings, patterned
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.records import Record
 
@@ -53,7 +53,7 @@ def test_rows_of_every_method_that_runs_here():
     timed = [row for row in made if not row["path"].startswith("part: ")]
     assert timed[0]["path"] == "dense eager" and timed[0]["left_out"] == {}
     assert {row["path"] for row in timed[1:]} == {
-        each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.9)
+        each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.9, "cpu")
     }
     assert {f"part: {row['path']}, conversion" for row in timed[1:]} == {r["path"] for r in made} - {
         r["path"] for r in timed
@@ -117,6 +117,43 @@ def test_where_a_method_begins_to_win():
 
 
 def test_sections_hold_every_pattern_and_sparsity():
-    (steps,) = comparison.sections(SMALL).values()
-    asked = [step.args[:2] for step in steps]
+    sections = comparison.sections(SMALL)
+    assert [*sections] == ["products", "padding", "experts"]
+    asked = [step.args[:2] for step in sections["products"]]
     assert len(set(asked)) == len(asked) == 1 + len(PIECES) * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)
+
+
+FEW = Batch(4, 16, 32, 64, (4,), 48, 2, torch.float32, "cpu", 0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
+def test_padding_removed_beside_all_tokens(share):
+    dense, removed = comparison.padding_rows(share, FEW)
+    Record.new("comparison", "a test", [dense, removed])
+    assert (dense["path"], removed["path"]) == ("dense eager", "padding removed")
+    assert removed["tokens"] == 64 and removed["real"] == pytest.approx(64 * share, abs=4)
+    assert removed["x_dense"] == removed["dense_ms"] / removed["ms"] and removed["wall_ms"] > 0
+
+
+def test_ways_of_experts_beside_the_loop():
+    made = comparison.experts_rows(4, FEW)
+    Record.new("comparison", "a test", made)
+    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded"]
+    assert all(row["kind"] == "experts" and row["experts"] == 4 and row["d_ff"] == 48 for row in made)
+
+
+def test_kernels_have_rows_of_their_own_on_a_gpu_alone():
+    here = {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.99, "cpu")}
+    there = {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.99, "cuda")}
+    assert here < there and {"csr_v1", "csr_v5", "coo_v4", "ell_v5", "blocks_v2", "TwELL"} <= there - here
+    assert "csr_v1" not in {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.9, "cuda")}
+
+
+def test_kernels_of_this_package_give_the_product_in_the_simulator(monkeypatch):
+    """A method that only a GPU has runs here on a matrix of a few values, so that its call is known to fit."""
+    a = patterned("blocks 32 x 32", 64, 64, 0.5, dtype=torch.bfloat16, device="cpu")
+    b = torch.randn(64, 16).bfloat16()
+    for method in comparison.METHODS:
+        if method.name in ("csr_v5", "ell_v4", "coo_v4", "TwELL"):
+            made = method.multiply(method.convert(a), b)
+            assert comparison.off(made, a, b, a @ b) <= 1, method.name

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DeviceError, InputError
-from ..formats import ELL, TwELL
-from ..ops import accuracy, measure, packed_down
-from ..sparsities import blocks, two_four
+from ..formats import COO, CSR, ELL, TwELL
+from ..ops import accuracy, block_linear, measure, packed_down, spmm
+from ..sparsities import blocks, microtiles, two_four
+from ..sparsities.experts import WAYS, ExpertsLayer
+from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
 from . import rows
 from .density import ell_matmul
 from .rows import DENSE
@@ -40,19 +42,21 @@ Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
 class Method:
     """A way to compute A B.
 
-    name: the path of its rows. convert: from A [m, k], 16-bit values on a GPU, to what the method multiplies.
-    multiply: of that and B. patterns: those it is measured on. sparsities: from which on; a naive kernel would take
-    minutes at the lower ones."""
+    name: the path of its rows. convert: from A [m, k] to what the method multiplies. multiply: of that and B.
+    patterns: those it is measured on. least: from which sparsity on; a naive kernel would take minutes below. gpu:
+    whether only a GPU has it. turned: whether it takes B^T [n, k] and gives C^T [n, m], as a linear layer has them."""
 
     name: str
     convert: Callable[[Tensor], object]
     multiply: Callable[[object, Tensor], Tensor]
     patterns: tuple[str, ...] = (SCATTERED,)
     least: float = 0.0
+    gpu: bool = False
+    turned: bool = False
 
-    def measured(self, pattern: str, sparsity: float) -> bool:
-        """Whether the record has it for this pattern and sparsity."""
-        return pattern in self.patterns and sparsity >= self.least
+    def measured(self, pattern: str, sparsity: float, device: str) -> bool:
+        """Whether the record has it for this pattern and sparsity, on a "cuda" or a "cpu"."""
+        return pattern in self.patterns and sparsity >= self.least and (device == "cuda" or not self.gpu)
 
 
 def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
@@ -71,13 +75,49 @@ def _down(packed: TwELL, b: Tensor) -> Tensor:
     return packed_down(packed, b.t(), down_t=b)
 
 
+def _versions() -> list[Method]:
+    """The versions of this package's kernels for COO, CSR and ELL, by the kernels' names; the naive ones where little
+    is left, and all but the newest on one pattern."""
+    made = []
+    for form in (COO, CSR, ELL):
+        versions = spmm.COO_VERSIONS if form is COO else spmm.VERSIONS
+        for version in versions:
+            made.append(
+                Method(
+                    f"{form.__name__.lower()}_v{version}",
+                    lambda a, form=form: spmm.SparseOperand(form.from_dense(a)),
+                    lambda held, b, version=version: held(b, version),
+                    _ANY if version == versions[-1] else (SCATTERED,),
+                    0.0 if version == versions[-1] else 0.99 if version == 1 else 0.9,
+                    gpu=True,
+                )
+            )
+    return made
+
+
+def _blocks(version: int) -> Method:
+    return Method(
+        f"blocks_v{version}",
+        lambda a: block_linear.BlockOperand(blocks.to_bsr(a, 32)),
+        lambda held, x: held(x, None, version),
+        (SCATTERED, BLOCKS),
+        0.9 if version == 1 else 0.0,
+        gpu=True,
+        turned=True,
+    )
+
+
+_ANY = tuple(PIECES)
 METHODS: tuple[Method, ...] = (
-    Method("CSR (torch)", Tensor.to_sparse_csr, torch.matmul, (SCATTERED, BLOCKS, TALL, WIDE)),
+    Method("CSR (torch)", Tensor.to_sparse_csr, torch.matmul, _ANY),
+    *_versions(),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
+    *map(_blocks, block_linear.VERSIONS),
     Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
-    Method("TwELL", TwELL.from_dense, _down, (SCATTERED, BLOCKS, TALL, WIDE)),
+    Method("micro-tiles 32 x 1", find_microtiles, microtiles.product, (SCATTERED, TALL)),
+    Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
 )
 
 
@@ -153,18 +193,20 @@ def product_rows(
         torch.randn(shape.k, shape.n, generator=generator, device=device).to(shape.dtype)
         for _ in range(measure.ROTATED)
     ]
+    turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
     calls: rows.Calls = {DENSE: rows.over(functools.partial(torch.matmul, a), bs)}
     conversions: rows.Calls = {}
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
     for method in METHODS if methods is None else methods:
-        if not method.measured(pattern, sparsity):
+        if not method.measured(pattern, sparsity, device.type):
             continue
+        given = turned if method.turned else bs
         try:
-            held = method.convert(a)
-            call = functools.partial(method.multiply, held)
-            ratio = off(call(bs[0]), a, bs[0], dense)
+            call = functools.partial(method.multiply, method.convert(a))
+            made = call(given[0])
+            ratio = off(made.t() if method.turned else made, a, bs[0], dense)
         except torch.OutOfMemoryError:
             raise
         except (InputError, DeviceError, RuntimeError, NotImplementedError) as error:
@@ -173,7 +215,7 @@ def product_rows(
         if not ratio <= WRONG:
             left_out[method.name] = f"wrong: a row is off by {ratio:.3g} times what this project's kernels may be"
             continue
-        calls[method.name] = rows.over(call, bs)
+        calls[method.name] = rows.over(call, given)
         facts[method.name] = {"error_over_allowed": round(ratio, 4)}
         conversions[f"part: {method.name}, conversion"] = functools.partial(_again, method, a)
     if device.type == "cuda":
@@ -201,14 +243,104 @@ def _again(method: Method, a: Tensor, turn: int) -> object:
     return method.convert(a)
 
 
-def sections(shape: Shape = Shape()) -> rows.Sections:
+# ---- rows that hold nothing: padding, and experts ----
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sizes of padded batches and of a mixture of experts: sequences of so many tokens, of d_model values; layers of
+    d_ff; experts, of which each token takes top_k."""
+
+    sequences: int = 64
+    length: int = 256
+    d_model: int = 2048
+    d_ff: int = 5632
+    experts: tuple[int, ...] = (8, 64)
+    expert_d_ff: int = 1408
+    top_k: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    seconds: float = 1.0
+
+    def shared(self, kind: str, tokens: int, d_ff: int, workload: str) -> dict:
+        """What rows say of it."""
+        sizes = {"tokens": tokens, "d_model": self.d_model, "d_ff": d_ff}
+        device, dtype = measure.device_name(torch.device(self.device)), str(self.dtype).removeprefix("torch.")
+        return {"kind": kind, "device": device, "dtype": dtype, **sizes, "workload": workload}
+
+    def timed(self, calls: rows.Calls) -> tuple[dict[str, list[float]], rows.Bursts]:
+        """Samples and bursts, as rows.clock_gpu gives them."""
+        if torch.device(self.device).type == "cpu":
+            return clock_cpu(calls, self.seconds)
+        return rows.clock_gpu(calls, self.sequences * self.length)
+
+
+@torch.no_grad()
+def padding_rows(share: float, batch: Batch = Batch()) -> list[dict]:
+    """A gated layer on sequences of which this share of the tokens is real, on all tokens and on the real ones alone,
+    rows of kind "padding". What removes the padding and puts it back is a part of the latter, but for finding the
+    tokens, which a model does once. Raises measure.WrongResult where a real token's result differs."""
+    layer, inputs = measure.workload(
+        batch.sequences * batch.length, batch.d_model, batch.d_ff, 29, "lognormal", batch.dtype, batch.device
+    )
+    xs = [x.view(batch.sequences, batch.length, batch.d_model) for x in inputs]
+    lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), batch.sequences)
+    real = torch.arange(batch.length, device=batch.device) < (lengths[:, None] * batch.length).round().to(batch.device)
+    found = remove_padding(xs[0], real)[1]
+
+    def removed(x: Tensor) -> Tensor:
+        rows_of_x = x.view(-1, batch.d_model).index_select(0, found.places)
+        return add_padding(layer(rows_of_x), found)
+
+    ours, dense = removed(xs[0])[real], layer(xs[0])[real]
+    if len(ours) and float((ours.float() - dense.float()).norm()) > 0.02 * float(dense.float().norm()):
+        raise measure.WrongResult("the layer gives other results without padding: nothing was timed")
+    calls = {DENSE: rows.over(layer, xs), "padding removed": rows.over(removed, xs)}
+    samples, bursts = batch.timed(calls)
+    shared = batch.shared("padding", real.numel(), batch.d_ff, f"{share:.0%} of the tokens real")
+    return rows.table(shared | {"real": int(real.sum())}, samples, None, bursts)
+
+
+@torch.no_grad()
+def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
+    """A mixture of so many experts, in every way that computes it, rows of kind "experts"; others are compared with the
+    loop over dense layers. Raises measure.WrongResult where ways differ by more than 2%."""
+    torch.manual_seed(0)
+    tokens = batch.sequences * batch.length
+    sizes = (batch.d_model, batch.expert_d_ff, experts, batch.top_k)
+    layer = ExpertsLayer(*sizes, device=batch.device, dtype=batch.dtype)
+    xs = [torch.randn(tokens, batch.d_model, device=batch.device).to(batch.dtype) for _ in range(measure.ROTATED)]
+    routed = [(x, *layer.route(x)) for x in xs]
+
+    def through(way: str) -> Callable[[tuple], Tensor]:
+        def call(given: tuple) -> Tensor:
+            layer.experts.way = way
+            return layer.experts(*given)
+
+        return call
+
+    right = through("loop")(routed[0]).float()
+    calls: rows.Calls = {DENSE: rows.over(through("loop"), routed)}
+    for way in WAYS:
+        if way != "loop":
+            if float((through(way)(routed[0]).float() - right).norm()) > 0.02 * float(right.norm()):
+                raise measure.WrongResult(f"experts by {way!r} differ from the loop: nothing was timed")
+            calls[way] = rows.over(through(way), routed)
+    samples, bursts = batch.timed(calls)
+    shared = batch.shared("experts", tokens, batch.expert_d_ff, f"{experts} experts, {batch.top_k} a token")
+    return rows.table(shared | {"experts": experts}, samples, None, bursts)
+
+
+def sections(shape: Shape = Shape(), batch: Batch = Batch()) -> rows.Sections:
     """The steps of the record, as in bench.inference: one for each pattern and sparsity, the highest sparsities first,
-    which take least."""
+    which take least; then padding and experts."""
     cases = [(pattern, each) for each in sorted(SPARSITIES, reverse=True) for pattern in PIECES]
     return {
         "products": [
             functools.partial(product_rows, pattern, sparsity, shape) for pattern, sparsity in [(TWO_FOUR, 0.5), *cases]
-        ]
+        ],
+        "padding": [functools.partial(padding_rows, share, batch) for share in (0.25, 0.5, 0.75, 1.0)],
+        "experts": [functools.partial(experts_rows, experts, batch) for experts in batch.experts],
     }
 
 

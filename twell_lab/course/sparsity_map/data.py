@@ -51,21 +51,21 @@ def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PI
     """Rows of comparison.product_rows for these patterns on this machine: 4096 x 4096 x 4096 on a GPU, a smaller
     product on a CPU. Each says `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
-    # A CPU has no kernel for a product of packed values: what there is unpacks them.
-    chosen = [each for each in comparison.METHODS if device == "cuda" or each.name != "TwELL"]
-    table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape, chosen)]
+    table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
     where = f"yours, now, on {measure.device_name(torch.device(device))}"
     return [row | {"where": where} for row in table]
 
 
 def recorded() -> list[dict]:
-    """The rows of the newest record of the comparison, each with `where`; none where this checkout has none."""
+    """Products of the newest record of the comparison, each with `where`; none where this checkout has none."""
     found = [record for record in records.load_all() if record.name == "comparison"]
     if not found:
         return []
     old = records.stale(found[-1])
     return [
-        row | {"where": f"recorded on {device_and_day(row['device'], found[-1].date, old)}"} for row in found[-1].rows
+        row | {"where": f"recorded on {device_and_day(row['device'], found[-1].date, old)}"}
+        for row in found[-1].rows
+        if row["kind"] == comparison.KIND
     ]
 
 
