@@ -18,6 +18,7 @@ COMPARED = {
     "04-first-kernels.ipynb": 14,
     "05-hopper-kernels.ipynb": 11,
     "06-train-with-the-kernels.ipynb": 18,
+    "cuda-puzzles.ipynb": 3,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,
 }

@@ -19,6 +19,8 @@ from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
 from .hopper.calls import timeline
+from .puzzles.cases import PUZZLES
+from .puzzles.data import judge
 from .roofline.data import pool_table, waves
 from .speedups.data import amdahl, crossing, layer_needed, share_from
 from .training.data import firing_share
@@ -319,6 +321,18 @@ def _crossing(answer) -> str:
     return "on the straight line between the two points around it, and None where there are no such two."
 
 
+def _puzzle(name: str) -> Callable:
+    """The check of a CUDA puzzle: of the reader's kernel file."""
+
+    def judged(file) -> str:
+        verdict = judge(name, file)
+        if not verdict.right:
+            raise NotYet(verdict.said)
+        return verdict.said
+
+    return judged
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -340,3 +354,4 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "share_from": _share_from,
     "crossing": _crossing,
 }
+CHECKS |= {name: _puzzle(name) for name in PUZZLES}
