@@ -25,7 +25,7 @@ def test_the_hierarchy_says_which_number_its_lane_has():
 def test_every_puzzle_has_a_picture_that_fits_a_page(name):
     figure = figures.asked(name)
     assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
-    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split('<br>'))
+    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))
 
 
 def test_every_line_has_its_label():

@@ -169,8 +169,8 @@ def _read_once(case: Case, seen: Seen) -> str | None:
     reads, values = sum(seen.reads("x").values()), case.block[0]
     if reads > values:
         return (
-            f"a block reads x {reads} times, and its row has {values} values: let each thread read its own, and get its "
-            "neighbours' from shared memory."
+            f"a block reads x {reads} times, and its row has {values} values: let each thread read its own, and get "
+            "its neighbours' from shared memory."
         )
     return _one_place_each("out")(case, seen)
 

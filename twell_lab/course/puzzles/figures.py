@@ -21,7 +21,9 @@ from .pictures import GHOST, Panel
 
 CELL, BAR, GAP = 24, 16, 34  # heights in pixels: of a line of cells, of a barrier, between panels
 CELLS = 192  # of one array, at most, in the picture of the reader's kernel
+FEWER_CELLS = {"gemm_tile": 64}
 WHITE = "#FFFFFF"
+BARE = {"template": "none", "plot_bgcolor": WHITE}  # no axis is shown: the template would be half of what is stored
 NOTE = "number: the thread; framed: written"
 NOTES = {
     "ballot_count": "colour: the lane; grey: zero or less",
@@ -60,7 +62,7 @@ def hierarchy() -> go.Figure:
         for edge, end in ((chosen[upper] * width + 8, 8), ((chosen[upper] + 1) * width - 8, across - 8)):
             line = {"color": plots.GREY, "width": 1, "dash": "dot"}
             figure.add_shape(type="line", x0=edge, y0=rows[upper][0], x1=end, y1=top, line=line)
-        _say(figure, 0, top + 18, text, anchor="left", behind=WHITE)
+        _say(figure, 270, top + 18, text, anchor="left")
     _say(
         figure,
         0,
@@ -80,7 +82,7 @@ def hierarchy() -> go.Figure:
     figure.update_xaxes(visible=False, range=[-10, across + 10])
     figure.update_yaxes(visible=False, range=[0, 385])
     figure = plots.styled(figure, "768 threads, and the number of one of them", height=430)
-    return figure.update_layout(margin={"l": 10, "r": 10, "t": 50, "b": 5}, plot_bgcolor=WHITE)
+    return figure.update_layout(BARE, margin={"l": 10, "r": 10, "t": 50, "b": 5})
 
 
 def asked(name: str) -> go.Figure:
@@ -113,7 +115,10 @@ def yours(name: str, file: str | Path) -> go.Figure | None:
     if trace is None or isinstance(trace, Fault) or not any(map(trace.touching, trace.arrays)):
         return None
     case = PUZZLES[name].cases()[0]
-    figure = who_touches_what(trace, cells=CELLS)
+    figure = who_touches_what(trace, cells=FEWER_CELLS.get(name, CELLS))
+    for cells in figure.data:
+        if cells.text is not None:
+            cells.text = [[_narrow(text) for text in line] for line in cells.text]
     block = f", block {case.look} of {case.grid[0] * (case.grid + (1,))[1]}"
     return _titled(
         figure,
@@ -125,9 +130,17 @@ def yours(name: str, file: str | Path) -> go.Figure | None:
 # ---- parts ----
 
 
+def _narrow(text: str) -> str:
+    """ "30–32" does not fit a cell: "×3"."""
+    first, dash, last = text.partition("–")
+    return f"×{int(last) - int(first) + 1}" if dash and len(text) > 3 else text
+
+
 def _titled(figure: go.Figure, title: str) -> go.Figure:
     height = figure.layout.height
+    figure.update_yaxes(ticks="")
     return figure.update_layout(
+        BARE,
         margin={"t": 84, "b": 12, "l": 84, "r": 12},
         title={"text": title, "y": 1 - 26 / height, "yref": "container", "yanchor": "top"},
     )
@@ -200,13 +213,10 @@ def _matrices(title: str) -> go.Figure:
                 strip = {"a": line == own[0], "b": column == own[1], "c": (line, column) == own}[name]
                 now = strip and {"a": column == step, "b": line == step, "c": True}[name]
                 colour = (plots.ORANGE if name == "c" else plots.BLUE) if now else "#CFE4F3" if strip else UNTOUCHED
-                box = [
-                    side * v
-                    for v in (x + column + 0.04, y + high - 1 - line + 0.04, x + column + 0.96, y + high - line - 0.04)
-                ]
-                _box(figure, *box, colour, now)
+                x0, y0 = side * (x + column + 0.04), side * (y + high - line - 0.96)
+                _box(figure, x0, y0, x0 + 0.92 * side, y0 + 0.92 * side, colour, now)
                 if now:
-                    text = {"a": "tile_a", "b": "tile_b", "c": "16 x 16<br>threads"}[name]
+                    text = {"a": "tile_a", "b": "tile_b", "c": "tile of c"}[name]
                     centre = side * (x + column + 0.5), side * (y + high - 0.5 - line)
                     _say(figure, *centre, text, WHITE if name != "c" else plots.INK, bold=True)
     for (x, y, _, high), text in zip(
@@ -228,7 +238,7 @@ def _matrices(title: str) -> go.Figure:
     figure.update_xaxes(visible=False, range=[-4, side * 8.2], constrain="domain")
     figure.update_yaxes(visible=False, range=[-4, side * 7.6], scaleanchor="x")
     figure = plots.styled(figure, f"Asked: {title}", height=500)
-    return figure.update_layout(margin={"l": 10, "r": 10, "t": 50, "b": 5}, plot_bgcolor=WHITE)
+    return figure.update_layout(BARE, margin={"l": 10, "r": 10, "t": 50, "b": 5})
 
 
 def _box(figure: go.Figure, x0: float, y0: float, x1: float, y1: float, colour: str, framed: bool) -> None:
@@ -245,7 +255,6 @@ def _say(
     bold: bool = False,
     anchor: str = "center",
     top: bool = False,
-    behind: str | None = None,
 ) -> None:
     figure.add_annotation(
         x=x,
@@ -256,5 +265,4 @@ def _say(
         yanchor="top" if top else "middle",
         align="left" if anchor == "left" else "center",
         font={"size": 12, "color": colour},
-        bgcolor=behind,
     )

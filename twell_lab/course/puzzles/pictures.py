@@ -159,7 +159,9 @@ def _neuron_counts() -> tuple[str, list[Panel]]:
     who = {neuron: [thread for thread, each in enumerate(FIRED) if each == neuron] for neuron in range(8)}
     counts = [
         Cell(
-            ", ".join(map(str, threads)), threads[0] if len(threads) == 1 else GHOST if threads else None, bool(threads)
+            ", ".join(map(str, threads)),
+            2 * threads[0] if len(threads) == 1 else GHOST if threads else None,
+            bool(threads),
         )
         for threads in who.values()
     ]
