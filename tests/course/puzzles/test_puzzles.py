@@ -289,6 +289,77 @@ WRONG = {
     ),
 }
 
+# Right answers that are written another way.
+OTHERS = {
+    ("map", "numbered in the grid"): lambda: with_body("map", HEAD + "out[i] = x[i] + x[i];"),
+    ("guard", "early return"): lambda: with_body("guard", HEAD + "if (i >= n) return;\nout[i] = x[i] * 2;"),
+    ("grid_stride", "while"): lambda: with_body(
+        "grid_stride",
+        "int i = threadIdx.x + blockIdx.x * blockDim.x;\nwhile (i < n) { out[i] = 2 * x[i]; "
+        "i += gridDim.x * blockDim.x; }",
+    ),
+    ("neighbours", "with zeros around"): lambda: with_body(
+        "neighbours",
+        "__shared__ float tile[66];\nconst int t = threadIdx.x;\ntile[t + 1] = x[blockIdx.x * 64 + t];\n"
+        "if (t < 2) tile[65 * t] = 0;\n__syncthreads();\nout[blockIdx.x * 64 + t] = tile[t] + tile[t + 1] + tile[t + 2];",
+    ),
+    ("block_sum", "by shuffles"): lambda: with_body(
+        "block_sum",
+        "__shared__ float part[2];\nfloat sum = x[blockIdx.x * 64 + threadIdx.x];\n"
+        "for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);\n"
+        "if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;\n__syncthreads();\n"
+        "if (threadIdx.x == 0) out[blockIdx.x] = part[0] + part[1];",
+    ),
+    ("ballot_count", "after a return"): lambda: with_body(
+        "ballot_count",
+        "bool yes = false;\nif (threadIdx.x < width) yes = x[blockIdx.x * width + threadIdx.x] > 0;\n"
+        "const int n = __popc(__ballot_sync(0xffffffffu, yes));\nif (threadIdx.x == 31) counts[blockIdx.x] = n;",
+    ),
+    ("prefix_sum", "unrolled"): lambda: with_body(
+        "prefix_sum",
+        "const int lane = threadIdx.x;\nint s = x[blockIdx.x * 32 + lane], b;\n"
+        + "\n".join(f"b = __shfl_up_sync(0xffffffffu, s, {d}); s += lane < {d} ? 0 : b;" for d in (1, 2, 4, 8, 16))
+        + "\nout[blockIdx.x * 32 + lane] = s;",
+    ),
+    ("vector_loads", "made anew"): lambda: with_body(
+        "vector_loads",
+        HEAD + "if (i < n / 4) {\n    const float4 v = reinterpret_cast<const float4*>(x)[i];\n"
+        "    reinterpret_cast<float4*>(out)[i] = make_float4(2 * v.x, 2 * v.y, 2 * v.z, 2 * v.w);\n}",
+    ),
+    ("neuron_counts", "counted in the block first"): lambda: with_body(
+        "neuron_counts",
+        "__shared__ int mine[64];\nmine[threadIdx.x] = 0;\n__syncthreads();\n"
+        + HEAD
+        + "if (i < n) atomicAdd(&mine[fired[i]], 1);\n__syncthreads();\n"
+        "if (mine[threadIdx.x]) atomicAdd(&counts[threadIdx.x], mine[threadIdx.x]);",
+    ),
+    ("gather_rows", "by a copy of the index"): lambda: with_body(
+        "gather_rows",
+        "const int r = blockIdx.x, from = index[r];\n"
+        "for (int c = threadIdx.x; c < width; c += blockDim.x) out[r * width + c] = table[from * width + c];",
+    ),
+    ("pack_words", "two ballots"): lambda: with_body(
+        "pack_words",
+        "const int lane = threadIdx.x;\nconst unsigned short *in = gate + blockIdx.x * 64, low = in[lane], "
+        "high = in[lane + 32];\nunsigned* out = packed + blockIdx.x * 8;\n"
+        "const unsigned first = __ballot_sync(~0u, fires(low)), second = __ballot_sync(~0u, fires(high));\n"
+        "const unsigned below = (1u << lane) - 1;\n"
+        "const int a = 1 + __popc(first & below), b = 1 + __popc(first) + __popc(second & below);\n"
+        "if (fires(low) && a < 8) out[a] = low << 16 | lane;\nif (fires(high) && b < 8) out[b] = high << 16 | (lane + 32);\n"
+        "if (lane == 0) out[0] = __popc(first) + __popc(second);",
+    ),
+    ("gemm_tile", "padded"): lambda: changed(
+        "gemm_tile", ("tile_a[16][16], tile_b[16][16]", "tile_a[16][17], tile_b[16][17]")
+    ),
+}
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name, how", OTHERS)
+def test_other_ways_of_writing_it_pass(name, how, tmp_path):
+    verdict = judged(name, OTHERS[name, how](), tmp_path)
+    assert verdict.right, verdict.said
+
 
 def test_there_is_an_exercise_for_each_puzzle():
     assert list(in_the_notebook()) == list(puzzles.PUZZLES)

@@ -200,11 +200,11 @@ def _matrices(title: str) -> go.Figure:
     """a, b and c of the matrix product in tiles: the strips that a block walks, and the tile of c that it makes."""
     figure = go.Figure()
     rows, columns, depth = 2, 3, 4  # in tiles
-    side, left, top = SIDE, 0, 0
-    places = {
-        "a": (left, top - 0, depth, rows),
+    side = SIDE
+    places = {  # left, bottom, width, height
+        "a": (0, 0, depth, rows),
         "b": (depth + 1, rows + 1, columns, depth),
-        "c": (depth + 1, top, columns, rows),
+        "c": (depth + 1, 0, columns, rows),
     }
     step, own = 1, (0, 1)  # the strip's tile that is in shared memory now; row and column of the block's tile
     for name, (x, y, wide, high) in places.items():
