@@ -7,9 +7,10 @@ import torch
 
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
 from twell_lab import simulator
-from twell_lab.core.errors import InputError, StackError
+from twell_lab.core.errors import CompileError, InputError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.puzzles import data, gpu
+from twell_lab.cuda import cubins
 
 HEAD = "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 
@@ -511,13 +512,12 @@ def test_a_gpu_gets_the_inputs_as_they_were(on_my_gpu, tmp_path):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_cuda_takes_every_answer_and_all_that_is_handed_out(arch):
-    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     try:
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        pytest.skip(f"needs NVRTC: {error}")
+        cubins.compiler()
+    except StackError as missing:
+        pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():
         for text in texts:
-            program = nvrtc.createProgram(text, f"{name}.cu", [], [])
-            nvrtc.compileProgram(program, ["--std=c++17", f"--gpu-architecture={arch}"])
-            assert name.encode() in nvrtc.getCUBIN(program)
+            assert name.encode() in gpu.compiled(text, name, arch)
+    with pytest.raises(CompileError, match="identifier"):
+        gpu.compiled("int a = b;", "map", arch)
