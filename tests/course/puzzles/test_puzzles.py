@@ -49,7 +49,7 @@ WRONG = {
     ),
     ("guard", "none"): (
         lambda: changed("guard", ("if (i < n) ", "")),
-        "of block 1 read x[37], out of bounds: there are 37.",
+        "thread 5 of block 1 (number 37) read x[37], out of bounds: there are 37.",
     ),
     ("guard", "one too many"): (lambda: changed("guard", ("i < n", "i <= n")), "x[37], out of bounds: there are 37."),
     ("guard", "block forgotten"): (

@@ -159,7 +159,11 @@ def in_words(fault: Fault, case: Case) -> str:
 
 
 def _thread(thread: int | None, block: int | None, case: Case) -> str:
-    return f"thread {thread}" + (f" of block {block}" if max(case.grid) > 1 else "")
+    """A thread as "thread 5 of block 1 (number 37)", with its number where the grid is numbered through."""
+    if max(case.grid) == 1 or thread is None or block is None:
+        return f"thread {thread}"
+    number = f" (number {block * case.block[0] + thread})" if "n" in case.arguments else ""
+    return f"thread {thread} of block {block}{number}"
 
 
 def _uneven(seen: Seen) -> str | None:

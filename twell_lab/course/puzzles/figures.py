@@ -216,7 +216,7 @@ def _matrices(title: str) -> go.Figure:
                 x0, y0 = side * (x + column + 0.04), side * (y + high - line - 0.96)
                 _box(figure, x0, y0, x0 + 0.92 * side, y0 + 0.92 * side, colour, now)
                 if now:
-                    text = {"a": "tile_a", "b": "tile_b", "c": "tile of c"}[name]
+                    text = {"a": "tile_a", "b": "tile_b", "c": "c"}[name]
                     centre = side * (x + column + 0.5), side * (y + high - 0.5 - line)
                     _say(figure, *centre, text, WHITE if name != "c" else plots.INK, bold=True)
     for (x, y, _, high), text in zip(
@@ -231,7 +231,7 @@ def _matrices(title: str) -> go.Figure:
         side * 6.3,
         "Blue: in shared memory at this step,<br>16 x 16 values of each, read from global<br>"
         "memory once and used 16 times.<br>"
-        "Pale: the rest of the strips.<br>Between the steps: barriers.",
+        "Pale: the rest of the strips.<br>Between the steps: barriers.<br>Orange: what the block makes.",
         anchor="left",
         top=True,
     )
