@@ -100,6 +100,34 @@ WRONG = {
         ),
         "a block reads x 190 times, and its row has 64 values",
     ),
+    ("neighbours", "shortcut by one thread"): (
+        lambda: changed(
+            "neighbours",
+            ("tile[t] = x[i];", "if (t == 0) for (int k = 0; k < 64; ++k) tile[k] = x[i + k];"),
+        ),
+        "touch 64 sectors, and a row lies in 8",
+    ),
+    ("block_sum", "shortcut by four threads"): (
+        lambda: with_body(
+            "block_sum",
+            "__shared__ float part[4];\nfloat sum = 0;\nconst int t = threadIdx.x;\n"
+            "for (int k = 16 * t; t < 4 && k < 16 * t + 16; ++k) sum += x[blockIdx.x * 64 + k];\n"
+            "if (t < 4) part[t] = sum;\n__syncthreads();\n"
+            "if (t == 0) out[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
+        ),
+        "thread 0 reads 20 values while the others wait",
+    ),
+    ("gemm_tile", "shortcut by one thread"): (
+        lambda: changed(
+            "gemm_tile",
+            (
+                "tile_a[ty][tx] = a[row * depth + k + tx];",
+                "if (ty + tx == 0) for (int e = 0; e < 256; ++e) tile_a[e / 16][e % 16] = "
+                "a[(row + e / 16) * depth + k + e % 16];",
+            ),
+        ),
+        "let neighbouring threads read along a row",
+    ),
     ("block_sum", "no barrier"): (
         lambda: changed("block_sum", ("__syncthreads();", "")),
         "a barrier is missing: thread",
