@@ -71,10 +71,10 @@ def smaller(picture: str) -> str:
 
 def in_words(figure: dict) -> str:
     """A figure for those who cannot see its picture: title, axes and what is drawn, by name; 300 characters at most."""
-    layout = figure["layout"]
+    layout = figure.get("layout", {})
     titles = [layout.get("title", {}), *(layout.get("annotations") or [])[:6]]
     axes = [axis.get("title", {}) for name, axis in sorted(layout.items()) if name[:5] in ("xaxis", "yaxis")]
-    named = [{"text": trace["name"]} for trace in figure["data"] if trace.get("name")]
+    named = [{"text": trace["name"]} for trace in figure.get("data", []) if trace.get("name")]
     parts = [
         ", ".join(
             dict.fromkeys(text for each in some if (text := re.sub("<[^>]*>", " ", each.get("text") or "").strip()))

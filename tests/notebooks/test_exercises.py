@@ -60,6 +60,10 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
+# What is handed out right, and slow: the others are empty.
+SLOW = {"tile_counts": "the counts are right. But the loads touch 4,096 sectors"}
+
+
 @pytest.mark.parametrize("name", handed_out(kernels=True))
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path, capsys):
@@ -68,9 +72,7 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
     file.write_text(given)
     exercises.check(name, str(file))
     said = verdict(capsys)
-    assert said.startswith(
-        "Not yet: the counts are right. But the loads touch 4,096 sectors"
-    )  # handed out right, and slow
+    assert said.startswith("Not yet: ") and SLOW.get(name, "") in said
     file.write_text(answer)
     exercises.check(name, str(file))
     assert verdict(capsys).startswith(exercises.RIGHT)

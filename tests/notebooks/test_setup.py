@@ -91,6 +91,26 @@ def test_storing_stamps_the_first_cell_and_drops_widgets(store):
     assert text.text == "ab\n" and set(figure.data) == {FIGURE, PICTURE}
 
 
+def test_a_stored_figure_is_put_into_words(store):
+    figure = {
+        "layout": {
+            "title": {"text": "Bytes<br><sup>yours, now</sup>"},
+            "xaxis": {"title": {"text": "format"}},
+            "annotations": [{"text": "beside it"}],
+        },
+        "data": [{"name": "dense"}, {"name": "CSR"}, {"name": "dense"}, {}],
+    }
+    notebook = stored(
+        ("stream", {"name": "stdout", "text": "ab\n"}), ("display_data", {"data": {FIGURE: figure, PICTURE: ""}})
+    )
+    store.tidy(notebook)
+    words = notebook.cells[2].outputs[1].metadata[PICTURE]["alt"]
+    assert words == "Bytes yours, now; axes: format; drawn: dense, CSR"
+    assert store.in_words(figure | {"layout": {"annotations": [{"text": "first"}, {"text": "second"}]}}).startswith(
+        "first, second; drawn"
+    )
+
+
 @pytest.mark.parametrize(
     "notebook",
     [

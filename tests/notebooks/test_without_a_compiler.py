@@ -47,3 +47,12 @@ def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monke
         left_out == [cell for cell in code if printed(cell) == "Not run: this cell needs a C++ compiler.\n"]
         and len(left_out) == 1
     )
+
+
+def test_the_puzzles_are_drawn_and_each_check_says_what_to_install(tmp_path, monkeypatch):
+    code = run("cuda-puzzles.ipynb", tmp_path, monkeypatch)
+    checks = [cell for cell in code if "exercises.check(" in cell.source]
+    assert len(checks) == 12 and all("apt install g++" in printed(cell) for cell in checks)
+    for cell in code:
+        left_out = NEEDS in cell.source.splitlines()
+        assert (printed(cell) == "Not run: this cell needs a C++ compiler.\n") == left_out, cell.source[:80]

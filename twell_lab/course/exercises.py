@@ -19,6 +19,8 @@ from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
 from .hopper.calls import timeline
+from .puzzles.cases import PUZZLES
+from .puzzles.data import judge
 from .roofline.data import pool_table, waves
 from .sparsity_map import checks as sparsity_map
 from .speedups.data import amdahl, crossing, layer_needed, share_from
@@ -288,6 +290,18 @@ def _crossing(answer) -> str:
     return "on the straight line between the two points around it, and None where there are no such two."
 
 
+def _puzzle(name: str) -> Callable:
+    """The check of a CUDA puzzle: of the reader's kernel file."""
+
+    def judged(file) -> str:
+        verdict = judge(name, file)
+        if not verdict.right:
+            raise NotYet(verdict.said)
+        return verdict.said
+
+    return judged
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -310,3 +324,4 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "crossing": _crossing,
     **sparsity_map.CHECKS,
 }
+CHECKS |= {name: _puzzle(name) for name in PUZZLES}

@@ -1,0 +1,203 @@
+"""A reader's kernel judged: run in the simulator, its faults put in words, its result compared, its way of working
+looked at, and the same launches made on a GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ... import simulator
+from ...core.errors import CompileError, DeviceError, InputError, StackError
+from ...simulator import Fault, Trace, faults
+from . import gpu
+from .cases import PUZZLES, UNWRITTEN, Case, Seen
+
+SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel is right, and what is said about it."""
+
+    right: bool
+    said: str
+
+
+def judge(name: str, file: str | Path) -> Verdict:
+    """Whether the kernel in a file solves a puzzle. What is wrong with it is said, never raised.
+
+    name: one of PUZZLES; raises InputError for another.
+    """
+    puzzle = PUZZLES.get(name)
+    if puzzle is None:
+        raise InputError(f"no puzzle is called {name!r:.40}; there are {', '.join(PUZZLES)}")
+    cases = puzzle.cases()
+    originals = [{key: given.clone() for key, given in case.arguments.items() if _is(given)} for case in cases]
+    try:
+        program = simulator.compile(Path(file))
+        for case, before in zip(cases, originals, strict=True):
+            run = program.launch(
+                name,
+                case.grid,
+                case.block,
+                list(case.arguments.values()),
+                watch="counts",
+                trace=case.look,
+                seconds=SECONDS,
+            )
+            if wrong := _wrong(case, case.arguments, before):
+                return Verdict(False, f"with {case.said}: {wrong}")
+            seen = Seen(run)
+            if missed := _uneven(seen) or puzzle.point(case, seen):
+                return Verdict(False, f"the result is right. But with {case.said}, {missed}")
+    except Fault as fault:
+        return Verdict(False, f"with {case.said}: {in_words(fault, case)}")
+    except (CompileError, InputError, StackError, simulator.Unsupported) as error:
+        return Verdict(False, str(error))
+    if not torch.cuda.is_available():
+        return Verdict(True, puzzle.right)
+    for case, before in zip(cases, originals, strict=True):
+        case.arguments.update(before)
+    return _on_the_gpu(name, Path(file).read_text(encoding="utf-8"), cases, puzzle.right)
+
+
+def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
+    here = torch.cuda.get_device_name()
+    try:
+        found = gpu.results(text, name, cases)
+    except (StackError, DeviceError) as error:
+        return Verdict(True, f"{right} (Not run on the {here}: {error})")
+    except CompileError as error:
+        return Verdict(False, f"the simulator runs it, but CUDA's own compiler does not take it:\n{error}")
+    for case, results in zip(cases, found, strict=True):
+        if wrong := _wrong(case, results, case.arguments):
+            return Verdict(False, f"the simulator finds nothing wrong, but on the {here}, with {case.said}: {wrong}")
+    return Verdict(True, f"{right} The {here} gives the same.")
+
+
+def trace_of(name: str, file: str | Path) -> Trace | Fault | None:
+    """The steps of one block of a reader's kernel, on the first of the puzzle's launches; the fault that stopped it;
+    None where nothing can be run: no compiler, or a source that it refuses."""
+    case = PUZZLES[name].cases()[0]
+    try:
+        program = simulator.compile(Path(file))
+        return program.launch(
+            name, case.grid, case.block, list(case.arguments.values()), trace=case.look, seconds=SECONDS
+        ).trace
+    except Fault as fault:
+        return fault
+    except (CompileError, InputError, StackError, simulator.Unsupported):
+        return None
+
+
+def standing(folder: str | Path) -> str:
+    """Three lines on the kernels in a folder: which puzzles are solved, which are not, and what comes next.
+
+    Every file is judged anew, so the lines hold after a restart too.
+    """
+    verdicts = {name: judge(name, Path(folder) / f"{name}.cu").right for name in PUZZLES}
+    return summary(verdicts)
+
+
+def summary(right: Mapping[str, bool]) -> str:
+    """The three lines of `standing`. right: puzzle -> whether it is solved, in the order of PUZZLES."""
+    numbers = {name: number for number, name in enumerate(PUZZLES, 1)}
+
+    def listed(which: bool) -> str:
+        return ", ".join(
+            f"{numbers[name]} {PUZZLES[name].title}" for name, is_right in right.items() if is_right == which
+        )
+
+    left = [name for name, is_right in right.items() if not is_right]
+    done = len(right) - len(left)
+    lines = [
+        f"Right: {done} of {len(right)}" + (f": {listed(True)}." if done else "."),
+        f"Open: {listed(False)}." if left else "Open: none.",
+    ]
+    if left:
+        minutes = sum(PUZZLES[name].minutes for name in left)
+        lines.append(
+            f"Next: puzzle {numbers[left[0]]}, {PUZZLES[left[0]].title}. All that is open: {minutes} minutes or so."
+        )
+    else:
+        lines.append("Next: 04, where a kernel packs and another multiplies with what was packed.")
+    return "\n".join(lines)
+
+
+# ---- in words ----
+
+
+def in_words(fault: Fault, case: Case) -> str:
+    """What a kernel did wrong, by which thread and in which line."""
+    line = fault.line
+    where = f"\n  {line.file}:{line.number}: {line.text}" if line else ""
+    thread, other = _thread(fault.thread, fault.block, case), _thread(fault.other_thread, fault.other_block, case)
+    first = str(fault).partition("\n")[0]
+    place = f"{fault.array}[{fault.element}]"
+    verb = "wrote" if " writes " in first else "read"
+    if isinstance(fault, faults.OutOfBounds) and fault.array and fault.element is not None:
+        given = case.arguments.get(fault.array)
+        if _is(given):
+            return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
+    if isinstance(fault, faults.GlobalRace) and fault.array:
+        if verb == "wrote" and " writes it" in str(fault):
+            return f"{thread} and {other} both write {place} without an atomic.{where}"
+        what = "one of them writes, and without an atomic nothing says which comes first"
+        return f"{thread} and {other} use {place}, {what}.{where}"
+    if isinstance(fault, faults.SharedRace):
+        verb = "writes" if verb == "wrote" else "reads"
+        does = "writes" if " writes it" in str(fault) else "reads"
+        what = f"{thread} {verb} {place} and {other} {does} it"
+        return f"a barrier is missing: {what}, and none that both come to lies in between.{where}"
+    if isinstance(fault, faults.UninitialisedRead):
+        return f"{thread} read {place} before anybody wrote it: write first, then a barrier, then read.{where}"
+    return str(fault)
+
+
+def _thread(thread: int | None, block: int | None, case: Case) -> str:
+    """A thread as "thread 5 of block 1 (number 37)", with its number where the grid is numbered through."""
+    if max(case.grid) == 1 or thread is None or block is None:
+        return f"thread {thread}"
+    number = f" (number {block * case.block[0] + thread})" if "n" in case.arguments else ""
+    return f"thread {thread} of block {block}{number}"
+
+
+def _uneven(seen: Seen) -> str | None:
+    """What is wrong where threads of a block come to different numbers of barriers (threads that have left the kernel
+    hold nobody up, so such a launch may end)."""
+    (most, high), (least, low) = (seen.barriers().most_common()[end] for end in (0, -1))
+    if high == low:
+        return None
+    return f"thread {most} comes to {high} barriers and thread {least} to {low}: every thread has to come to each."
+
+
+def _wrong(case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str | None:
+    """The first place of an output that is not what it should be, in words; None where all are."""
+    for name, want in case.wanted.items():
+        mine, first = got[name], before[name]
+        used = case.used.get(name, torch.ones_like(want, dtype=torch.bool))
+        differs = (mine != want) & used
+        if not differs.any():
+            continue
+        if torch.equal(mine.nan_to_num(nan=0.25), first.nan_to_num(nan=0.25)):
+            return f"your kernel writes nothing to {name} yet."
+        at = differs.nonzero()[0].tolist()
+        place, value, wanted = name + "".join(f"[{i}]" for i in at), mine[tuple(at)].item(), want[tuple(at)].item()
+        if value != value or value == UNWRITTEN:
+            return f"{place} was never written; it should be {_shown(wanted)}."
+        return f"{place} should be {_shown(wanted)}; yours is {_shown(value)}."
+    return None
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value}" if abs(value) < 2**16 else f"0x{value % 2**32:08x}"
+
+
+def _is(given) -> bool:
+    return isinstance(given, Tensor)
