@@ -15,7 +15,7 @@ MEMORY := $(strip $(shell $(BIN)/python -c pass 2>/dev/null && cat $(READY) 2>/d
 STACK ?= $(or $(word 1,$(MEMORY)),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cu12 || echo cpu))
 STACK := $(STACK)
 PYTHON ?= $(or $(word 2,$(MEMORY)),python3)
-PART := $(if $(filter setup lint test test-long lab,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
+PART := $(if $(filter setup lint test test-long lab site,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
 WANTED := $(strip $(STACK) $(PYTHON) $(PART) $(CURDIR))
 
 ifeq ($(filter cpu cu12 cu13,$(STACK)),)
@@ -28,7 +28,7 @@ EXTRAS_whole := course,test,$(EXTRA)
 EXTRAS_tour := tour$(if $(filter cpu,$(STACK)),,$(COMMA)$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup tour lint test test-long lab clean
+.PHONY: help setup tour lint test test-long lab site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make lint    set everything up, then look for what ruff and mypy find: form, slips, types that do not fit"
 	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
+	@echo "make site    set everything up, then make pages of the course, the worklogs and the library: build/site/index.html"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
 	@echo "make clean   remove $(VENV), build/ and caches"
 	@echo "TOUR_ARGS, PYTEST_ARGS and ATTACK_ARGS are passed on, as in: make test PYTEST_ARGS='-x tests/formats'"
@@ -100,6 +101,10 @@ test-long: setup
 
 lab: setup
 	@$(BIN)/jupyter lab notebooks
+
+site: export NO_MKDOCS_2_WARNING := 1
+site: setup
+	@$(BIN)/python -m mkdocs build --quiet && echo "site: open build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")  # of docs/: pages of their own
+ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
 WORDLESS = re.compile('alt="No description has been provided for this image"')
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
@@ -55,7 +56,12 @@ def on_page_content(html, page, config, files):
 
 def on_post_page(output, page, config):
     """Search works in pages that are opened as files, without asking anybody for a script."""
-    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url("search-from-file.js", page.url))
+    return output.replace(ELSEWHERE, get_relative_url("search-from-file.js", page.url))
+
+
+def on_post_template(output_content, template_name, config):
+    """The same for the page of what is not there."""
+    return output_content.replace(ELSEWHERE, "search-from-file.js")
 
 
 def on_page_markdown(markdown, page, config, files):
