@@ -18,7 +18,7 @@ COMPARED = {
     "04-first-kernels.ipynb": 14,
     "05-hopper-kernels.ipynb": 11,
     "06-train-with-the-kernels.ipynb": 18,
-    "a-map-of-sparsity.ipynb": 10,
+    "a-map-of-sparsity.ipynb": 12,
     "cuda-puzzles.ipynb": 3,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,

@@ -247,6 +247,11 @@ WRONG = {
         lambda blocks, b, size, rows: block_product_densely(blocks, b, size, rows),
         lambda blocks, b, size, rows: block_product_densely({(j, i): t for (i, j), t in blocks.items()}, b, size, rows),
     ],
+    "quantise_row": [
+        lambda row: ((row * 127).round(), torch.tensor(1 / 127)),  # as if the largest were 1
+        lambda row: ((row / (row.max() / 127)).round(), row.max() / 127),  # forgets the negative ones
+        lambda row: (row / (row.abs().max() / 127), row.abs().max() / 127),  # rounds nothing
+    ],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.bench.comparison import Crossing
 from twell_lab.core.errors import InputError
 from twell_lab.course.sparsity_map import data, figures, widget
@@ -168,6 +169,38 @@ def test_three_lines_say_what_the_numbers_say(weighed):
     assert "smallest +4% loss, blocks +40% loss" in lines[1] and "from 50% zeros on" in lines[2]
     weighed.times["CSR"] = [9.0] * 5
     assert "at none of those tried" in data.three_lines(ROWS, lost, weighed)[2]
+
+
+def test_fewer_bits_beside_fewer_weights(subject):
+    full, int8, pairs, half = data.few_bits(subject)
+    assert full["bytes"] == 2 * subject.weight.numel() and int8["bytes"] == subject.weight.numel() + 4 * 64
+    assert half["bytes"] == 6 * subject.weight.numel() // 2 + 4 * 65
+    assert pairs["bytes"] == subject.weight.numel() * 9 // 8
+    assert full["error"] < int8["error"] < 0.02 < half["error"] < pairs["error"] < 1
+
+
+def test_what_training_on_wins_back_is_read_from_the_newest_record(monkeypatch):
+    def row(path, seed, before, after):
+        shared = {"kind": "pruning", "device": "CPU", "ms": 1.0, "steps": 9, "sparsity": 0.5}
+        return shared | {"path": path, "seed": seed, "bits_before": before, "bits_after": after}
+
+    def made(day, after):
+        rows = [
+            row("dense", 0, 3.0, 2.5),
+            row("dense", 1, 3.5, 2.5),
+            row("2:4", 0, 4.0, after),
+            row("2:4", 1, 4.0, after),
+        ]
+        return records.Record("pruning", "a test", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={})
+
+    monkeypatch.setattr(data.records, "load_all", lambda: [made(1, 9.0), made(2, 2.75)])
+    found = data.retrained()
+    assert [(each["before"], each["after"]) for each in found] == [(1.0, 0.25), (0.5, 0.25)]
+    assert found[0]["where"] == "recorded on CPU, 2026-01-02"
+    drawn = figures.after_training(found)
+    assert [line.x for line in drawn.data] == [(1.0, 0.25), (0.5, 0.25)] and "2026-01-02" in drawn.layout.title.text
+    monkeypatch.setattr(data.records, "load_all", list)
+    assert data.retrained() == [] and "nothing is recorded" in figures.after_training([]).layout.annotations[0].text
 
 
 def test_figures_of_rows():

@@ -74,6 +74,21 @@ def _pays_after(answer) -> str:
     return "and None where a product gains nothing that could pay for the conversion."
 
 
+def _quantise_row(answer) -> str:
+    for row in (torch.randn(12), torch.randn(40) * 1e-3, torch.tensor([0.0, -2.54, 1.0]), torch.zeros(5)):
+        asked = f"quantise_row(torch.tensor({[round(each, 4) for each in row.tolist()]}))"
+        values, scale = written(answer(row.clone()))
+        if not torch.equal(values, values.round()) or values.abs().max() > 127:
+            raise NotYet(f"{asked} gives {values.tolist()}; whole numbers from -127 to 127 are asked for.")
+        near(float(scale), float(row.abs().max()) / 127, f"the scale of {asked}") if row.any() else None
+        off = float((values * scale - row).abs().max())
+        if not off <= 0.51 * float(row.abs().max()) / 127:
+            raise NotYet(
+                f"{asked} is off by {off:.3g}, and half a scale, {float(row.abs().max()) / 254:.3g}, would do."
+            )
+    return "the largest magnitude becomes 127, and no value is off by more than half a scale."
+
+
 def _block_product(answer) -> str:
     for high, wide, share in ((3, 4, 0.5), (2, 2, 0.0), (5, 3, 1.0)):
         size, width = 4, 7
@@ -95,4 +110,5 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "empty_blocks": _empty_blocks,
     "pays_after": _pays_after,
     "block_product": _block_product,
+    "quantise_row": _quantise_row,
 }

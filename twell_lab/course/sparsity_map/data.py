@@ -22,7 +22,7 @@ from ...core.errors import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import measure
-from ...sparsities import blocks, two_four, weights
+from ...sparsities import blocks, quantised, two_four, weights
 from ...training.text import source
 from ..notebook import dtype_for
 from ..recorded import device_and_day
@@ -204,6 +204,46 @@ def pruned_losses(
 @torch.no_grad()
 def _loss(model: LanguageModel, subject: Study) -> float:
     return float(losses(model, subject.windows).mean())
+
+
+def retrained() -> list[dict]:
+    """Rows of the newest record of pruning, each with `where`, and `before` and `after`: how many bits a byte more than
+    the dense model of the same seed it needs, pruned and trained on. None where this checkout has no record."""
+    found = [record for record in records.load_all() if record.name == "pruning"]
+    rows = [row for record in found[-1:] for row in record.rows if row["kind"] == "pruning"]
+    dense = {row["seed"]: row for row in rows if row["path"] == "dense"}
+    return [
+        row
+        | {
+            "where": f"recorded on {device_and_day(row['device'], found[-1].date, records.stale(found[-1]))}",
+            "before": row["bits_before"] - dense[row["seed"]]["bits_before"],
+            "after": row["bits_after"] - dense[row["seed"]]["bits_after"],
+        }
+        for row in rows
+        if row["path"] != "dense"
+    ]
+
+
+# ---- fewer bits ----
+
+
+def few_bits(subject: Study) -> list[dict]:
+    """The weight that is looked at in other forms: {form, bytes (values have 16 bits, unless it says else), error of its
+    product with the study's inputs}: 16 bits, INT8, half of the weights gone by 2:4 and by magnitude."""
+    weight, x = subject.weight, subject.inputs
+    exact, rows = x @ weight.t(), quantised.quantise(weight)
+    half = torch.where(weights.magnitude_mask(weight, 0.5), weight, 0)
+    pairs = torch.where(two_four.two_four_mask(weight), weight, 0)
+    forms = {
+        "16 bits": (2 * weight.numel(), weight.bfloat16().float()),
+        "INT8": (rows.nbytes, rows.dense()),
+        "2:4": (weight.numel() + weight.numel() // 8, pairs),
+        "half gone, CSR": (6 * int((half != 0).sum()) + 4 * (len(half) + 1), half),
+    }
+    return [
+        {"form": name, "bytes": size, "error": quantised.output_error(x @ other.t(), exact)}
+        for name, (size, other) in forms.items()
+    ]
 
 
 # ---- what a threshold does to a weight ----

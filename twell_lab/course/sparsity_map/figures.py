@@ -80,6 +80,31 @@ def loss_by_sparsity(rows: list[dict]) -> go.Figure:
     return plots.styled(figure, "Pruned once, not trained again", height=420)
 
 
+def after_training(rows: list[dict]) -> go.Figure:
+    """How many bits a byte more than the dense model a pruned one needs, before it is trained on and after, each seed a
+    line. rows: what `data.retrained` returned."""
+    if not rows:
+        return nothing("Pruned, and trained on")
+    figure = go.Figure()
+    for row in rows:
+        figure.add_scatter(
+            x=[row["before"], row["after"]],
+            y=[row["path"]] * 2,
+            mode="lines+markers",
+            line={"color": plots.GREY, "width": 1},
+            marker={"size": 10, "symbol": ["circle-open", "circle"], "color": plots.BLUE},
+            showlegend=False,
+            hovertemplate=f"{row['path']}, {row['sparsity']:.0%} zeros, seed {row['seed']}: %{{x:+.3f}}<extra></extra>",
+        )
+    figure.update_xaxes(
+        title_text="bits a byte more than dense; open: pruned, filled: and trained on", rangemode="tozero"
+    )
+    figure.update_yaxes(autorange="reversed")
+    title = f"Pruned, and trained on for {rows[0]['steps']} steps<br><sup>{sources(rows)}</sup>"
+    figure = plots.styled(figure, title, height=120 + 32 * len({row["path"] for row in rows}))
+    return figure.update_layout(margin_l=190)
+
+
 def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
     """Times as fast as dense over the share of zeros, a panel for each pattern, a line for each method: the map.
 
