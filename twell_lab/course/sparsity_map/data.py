@@ -228,7 +228,7 @@ def retrained() -> list[dict]:
 
 
 def few_bits(subject: Study) -> list[dict]:
-    """The weight that is looked at in other forms: {form, bytes (values have 16 bits, unless it says else), error of its
+    """The weight that is looked at in other forms: {form, bytes (of 16-bit values, unless it says else), error of its
     product with the study's inputs}: 16 bits, INT8, half of the weights gone by 2:4 and by magnitude."""
     weight, x = subject.weight, subject.inputs
     exact, rows = x @ weight.t(), quantised.quantise(weight)
