@@ -23,6 +23,10 @@ from . import reference
 from .activation import RELU, Activation
 
 _ENTRIES_AT_ONCE = 128
+# torch shares operations on more elements among its threads, which where others use the machine wait for each other: a
+# token's rows are taken as many at a time as stay below.
+_ALONE = 32768
+_TOKENS_ALONE = 1
 # Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
 # layer takes for _ENTRY_COST neurons, and up to _TOKENS_FREE tokens the dense layer takes as long as for one. Measured
 # on two AVX-512 cores at d_model 2048, d_ff 5632.
@@ -114,7 +118,7 @@ def plain(
         return _sum_short(value, token, neuron, down_t, tokens, bias)
     value = value if made_by is None else _summed_again(x, token, neuron, *made_by, acts)
     y = _start_wide(tokens, down_t, bias)
-    for t, n, v in _chunks(token, neuron, value):
+    for t, n, v in _chunks(token, neuron, value, rows=_at_once(tokens, down_t.shape[1])):
         _add_wide(y, v.double(), t, down_t.index_select(0, n))
     return y.float()
 
@@ -126,7 +130,7 @@ def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down_t: 
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
         hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
-        for t, n, h in _chunks(token, neuron, hidden):
+        for t, n, h in _chunks(token, neuron, hidden, rows=_at_once(len(start), down_t.shape[1])):
             _add_wide(start, h.to(start.dtype), t, down_t.index_select(0, n))
     else:
         hidden = reference.relu(gate)
@@ -154,7 +158,7 @@ def _summed_again(
     x = x.double()
     made = [
         _dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
-        for t, n in _chunks(token, neuron)
+        for t, n in _chunks(token, neuron, rows=_at_once(len(x), weight.shape[1]))
     ]
     return acts.value(torch.cat([x.new_empty(0), *made]))
 
@@ -174,20 +178,27 @@ def _pays(gate: Tensor, entries: int) -> bool:
     return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
 
 
-def _chunks(*lists: Tensor):
-    """The lists, cut into parts of _ENTRIES_AT_ONCE."""
-    return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
+def _chunks(*lists: Tensor, rows: int = _ENTRIES_AT_ONCE):
+    """The lists, cut into parts of `rows` entries."""
+    return zip(*(each.split(rows) for each in lists)) if lists[0].numel() else ()
+
+
+def _at_once(tokens: int, width: int) -> int:
+    """Of how many entries rows of this width are gathered at a time."""
+    return max(1, min(_ENTRIES_AT_ONCE, _ALONE // width)) if tokens <= _TOKENS_ALONE else _ENTRIES_AT_ONCE
 
 
 def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) -> Tensor:
     """float32 values, float64 sums; value is of either."""
     if x.shape[0] == 1:
-        hidden = torch.mv(up.index_select(0, neuron).double(), x[0].double())
-        hidden = value * acts.of_up(hidden if up_bias is None else hidden + up_bias[neuron])
-        y = hidden @ down_t.index_select(0, neuron).double()
-        return (y if down_bias is None else y + down_bias).float()[None]
+        y, token = _start_wide(1, down_t, down_bias)[0], x[0].double()
+        for n, v in _chunks(neuron, value, rows=_at_once(1, up.shape[1])):
+            hidden = torch.mv(up.index_select(0, n).double(), token)
+            hidden = v * acts.of_up(hidden if up_bias is None else hidden + up_bias[n])
+            y += hidden @ down_t.index_select(0, n).double()
+        return y.float()[None]
     y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
-    for t, n, v in _chunks(token, neuron, value):
+    for t, n, v in _chunks(token, neuron, value, rows=_at_once(len(y), up.shape[1])):
         bias = None if up_bias is None else up_bias[n].double()
         _add_wide(y, v * acts.of_up(_dots(x, up.index_select(0, n).double(), bias, t)), t, down_t.index_select(0, n))
     return y.float()
@@ -202,7 +213,7 @@ def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) 
 def _hidden_short(x, value, token, neuron, up, up_bias, acts: Activation = RELU) -> Tensor:
     hidden = [
         v * acts.of_up(_dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t))
-        for t, n, v in _chunks(token, neuron, value)
+        for t, n, v in _chunks(token, neuron, value, rows=_at_once(x.shape[0], up.shape[1]))
     ]
     return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
 
