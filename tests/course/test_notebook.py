@@ -33,3 +33,19 @@ def test_without_a_compiler_marked_cells_are_left_out(monkeypatch, capsys, tmp_p
     assert leave_out(["1 + 1\n"]) == ["1 + 1\n"]
     monkeypatch.setattr(notebook, "_shell", lambda: None)  # in a plain Python process
     assert not notebook.ready()
+
+
+def test_without_ipywidgets_cells_that_move_a_widget_are_left_out(monkeypatch, capsys):
+    found, there = shell(monkeypatch), notebook.importlib.util.find_spec
+    missing = lambda name: None if name == "ipywidgets" else there(name)  # noqa: E731
+    monkeypatch.setattr(notebook.importlib.util, "find_spec", missing)
+    notebook.setup(), notebook.setup()
+    (leave_out,) = found.input_transformers_cleanup
+    cell = ["# NBVAL_CHECK_OUTPUT\n", f"{notebook.MOVES}\n", "explorer.slider.value = 1\n"]
+    assert leave_out(cell) == ["print('Not run: this cell moves the widget, which needs ipywidgets.')\n"]
+    assert leave_out(["1 + 1\n"]) == ["1 + 1\n"]
+    monkeypatch.undo()
+    found = shell(monkeypatch)
+    notebook.setup()
+    assert not found.input_transformers_cleanup
+    capsys.readouterr()

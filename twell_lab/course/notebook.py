@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 
@@ -15,16 +17,20 @@ from ..core import machine
 from ..core.errors import StackError
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
+MOVES = "# moves the widget"  # one with this line is left out where there are no widgets
 _LEFT_OUT = "Not run: this cell needs a C++ compiler."
+_UNMOVED = "Not run: this cell moves the widget, which needs ipywidgets."
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
 
 
 def setup(seed: int = 0) -> str:
     """Prepare a notebook; prints one line about the machine and returns the device, "cuda" or "cpu".
 
-    Seeds torch, silences the warnings that would bury results, and picks plotly's renderer.
+    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, and has cells marked MOVES left
+    out where ipywidgets is missing.
     """
     torch.manual_seed(seed)
+    _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
     warnings.filterwarnings("ignore", message=".*IProgress not found.*")
     use_renderer()
@@ -47,9 +53,7 @@ def ready() -> bool:
     """Whether kernels can run in the simulator here, which is printed; if not, cells marked NEEDS do not run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
-    shell = _shell()
-    if shell is not None:  # undo an earlier run of this cell, when there may have been no compiler
-        shell.input_transformers_cleanup[:] = [t for t in shell.input_transformers_cleanup if t is not _left_out]
+    _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
     try:
         found = compiler()
     except StackError as missing:
@@ -57,8 +61,7 @@ def ready() -> bool:
             f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
             f"and cells that say '{NEEDS.strip('# ')}' are left out."
         )
-        if shell is not None:
-            shell.input_transformers_cleanup.append(_left_out)
+        _transform(_left_out, True)
         return False
     print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
     return True
@@ -67,6 +70,19 @@ def ready() -> bool:
 def _left_out(lines: list[str]) -> list[str]:
     """For IPython: the lines of a cell, or, if it needs a compiler, a line that prints that it does not run."""
     return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
+
+
+def _unmoved(lines: list[str]) -> list[str]:
+    """The same for cells that move a widget."""
+    return [f"print({_UNMOVED!r})\n"] if any(line.strip() == MOVES for line in lines) else lines
+
+
+def _transform(each: Callable[[list[str]], list[str]], wanted: bool) -> None:
+    """Have IPython pass the cells through this, or not."""
+    shell = _shell()
+    if shell is not None:
+        others = [known for known in shell.input_transformers_cleanup if known is not each]
+        shell.input_transformers_cleanup[:] = [*others, each] if wanted else others
 
 
 def _shell():

@@ -189,3 +189,10 @@ def test_threshold_sweep_counts_what_it_says():
     assert second["nnz"] == (gate > 0.3).sum(1).double().mean() and 0 < second["error"] < 1
     assert (last["nnz"], last["weights"]) == (0, 1 / 3) and math.isclose(last["error"], 1)
     assert sum(sweep["counts"]) == (gate > 0).sum()
+
+
+def test_cutting_a_trained_model_costs_more_and_more():
+    rows = measure.cut_trained((0.98, 0.99), windows=8)
+    assert rows[0]["more"] == 0 and 0.02 < rows[0]["density"] < 0.08
+    assert [row["density"] for row in rows[1:]] == pytest.approx([0.02, 0.01], abs=0.003)
+    assert 0 < rows[1]["more"] < rows[2]["more"] < 0.2

@@ -7,6 +7,7 @@ from .data import (
     break_even_sentence,
     calls_text,
     compare,
+    cut_trained,
     median,
     ms,
     one_by_one,

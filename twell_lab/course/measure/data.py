@@ -16,10 +16,14 @@ from torch.nn.functional import linear
 
 from ... import records
 from ...bench.density import Samples, clock, runs_here
+from ...core import folders
 from ...core.errors import InputError
 from ...formats.classic import CSR
+from ...models.thresholds import calibrate
+from ...models.tiny import LanguageModel
 from ...ops import measure
 from ...records.record import flat_rows, is_cpu, load_all
+from ...training.text import source
 from ..recorded import LOGNORMAL, extremes, newest
 
 # ---- what a clock says ----
@@ -299,6 +303,24 @@ def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> 
 
 
 # ---- a threshold on a layer that was not trained for one ----
+
+
+def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: int = 96) -> list[dict]:
+    """What cutting costs a model that was trained with L1 (data/checkpoints/small) on held-out Python source: rows
+    {density (mean over layers), more (loss, as a share of what it was)}, the first of the model as it is.
+
+    Thresholds are chosen on every second window, and the loss is that of the others."""
+    model = LanguageModel.load(folders.data_dir() / "checkpoints" / "small")
+    text = source.standard_library().split()[1].data
+    tokens = source.spread_windows(text, windows, model.config.context)[:, :-1].long()
+    chosen = calibrate(model, tokens[::2].split(16), method="cats")
+    made = []
+    for sparsity in (0.0, *sparsities):
+        found = chosen.at(sparsity)
+        cost = found.loss(model, tokens[1::2])
+        densities = [layer.density["activation"] for layer in found.layers]
+        made.append({"density": sum(densities) / len(densities), "more": cost.thresholded / cost.dense - 1})
+    return made
 
 
 def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
