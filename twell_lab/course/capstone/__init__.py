@@ -1,0 +1,21 @@
+"""The capstone: a kernel of the reader's own, judged, counted, predicted and timed. Figures are in `figures`, which
+this does not import: `twell-lab submit` needs none."""
+
+from .data import (
+    SIGNATURE,
+    Judged,
+    Predicted,
+    Submission,
+    against_v2,
+    beside,
+    compared,
+    gpu_rates,
+    judge,
+    least_us,
+    library_counts,
+    medal,
+    next_step,
+    predicted,
+    submit,
+    timed_here,
+)
