@@ -9,6 +9,8 @@ from .data import (
     against_v2,
     beside,
     compared,
+    counts_of,
+    floor,
     gpu_rates,
     judge,
     least_us,
@@ -17,5 +19,6 @@ from .data import (
     next_step,
     predicted,
     submit,
+    three_lines,
     timed_here,
 )

@@ -199,9 +199,7 @@ _MISTAKES: dict[str, Entries] = {
         _count_read
     ),
     "that is what comes out where all words of a tile are read: those past its count hold anything.": _past,
-    f"a tile with more than {SLOTS} values keeps the first {SLOTS} in its words; all of its values stand in the gate.": (
-        _cut
-    ),
+    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": (_cut),
     "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": _twice,
     "the tiles that overflow were left out: their values stand in the gate.": _left_out,
 }

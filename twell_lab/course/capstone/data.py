@@ -120,10 +120,9 @@ def judge(file: str | Path) -> Judged:
         return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Judged(False, str(error))
-    floor = cases.floor_sectors(of)
-    times = counts.global_reads.sectors / floor
-    said = f"{counts.global_reads.sectors:,} sectors read where {floor:,} are the floor, {times:.2f} times as many"
-    return Judged(True, f"right on every input, no fault; {said}.", counts, floor)
+    sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
+    said = f"{sectors:,} sectors read where {least:,} are the floor, {sectors / least:.2f} times as many"
+    return Judged(True, f"right on every input, no fault; {said}.", counts, least)
 
 
 def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str = "faults"):
@@ -140,9 +139,19 @@ def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
     if read_sectors <= least:
         return None
     return (
-        f"the result is right. But {read_sectors:,} sectors of {name} are read, and the rows of the {fired} neurons that "
-        f"fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
+        f"the result is right. But {read_sectors:,} sectors of {name} are read, and the rows of the {fired} neurons "
+        f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
     )
+
+
+def floor() -> int:
+    """The fewest sectors that the loads of the launch can touch that is counted."""
+    return cases.floor_sectors(cases.counted())
+
+
+def counts_of(judged: Judged) -> tuple[str, Counts]:
+    """(name, counts) of the reader's kernel; of down_v2 until it is right."""
+    return (gpu.YOURS, judged.counts) if judged.counts else ("down_v2", library_counts()["down_v2"])
 
 
 def library_counts() -> dict[str, Counts]:
@@ -177,7 +186,7 @@ def least_us(l2_bytes: float, memory_bytes: float, l2_rate: float, memory_rate: 
 @dataclass(frozen=True)
 class Predicted:
     """For TIMED rows on a GPU. l2_bytes: every sector that a block reads, once for each block, and what is written;
-    memory_bytes: every different sector once. limit: which part of the GPU is the slowest (simulator.predicted_time)."""
+    memory_bytes: every different sector once. limit: the slowest part of the GPU (simulator.predicted_time)."""
 
     gpu: str
     l2_bytes: int
@@ -233,7 +242,7 @@ def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     if not times:
         times = {row["path"]: (1e3 * row["ms"], row["where"]) for row in _recorded()}
     device = rows[0]["device"] if rows else None
-    floor = judged.floor or cases.floor_sectors(cases.counted())
+    least = judged.floor or floor()
     found = []
     for version, each in counts.items():
         guess, (us, where) = predicted(each, device), times.get(version, (None, ""))
@@ -241,7 +250,7 @@ def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
             {
                 "version": version,
                 "sectors": each.global_reads.sectors,
-                "floor": floor,
+                "floor": least,
                 "predicted_us": guess.us,
                 "gpu": guess.gpu,
                 "measured_us": us,
@@ -271,11 +280,13 @@ def _where(row: dict, record: records.Record) -> str:
     return f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
 
 
-def timed_here(file: str | Path) -> tuple[str, list[dict]]:
+def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
     """(a line about what this machine's GPU made of a kernel, rows of kind "capstone"). The rows are [] without a GPU,
-    where it cannot run the kernel, and where the kernel is wrong there."""
+    where it cannot run the kernel, and where the kernel is wrong, there or (`judged`) in the simulator."""
     if not torch.cuda.is_available():
         return "There is no GPU here: the simulator's counts stand alone.", []
+    if not judged.right:
+        return "Not run on the GPU: the simulator's verdict comes first.", []
     here, text = torch.cuda.get_device_name(), source(file)
     try:
         threads = threads_of(text)
@@ -321,6 +332,26 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
     return f"{times:.2f} times the time of down_v2: there is no more to win."
 
 
+def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]:
+    """What the notebook comes to, in three sentences made of its numbers: sectors, prediction, and time."""
+    name, counts = counts_of(judged)
+    least = judged.floor or floor()
+    sectors, ms = counts.global_reads.sectors, {row["path"]: row["ms"] for row in rows}
+    lines = [
+        f"Sectors: {name} reads {sectors:,} where {least:,} are the floor, {sectors / least:.2f} times as many.",
+        f"Prediction for {TIMED:,} rows: {found}.",
+    ]
+    if (times := against_v2(rows)) is None:
+        recorded = {row["path"]: row for row in _recorded()}.get("down_v2")
+        took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, {recorded['where']}"
+        return [*lines, f"Time: none of yours was measured; {took or 'none of down_v2 is recorded'}."]
+    off = 1e3 * ms[gpu.YOURS] / found.us
+    return [
+        *lines,
+        f"Time: {1e3 * ms[gpu.YOURS]:,.0f} us, {off:.2f} times the prediction and {times:.2f} times down_v2.",
+    ]
+
+
 def submit(file: str | Path) -> Submission:
     """Judge a kernel in the simulator and, where there is one, on the GPU, and make a record of it.
 
@@ -329,7 +360,7 @@ def submit(file: str | Path) -> Submission:
     judged = judge(file)
     if not judged.right:
         return Submission(judged, None, f"Not yet: {judged.said}", "")
-    on_gpu, rows = timed_here(file)
+    on_gpu, rows = timed_here(file, judged)
     won = medal(judged, rows)
     said = f"{won}: {judged.said} {next_step(won, judged, rows)}"
     return Submission(judged, won, said, on_gpu, rows, _record(file, judged, won, on_gpu, rows))

@@ -15,7 +15,7 @@ from ...cuda.macros import VALUE
 from ...formats.twell import TILE, WORDS
 from ...ops import measure, portable
 from . import cases
-from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED, Case
+from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
 VERSIONS = (1, 2, 3)  # of the library's down
 YOURS = "yours"
