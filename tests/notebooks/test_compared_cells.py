@@ -19,6 +19,7 @@ COMPARED = {
     "05-hopper-kernels.ipynb": 11,
     "06-train-with-the-kernels.ipynb": 18,
     "a-map-of-sparsity.ipynb": 10,
+    "capstone.ipynb": 7,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,
 }

@@ -95,8 +95,9 @@ def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
         return torch.randn(columns, d_model).to(dtype)
 
     odd = _sparse(3, 257, 20).to(dtype)
-    special = _sparse(4, 520, 12).to(dtype)
-    special[0, 3], special[1, 300], special[2, 5], special[3, 7] = torch.nan, torch.inf, -0.0, 0.0
+    special = _gate([[5, 9, 3], [4, 9, 3], [12, 40, 3], [2, 40, 2]], 520, dtype)
+    special[0, 3], special[1, 300], special[3, 300] = torch.nan, torch.inf, torch.nan
+    special[2, 5], special[2, 7], special[2, 301], special[2, 302] = -0.0, 0.0, -0.0, 0.0
     weights = down_t(520, 40)
     weights[:, ::3] = -0.0
     weights[300, 1] = 0  # times infinity
@@ -108,8 +109,8 @@ def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
         case("no value at all in one row", _gate([[0, 0], [5, 0]], 512, dtype), down_t(512, 40)),
         case(
             "0, 31, 32, 33 and 256 values in a tile",
-            _gate([[0, 31, 32, 33, 256], [32, 31, 31, 0, 200], [31, 31, 31, 31, 31]], 5 * TILE, dtype),
-            down_t(5 * TILE, 40),
+            _gate([[0, 31, 32, 33, 256, 60], [32, 31, 31, 0, 200, 99], [31] * 6], 5 * TILE + 100, dtype),
+            down_t(5 * TILE + 100, 40),
         ),
         case("NaN, infinity, and zeros of both signs", special, weights),
         case("248 positive values in a row", _gate([[31] * 8] * 2, 8 * TILE, dtype), down_t(8 * TILE, 64).abs()),

@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from ...formats.twell import TILE, WORDS
 from ...ops import measure, portable
 from ...simulator import Counts, Fault
 from ...simulator.counts import SECTOR
+from ..recorded import device_and_day
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, TIMED
 
@@ -260,24 +260,18 @@ def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     return found
 
 
-@cache
 def _recorded() -> list[dict]:
-    from ..recorded import newest  # which reads the project's records
-
+    """The newest recorded rows of the library's versions at this size, one each, with `where`."""
     names = {f"down_v{version}" for version in gpu.VERSIONS}
     wanted = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
     found: dict[str, dict] = {}
     for record in reversed(records.load_all()):
         for row in record.rows:
             if row.get("path") in names and all(row.get(key) == value for key, value in wanted.items()):
-                found.setdefault(row["path"], {**row, "where": _where(row, record)})
-    return list(found.values()) or newest("inference", "H100", lambda row: row.get("path") in names)
-
-
-def _where(row: dict, record: records.Record) -> str:
-    from ..recorded import device_and_day
-
-    return f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
+                where = f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
+                if "H100" in row["device"]:  # as USUAL_GPU, for which is predicted where no GPU is
+                    found.setdefault(row["path"], {**row, "where": where})
+    return list(found.values())
 
 
 def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:

@@ -44,14 +44,14 @@ def row_of_blocks() -> go.Figure:
                 arrowhead=2,
                 arrowcolor=plots.BLUE,
             )
-    _say(figure, 5.3, 2.9, "rows of down_t, by column of the matrix: 4 KB each, and only those of a word are read")
+    _say(figure, 5.3, 2.9, "rows of down_t, by column of the matrix, 4 KB each: only those that words name are read")
     _box(figure, 3.3, 0.9, 4.0, 0.9, plots.GREEN, "y: one row, summed in float")
     figure.add_annotation(
         x=5.3, y=1.85, ax=5.3, ay=2.6, axref="x", ayref="y", showarrow=True, arrowhead=2, arrowcolor=plots.INK
     )
     figure.update_xaxes(visible=False, range=[0, 10.7])
     figure.update_yaxes(visible=False, range=[0.4, 10.3])
-    return plots.styled(figure, "One row: its words name the rows of down_t", height=420)
+    return plots.styled(figure, "One row: its words (value h | column) name the rows of down_t", height=420)
 
 
 def _box(figure: go.Figure, x: float, y: float, wide: float, high: float, fill: str, text: str) -> None:
@@ -71,7 +71,7 @@ def beside(rows: list[dict]) -> go.Figure:
         rows=1,
         cols=2,
         horizontal_spacing=0.12,
-        subplot_titles=["sectors read, times the floor", "at 16,384 rows, microseconds"],
+        subplot_titles=[f"sectors read (dotted: floor, and {SILVER} times it: silver)", "at 16,384 rows, microseconds"],
     )
     times = [row["sectors"] / row["floor"] for row in rows]
     bars = {"textposition": "outside", "cliponaxis": False}
@@ -86,10 +86,8 @@ def beside(rows: list[dict]) -> go.Figure:
         col=1,
         **bars,
     )
-    for level, said in ((1, "floor"), (SILVER, "silver")):
-        figure.add_hline(
-            y=level, line={"color": plots.INK, "width": 1, "dash": "dot"}, annotation_text=said, row=1, col=1
-        )
+    for level in (1, SILVER):
+        figure.add_hline(y=level, line={"color": plots.INK, "width": 1, "dash": "dot"}, row=1, col=1)
     figure.add_bar(
         x=names,
         y=[row["predicted_us"] for row in rows],
