@@ -155,6 +155,10 @@ WRONG = {
 }
 
 
+def test_what_is_handed_out_and_the_answer_have_the_signature_that_is_launched():
+    assert all(capstone.SIGNATURE in text for text in in_the_notebook())
+
+
 @needs_a_compiler
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_named(name, judged, monkeypatch):

@@ -18,7 +18,7 @@ import torch
 
 from ... import records, simulator
 from ...analysis.predict import rates_of
-from ...core.errors import CompileError, DeviceError, InputError, StackError, TwellError
+from ...core.errors import CompileError, InputError, StackError, TwellError
 from ...core.files import read, reason
 from ...formats.twell import TILE, WORDS
 from ...ops import measure, portable
@@ -288,7 +288,7 @@ def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
         return f"The simulator takes it, but CUDA's own compiler does not:\n{error}", []
     except measure.WrongResult as error:
         return f"On {here}: {error}", []
-    except (DeviceError, StackError, TwellError, RuntimeError) as error:  # too little memory is a RuntimeError
+    except (TwellError, RuntimeError) as error:  # too little memory is a RuntimeError
         return f"Not run on {here}: {error}", []
     return f"On {here}: right on every input, and as in float64 on {TIMED:,} tokens.", rows
 
