@@ -218,6 +218,22 @@ def test_the_cases_hold_what_they_say():
         )
 
 
+def test_what_is_right_is_taken_and_one_value_that_is_off_is_found():
+    for of in cases.small(64):
+        exact, size = cases.sums(of)
+        y = exact.to(of.down_t.dtype)
+        assert cases.wrong(of, y) is None, of.said
+        row, column = int(torch.randint(len(y), ())), int(torch.randint(y.shape[1], ()))
+        y[row, column] = (
+            exact[row, column].nan_to_num(0.0, 0.0, 0.0) * 1.02 + 0.01 * size[row, column].nan_to_num() + 1e-3
+        )
+        assert f"y[{row}][{column}] should be" in cases.wrong(of, y), of.said
+    with_gap = cases.small(64)[0]
+    y = cases.sums(with_gap)[0].to(torch.bfloat16)
+    y[1, 3] = with_gap.y()[0, 0]
+    assert "y[1][3] was never written" in cases.wrong(with_gap, y)
+
+
 def test_the_counted_launch_is_the_same_everywhere_and_so_is_its_floor():
     of = cases.counted()
     assert of.kept.sum(1).tolist() == [cases.NNZ] * cases.COUNTED

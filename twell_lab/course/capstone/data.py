@@ -193,7 +193,7 @@ class Predicted:
     def __str__(self) -> str:
         return (
             f"{self.l2_bytes / 1e6:,.0f} MB through the L2, {self.memory_bytes / 1e6:,.0f} MB from and to memory: "
-            f"{self.us:,.0f} us on {self.gpu}, for its {self.limit}"
+            f"{self.us:,.0f} us on {self.gpu} (limit: {self.limit})"
         )
 
 

@@ -112,7 +112,7 @@ def beside(rows: list[dict]) -> go.Figure:
             **bars,
         )
     most = max([row["predicted_us"] for row in rows] + [row["measured_us"] for row in measured])
-    figure.update_yaxes(range=[0, 1.15 * max(2.0, *times)], title_text="times", row=1, col=1)
+    figure.update_yaxes(range=[0, 1.15 * max(2.0, *times)], title_text="times the floor", row=1, col=1)
     figure.update_yaxes(range=[0, 1.15 * most], title_text="microseconds", row=1, col=2)
     figure = plots.styled(figure, "What is read, and what it takes", height=420).update_annotations(font_size=12)
     return figure.update_layout(barmode="group", margin={"t": 90, "b": 80}, legend={"y": -0.12, "yanchor": "top"})
