@@ -375,6 +375,7 @@ def _given(command: str) -> tuple[list[str], dict]:
             },
         ),
         "course": ([str(home / "hollow" / "course")], {"": _new}),
+        "submit": ([words], {"": _paths, "--out": _new}),
         "record": ([], {"": _word, "--out": _new}),
         "records": (["--folder", str(home / "records")], {"--folder": _files}),
         "compile": (
@@ -404,6 +405,7 @@ COMMANDS = (
     "bench model",
     "predict",
     "course",
+    "submit",
     "record",
     "records",
     "compile",

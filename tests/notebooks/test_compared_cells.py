@@ -20,6 +20,7 @@ COMPARED = {
     "06-train-with-the-kernels.ipynb": 18,
     "a-map-of-sparsity.ipynb": 12,
     "cuda-puzzles.ipynb": 3,
+    "capstone.ipynb": 7,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,
 }

@@ -167,6 +167,31 @@ def block_product_densely(blocks, b, size, rows):
     return whole @ b
 
 
+def down_row(words, gate, down_t, overflow=True, tile=256, first=1, dtype=torch.float32):
+    y = torch.zeros(down_t.shape[1], dtype=dtype)
+    for t, of_tile in enumerate(words):
+        count, here = int(of_tile[0]), gate[256 * t : 256 * (t + 1)]
+        used = of_tile[first : first + min(count, 31)]
+        values, columns = (used >> 16).short().view(torch.bfloat16), used & 0xFFFF
+        if count > 31 and overflow:
+            columns = (~(here <= 0)).nonzero()[:, 0]
+            values = here[columns]
+        for value, column in zip(values, columns, strict=True):
+            y += (value.float() * down_t[tile * t + column].float()).to(dtype)
+    return y
+
+
+def unpacked(words, gate):
+    row = torch.zeros(len(gate))
+    for t, tile in enumerate(words):
+        if int(tile[0]) > 31:
+            row[256 * t : 256 * (t + 1)] = torch.where(gate <= 0, 0, gate)[256 * t : 256 * (t + 1)].float()
+        else:
+            used = tile[1 : 1 + int(tile[0])]
+            row[256 * t + (used & 0xFFFF)] = (used >> 16).short().view(torch.bfloat16).float()
+    return row
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -251,6 +276,37 @@ WRONG = {
         lambda row: ((row * 127).round(), torch.tensor(1 / 127)),  # as if the largest were 1
         lambda row: ((row / (row.max() / 127)).round(), row.max() / 127),  # forgets the negative ones
         lambda row: (row / (row.abs().max() / 127), row.abs().max() / 127),  # rounds nothing
+    ],
+    "read_word": [
+        lambda word, t: (
+            torch.tensor(word >> 16).short().view(torch.bfloat16).item(),
+            word & 0xFFFF,
+        ),  # within its tile
+        lambda word, t: (float(word >> 16), 256 * t + (word & 0xFFFF)),  # bits as a whole number
+        lambda word, t: 256 * t + (word & 0xFFFF),
+    ],
+    "down_row": [
+        lambda words, gate, down_t: down_row(words, gate, down_t, overflow=False),
+        lambda words, gate, down_t: down_row(words, gate, down_t, tile=0),  # columns within their tiles
+        lambda words, gate, down_t: down_row(words, gate, down_t, first=0),  # the count as a value
+        lambda words, gate, down_t: down_row(words, gate, down_t, dtype=torch.bfloat16),  # sums in 16 bits
+        lambda words, gate, down_t: gate.nan_to_num().relu().float() @ down_t.nan_to_num().float(),
+        lambda words, gate, down_t: unpacked(words, gate) @ down_t.nan_to_num().float(),  # right, and dense
+    ],
+    "row_sectors": [
+        lambda column, d_model: 2 * d_model // 32,
+        lambda column, d_model: -(-2 * d_model // 32),
+        lambda column, d_model: d_model,
+    ],
+    "floor_bytes": [
+        lambda counts, d_model: sum(counts) * 2 * d_model,  # no words
+        lambda counts, d_model: 128 * len(counts) + sum(counts) * 2 * d_model,  # all of them
+        lambda counts, d_model: sum(4 * (1 + count) for count in counts) + sum(counts) * 2 * d_model,  # no sectors
+    ],
+    "least_us": [
+        lambda l2, memory, l2_rate, rate: 1e6 * (l2 / l2_rate + memory / rate),
+        lambda l2, memory, l2_rate, rate: 1e6 * l2 / l2_rate,
+        lambda l2, memory, l2_rate, rate: max(l2 / l2_rate, memory / rate),
     ],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,

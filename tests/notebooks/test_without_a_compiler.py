@@ -39,6 +39,15 @@ def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
     assert "apt install g++" in printed(next(cell for cell in code if '"tile_counts"' in cell.source))
 
 
+def test_the_capstone_leaves_out_what_runs_kernels(tmp_path, monkeypatch):
+    code = run("capstone.ipynb", tmp_path, monkeypatch)
+    assert "apt install g++" in printed(code[0])
+    assert "apt install g++" in printed(next(cell for cell in code if 'check("down"' in cell.source))
+    for cell in code:
+        left_out = NEEDS in cell.source.splitlines()
+        assert (printed(cell) == "Not run: this cell needs a C++ compiler.\n") == left_out, cell.source[:80]
+
+
 def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monkeypatch):
     code = run("05-hopper-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])

@@ -23,7 +23,15 @@ from tqdm import tqdm
 from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, strict_json
-from . import analysis_commands, bench_command, course_command, speak_commands, terminal, train_command
+from . import (
+    analysis_commands,
+    bench_command,
+    course_command,
+    speak_commands,
+    submit_command,
+    terminal,
+    train_command,
+)
 from .bench_command import ROW_COLUMNS
 from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer
@@ -237,6 +245,10 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     course_command.add_options(
         command("course", course_command.run, "Copy the course's notebooks into a folder and open JupyterLab there.")
+    )
+
+    submit_command.add_options(
+        command("submit", submit_command.run, "Judge a kernel of the capstone and write a record of its medal.")
     )
 
     record = command("record", _record, "Make one of the recordings that the course's figures come from.")

@@ -18,6 +18,7 @@ from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
+from .capstone import checks as capstone
 from .hopper.calls import timeline
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
@@ -323,5 +324,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "share_from": _share_from,
     "crossing": _crossing,
     **sparsity_map.CHECKS,
+    **capstone.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

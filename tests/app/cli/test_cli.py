@@ -19,7 +19,7 @@ from twell_lab.core import folders
 from twell_lab.models.tiny import LanguageModel
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course records".split() + [
+COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course submit records".split() + [
     "bench model"
 ]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}

@@ -1,0 +1,387 @@
+"""The capstone: its judge takes the answer and the library's kernels, and names mistakes, faults and shortcuts."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.course.capstone.notebook_kernel import changed, in_the_notebook, with_body
+from twell_lab import records, simulator
+from twell_lab.core.errors import CompileError, InputError, StackError
+from twell_lab.course import capstone, exercises
+from twell_lab.course.capstone import cases, data, figures, gpu
+from twell_lab.cuda import cubins
+from twell_lab.formats import TwELL
+from twell_lab.ops import measure, portable
+
+needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A function that judges a source."""
+
+    def judge(text: str) -> capstone.Judged:
+        (tmp_path / "down.cu").write_text(text)
+        return capstone.judge(tmp_path / "down.cu")
+
+    return judge
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """The path of the folded answer."""
+    file = tmp_path_factory.mktemp("answer") / "down.cu"
+    file.write_text(in_the_notebook()[1])
+    return file
+
+
+# Right, and reads everything again for each of its columns: `before` and body of a kernel.
+SCALAR = """
+    const int row = blockIdx.x, tiles = tiles_of(columns, tile);
+    for (int c = threadIdx.x; c < d_model; c += THREADS) {
+        float sum = 0;
+        for (int t = 0; t < tiles; ++t) {
+            const word_t* word = packed + ((long long)row * tiles + t) * words;
+            const int first = t * tile;
+            if ((int)word[0] < words) {
+                for (int i = 1; i <= (int)word[0]; ++i)
+                    sum += to_float(word_value(word[i])) * to_float(down_t[(long long)(first + word_column(word[i])) * d_model + c]);
+            } else {
+                for (int i = first; i < first + tile_width(columns, tile, t); ++i) {
+                    const value_t g = gate[(long long)row * columns + i];
+                    if (fires(g)) sum += to_float(g) * to_float(down_t[(long long)i * d_model + c]);
+                }
+            }
+        }
+        y[(long long)row * d_model + c] = from_float(sum);
+    }
+"""
+# The shortcut: unpack the row, then the dense product, `use` saying what of a row of down_t is added.
+DENSE = """
+    __shared__ float h[8192];
+    const int row = blockIdx.x, tiles = tiles_of(columns, tile);
+    for (int c = threadIdx.x; c < columns; c += THREADS) h[c] = 0;
+    __syncthreads();
+    for (int t = threadIdx.x; t < tiles; t += THREADS) {
+        const word_t* word = packed + ((long long)row * tiles + t) * words;
+        if ((int)word[0] < words)
+            for (int i = 1; i <= (int)word[0]; ++i) h[t * tile + word_column(word[i])] = to_float(word_value(word[i]));
+        else
+            for (int i = 0; i < tile_width(columns, tile, t); ++i) {
+                const value_t g = gate[(long long)row * columns + t * tile + i];
+                if (fires(g)) h[t * tile + i] = to_float(g);
+            }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < d_model; c += THREADS) {
+        float sum = 0;
+        for (int k = 0; k < columns; ++k) {
+            const float weight = to_float(down_t[(long long)k * d_model + c]);
+            USE
+        }
+        y[(long long)row * d_model + c] = from_float(sum);
+    }
+"""
+COUNT = "if (count < words) {"
+WRONG = {
+    "handed out": (
+        lambda: in_the_notebook()[0],
+        "with 600 columns, the last tile 88 wide, and d_model 264: your kernel",
+    ),
+    "column within the tile": (
+        lambda: changed(("down_t + (long long)t * tile * d_model + c", "down_t + c")),
+        "column within a tile is taken as the column of the matrix",
+    ),
+    "count as a value": (
+        lambda: changed(("int i = 1; i <= count", "int i = 0; i < count")),
+        "word 0 of a tile, its count, is read as a value",
+    ),
+    "words past the count": (lambda: changed(("i <= count", "i < words")), "all words of a tile are read"),
+    "sums in 16 bits": (
+        lambda: changed(("sum[k] += value * weight[k]", "sum[k] = to_float(from_float(sum[k] + value * weight[k]))")),
+        "sums in 16 bits lose digits",
+    ),
+    "the words alone": (
+        lambda: changed((COUNT, "if (true) {"), ("i <= count", "i <= min(count, words - 1)")),
+        "keeps 31 of them in its words; all of them stand in the gate",
+    ),
+    "overflow left out": (lambda: changed(("if (fires(g[i]))", "if (false)")), "tiles that overflow were left out"),
+    "overflow twice": (
+        lambda: changed(
+            (COUNT, "{"), ("i <= count", "i <= min(count, words - 1)"), ("} else {", "} if (count >= words) {")
+        ),
+        "from its words and from the gate",
+    ),
+    "32 fit": (lambda: changed((COUNT, "if (count <= words) {")), "with 0, 31, 32, 33 and 256 values in a tile: "),
+    "NaN lost": (
+        lambda: changed(("if (fires(g[i]))", "if (to_float(g[i]) > 0)")),
+        "with NaN, infinity, and zeros of both signs: y[3][0] should be nan",
+    ),
+    "zeros kept": (
+        lambda: changed(("if (fires(g[i]))", "if (!(to_float(g[i]) < 0))")),
+        "rows of down_t were multiplied whose neuron is silent",
+    ),
+    "one pass over the columns": (
+        lambda: changed(
+            ("for (int c = VECTOR", "if (int c = VECTOR"), ("; c < d_model; c += VECTOR * THREADS)", "; c < d_model)")
+        ),
+        "was never written",
+    ),
+    "last tile as wide as others": (
+        lambda: changed(("tile_width(columns, tile, t)", "tile")),
+        "0, 31, 32, 33 and 256 values in a tile: the simulator found an OutOfBounds",
+    ),
+    "wrong row": (
+        lambda: changed(("(y + (long long)row * d_model", "(y + (long long)0 * d_model")),
+        "found a GlobalRace",
+    ),
+    "never ends": (lambda: changed(("t < tiles; ++t", "t < tiles;")), "found a TooLong"),
+    "dense": (lambda: with_body(DENSE.replace("USE", "sum += h[k] * weight;")), "the result is right. But 9,9"),
+    "dense, and hides it": (
+        lambda: with_body(DENSE.replace("USE", "if (h[k] != 0) sum += h[k] * weight;")),
+        "too many sectors, of neurons that are silent",
+    ),
+    "the library's walk": (lambda: '#include "row_walk.cuh"\n' + in_the_notebook()[1], "twell.cuh alone is accepted"),
+    "another name": (lambda: changed(("\ndown(const", "\nup(const")), "has no kernel 'down'"),
+    "other arguments": (
+        lambda: changed((", int tile, int words)", ", int tile)"), ("* words;", "* 32;"), (COUNT, "if (count < 32) {")),
+        "takes 7 arguments",
+    ),
+    "does not compile": (lambda: changed(("const int count", "const int counts")), "does not compile"),
+    "no THREADS": (lambda: changed(("#define THREADS 256", "")), "defines no THREADS"),
+    "33 THREADS": (lambda: changed(("THREADS 256", "THREADS 33")), "THREADS is 33; accepted"),
+}
+
+
+def test_what_is_handed_out_and_the_answer_have_the_signature_that_is_launched():
+    assert all(capstone.SIGNATURE in text for text in in_the_notebook())
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name, judged, monkeypatch):
+    monkeypatch.setattr(data, "SECONDS", 1.5)
+    text, words = WRONG[name]
+    found = judged(text())
+    assert not found.right and words in found.said and found.counts is None and capstone.medal(found) is None
+
+
+@needs_a_compiler
+def test_the_answer_earns_silver_and_its_check_says_so(answer, capsys):
+    found = capstone.judge(answer)
+    assert (
+        found.right
+        and capstone.medal(found) == "silver"
+        and found.sectors <= 1.5 * found.floor == 1.5 * capstone.floor()
+    )
+    exercises.check("down", str(answer))
+    assert capsys.readouterr().out.startswith("Right: silver. Right on every input")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("threads", [32, 1024])
+def test_any_number_of_threads_is_taken(judged, threads):
+    assert judged(changed(("THREADS 256", f"THREADS {threads}"))).right
+
+
+@needs_a_compiler
+def test_a_kernel_that_reads_its_words_for_each_column_is_right_and_earns_bronze(judged):
+    found = judged(with_body(SCALAR))
+    assert found.right and capstone.medal(found) == "bronze"
+    assert "Silver is for 22,4" in capstone.next_step("bronze", found)
+
+
+@needs_a_compiler
+def test_the_contract_is_that_of_the_librarys_kernels():
+    for of in cases.small(64):
+        for version in gpu.VERSIONS if of.down_t.shape[1] == 40 else (1,):  # the others are compiled for each width
+            y = portable.down(of.packed, of.gate, (None, None, None), of.down_t, None, of.columns, 256, version)
+            assert cases.wrong(of, y) is None, (version, of.said)
+
+
+def test_the_cases_hold_what_they_say():
+    small = {of.said: of for of in cases.small(64)}
+    crowded = small["0, 31, 32, 33 and 256 values in a tile"]
+    assert {0, 31, 32, 33, 256} <= set(crowded.packed[..., 0].flatten().tolist())
+    special = small["NaN, infinity, and zeros of both signs"]
+    assert special.hidden.isnan().any() and special.hidden.isinf().any()
+    assert any(of.columns % 2 and of.columns % 256 == 1 for of in small.values())
+    for of in small.values():
+        used = torch.arange(32) <= of.packed[..., :1]
+        again = TwELL.from_gate(of.hidden).packed
+        assert torch.equal(of.packed[used], again[used]) and (of.packed[~used] > 1e8).all()
+        exact, _ = cases.sums(of)
+        assert torch.allclose(exact, of.hidden.double() @ of.down_t.nan_to_num().double(), equal_nan=True) or (
+            of is special  # infinity times the zeros that stand for NaN
+        )
+
+
+def test_what_is_right_is_taken_and_one_value_that_is_off_is_found():
+    for of in cases.small(64):
+        exact, size = cases.sums(of)
+        y = exact.to(of.down_t.dtype)
+        assert cases.wrong(of, y) is None, of.said
+        row, column = int(torch.randint(len(y), ())), int(torch.randint(y.shape[1], ()))
+        want, terms = float(exact[row, column]), float(size[row, column])
+        y[row, column] = want + math.copysign(0.05 * terms + 1e-3, want) if math.isfinite(want) else 1.0
+        assert f"y[{row}][{column}] should be" in cases.wrong(of, y), of.said
+    with_gap = cases.small(64)[0]
+    y = cases.sums(with_gap)[0].to(torch.bfloat16)
+    y[1, 3] = with_gap.y()[0, 0]
+    assert "y[1][3] was never written" in cases.wrong(with_gap, y)
+
+
+def test_the_counted_launch_is_the_same_everywhere_and_so_is_its_floor():
+    of = cases.counted()
+    assert of.kept.sum(1).tolist() == [cases.NNZ] * cases.COUNTED
+    rows = cases.COUNTED * cases.NNZ * cases.D_MODEL * 2 // 32
+    assert rows < cases.floor_sectors(of) == capstone.floor() < rows + 4 * 22 * 4
+    assert torch.equal(of.packed, cases.counted().packed)
+
+
+@pytest.mark.parametrize("first, count, sectors", [(0, 16, 1), (8, 16, 2), (0, 2048, 128), (15, 2, 2), (16, 1, 1)])
+def test_sectors(first, count, sectors):
+    assert cases.sectors_of(first, count) == sectors
+
+
+def test_a_floor_with_a_tile_that_overflows():
+    gate = torch.full((1, 300), -1.0)
+    gate[0, :40] = 1.0
+    of = cases.case("made up", gate.bfloat16(), torch.ones(300, 16).bfloat16())
+    # A count and the gate of 256 columns; one sector of words of the second tile; 40 rows of 32 bytes.
+    assert cases.floor_sectors(of) == (1 + 16) + 1 + 40
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (data.LARGEST + 1)])
+def test_what_is_no_source_is_refused(tmp_path, content):
+    file = tmp_path / "down.cu"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match="down.cu.*accepted"):
+        capstone.judge(file)
+    with pytest.raises(InputError, match="a folder"):
+        capstone.judge(tmp_path)
+
+
+def test_without_a_compiler_it_says_what_to_install(answer, monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
+    assert "apt install g++" in capstone.judge(answer).said
+    with pytest.raises(StackError, match="g\\+\\+"):
+        capstone.submit(answer)
+
+
+# ---- predicted, measured, won ----
+
+
+def times(**ms) -> list[dict]:
+    shared = {"kind": gpu.KIND, "device": "NVIDIA H100 80GB HBM3", "tokens": cases.TIMED, "spread": 0.001}
+    return [{**shared, "path": path, "ms": each} for path, each in ms.items()]
+
+
+FAST = times(yours=0.27, down_v1=0.8, down_v2=0.22, down_v3=0.5)
+SLOW = times(yours=0.28, down_v1=0.8, down_v2=0.22, down_v3=0.5)
+
+
+@needs_a_compiler
+def test_medals_and_the_step_to_the_next(answer):
+    found = capstone.judge(answer)
+    wasteful = replace(found, floor=found.floor // 2)
+    assert capstone.medal(replace(found, right=False)) is None
+    assert capstone.medal(wasteful, FAST) == "bronze" and capstone.medal(found, SLOW) == "silver"
+    assert capstone.medal(found, FAST) == "gold" and capstone.medal(found, []) == "silver"
+    assert "yours takes 1.27 times" in capstone.next_step("silver", found, SLOW)
+    assert "1.23 times the time of down_v2" in capstone.next_step("gold", found, FAST)
+    assert "no GPU here" in capstone.next_step("silver", found) and "Bronze" in capstone.next_step(None, found)
+
+
+@needs_a_compiler
+def test_a_prediction_counts_each_row_for_each_block_and_memory_once(answer):
+    found = capstone.predicted(capstone.judge(answer).counts, "H100 SXM")
+    assert found.l2_bytes > 16384 * 29 * 4096 > 1e9 > found.memory_bytes > 2 * 16384 * 2048
+    rates = capstone.gpu_rates("H100 SXM")
+    least = capstone.least_us(found.l2_bytes, found.memory_bytes, rates.l2, rates.bandwidth)
+    assert found.us == pytest.approx(least) and found.limit == "L2 cache" and "H100" in str(found)
+    slower = capstone.predicted(capstone.judge(answer).counts, "T4")
+    assert slower.gpu == "T4" and slower.us > 5 * found.us
+    assert capstone.gpu_rates("a GPU of nobody's").device == "H100 SXM"
+
+
+def test_a_guess_beside_the_prediction():
+    found = capstone.Predicted("H100 SXM", 2_000_000_000, 10**8, 270.0, "L2 cache")
+    _, megabytes, micro = capstone.beside(1900, 1000, found).splitlines()
+    assert "0.95 times that, within a quarter" in megabytes and "too much" in micro
+    assert "too little" in capstone.beside(0, 0, found)
+
+
+@needs_a_compiler
+def test_predicted_beside_measured_is_drawn_with_a_gpu_and_without(answer):
+    found, wrong = capstone.judge(answer), capstone.Judged(False, "made up")
+    mine = capstone.compared(found, FAST)
+    assert [row["version"] for row in mine] == ["yours", "down_v1", "down_v2", "down_v3"]
+    assert mine[0]["measured_us"] == pytest.approx(270) and "yours, now" in mine[0]["where"]
+    here = capstone.compared(wrong)
+    assert [row["version"] for row in here] == ["down_v1", "down_v2", "down_v3"]
+    assert all("recorded on NVIDIA H100" in row["where"] for row in here)
+    for rows in (mine, here, capstone.compared(found)):
+        drawn = figures.beside(rows)
+        assert [*drawn.data[0].x] == [row["version"] for row in rows]
+        assert [*drawn.data[1].y] == [row["predicted_us"] for row in rows]
+    assert [*figures.beside(mine).data[2].y] == [row["measured_us"] for row in mine]
+    assert len(figures.row_of_blocks().layout.shapes) == 8 + 12 + 1
+    said = capstone.three_lines(found, capstone.predicted(found.counts), FAST)
+    assert len(said) == 3 and "1.23 times down_v2" in said[2] and "yours reads" in said[0]
+    assert "none of yours was measured" in capstone.three_lines(wrong, capstone.predicted(found.counts), [])[2]
+
+
+# ---- on a GPU, as far as it goes without one ----
+
+
+@pytest.mark.parametrize(
+    "arch, dtype", [(each, torch.bfloat16) for each in cubins.ARCHITECTURES[1:]] + [("sm_75", torch.float16)]
+)
+def test_the_answer_compiles_for_every_gpu(answer, arch, dtype):
+    pytest.importorskip("cupy")
+    assert gpu.compiled(answer.read_text(), arch, dtype)[:4] == b"\x7fELF"
+    with pytest.raises(CompileError, match="down.cu"):
+        gpu.compiled("int x = ;", arch, dtype)
+
+
+@needs_a_compiler
+def test_what_a_gpu_says_becomes_lines_and_a_medal(answer, my_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "dtype_here", lambda: torch.bfloat16)
+    monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: (text, threads))
+    monkeypatch.setattr(gpu, "wrong", lambda mine, threads: None)
+    monkeypatch.setattr(gpu, "timed", lambda mine: FAST)
+    made = capstone.submit(answer)
+    assert made.medal == "gold" and made.on_gpu.startswith("On My GPU: right") and made.rows == FAST
+    again = records.load(made.record.save(tmp_path))
+    assert again.rows[1:] == FAST and again.notes["medal"] == "gold" and again.notes["source"] == answer.read_text()
+    assert again.notes["against_down_v2"] == pytest.approx(0.27 / 0.22)
+
+    for failing, said in (
+        (lambda mine: (_ for _ in ()).throw(measure.WrongResult("row 3")), "On My GPU: row 3"),
+        (lambda mine: (_ for _ in ()).throw(RuntimeError("out of memory")), "Not run on My GPU: out of memory"),
+        (lambda mine: (_ for _ in ()).throw(CompileError("line 1")), "CUDA's own compiler does not:\nline 1"),
+    ):
+        monkeypatch.setattr(gpu, "timed", failing)
+        made = capstone.submit(answer)
+        assert said in made.on_gpu and made.rows == [] and made.medal == "silver"
+    monkeypatch.setattr(gpu, "wrong", lambda mine, threads: "with NaN: y[0][0]")
+    assert "but on My GPU, with NaN" in capstone.submit(answer).on_gpu
+    assert "verdict comes first" in capstone.timed_here(answer, capstone.Judged(False, ""))[0]
+
+
+@needs_a_compiler
+def test_a_record_from_a_cpu_holds_counts_alone(answer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = capstone.submit(answer)
+    (row,) = made.record.rows
+    assert made.medal == "silver" and row["sectors_read"] == made.judged.sectors and row["threads"] == 256
+    assert "kind" not in row and str(answer.parent) not in json.dumps(made.record.rows)
+    assert "no GPU here" in made.on_gpu

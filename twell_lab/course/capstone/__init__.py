@@ -1,0 +1,24 @@
+"""The capstone: a kernel of the reader's own, judged, counted, predicted and timed. Figures are in `figures`, which
+this does not import: `twell-lab submit` needs none."""
+
+from .data import (
+    SIGNATURE,
+    Judged,
+    Predicted,
+    Submission,
+    against_v2,
+    beside,
+    compared,
+    counts_of,
+    floor,
+    gpu_rates,
+    judge,
+    least_us,
+    library_counts,
+    medal,
+    next_step,
+    predicted,
+    submit,
+    three_lines,
+    timed_here,
+)

@@ -1,0 +1,277 @@
+"""Inputs for a reader's `down`, what it has to give on them, and the usual mistakes, each computed so that it can be
+named.
+
+What a kernel must not use is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
+that overflow, and so are most rows of down_t whose neuron is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...formats.twell import TILE, WORDS, TwELL, fires, join_words, split_words
+from ...ops import measure
+from ...simulator.counts import SECTOR
+
+SLOTS = WORDS - 1
+LARGE = 30_000.0  # in words past the count; float16 holds it, too
+UNWRITTEN = 0x7FAB  # the bits of y before a launch: a NaN that no sum gives
+D_MODEL, D_FF, NNZ = 2048, 5632, 29  # of the launches that are counted and timed
+COUNTED, TIMED = 4, 16384  # rows of these
+ROUNDED = 2.0**-8  # relative: what rounding y to 16 bits may change
+SUMMED = 2.0**-14  # relative to the sum of the magnitudes: what sums in float32 may change
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One launch. said: the input, in words. hidden: [rows, columns], what is packed, zeros elsewhere.
+
+    packed: int32 [rows, tiles, WORDS]. gate: [rows, columns]. down_t: [columns, d_model]. All lie on one device."""
+
+    said: str
+    packed: Tensor
+    gate: Tensor
+    down_t: Tensor
+    hidden: Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.hidden.shape[1]
+
+    @property
+    def kept(self) -> Tensor:
+        """Where a value is kept, bool [rows, columns]."""
+        return self.hidden != 0  # NaN is not 0
+
+    def y(self) -> Tensor:
+        """What a launch writes to: [rows, d_model], not written yet."""
+        bits = torch.full((len(self.packed), self.down_t.shape[1]), UNWRITTEN, dtype=torch.int16)
+        return bits.to(self.packed.device).view(self.down_t.dtype)
+
+
+def case(said: str, gate: Tensor, down_t: Tensor, poison: bool = True) -> Case:
+    """The launch for a gate [rows, columns] before its ReLU, which is packed and poisoned, and down_t.
+
+    poison: whether rows of down_t are NaN where a neuron is silent. Where they are, many mistakes look alike."""
+    kept, form = fires(gate), TwELL.from_gate(gate)
+    columns, tiles = gate.shape[1], form.packed.shape[1]
+    past = torch.arange(WORDS) > form.counts[..., None]
+    large = join_words(torch.tensor(LARGE, dtype=gate.dtype), torch.tensor(0))
+    crowded = (form.counts > SLOTS).repeat_interleave(TILE, 1)[:, :columns]
+    silent = ~kept.any(0)
+    silent[torch.arange(tiles) * TILE] = False  # where the words past the count point
+    return Case(
+        said,
+        torch.where(past, large.int(), form.packed).contiguous(),
+        torch.where(crowded, gate, torch.nan),
+        torch.where(silent[:, None], torch.nan, down_t) if poison else down_t,
+        torch.where(kept, gate, 0),
+    )
+
+
+def _gate(counts: list[list[int]], columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A gate of which so many values fire in each tile of each row."""
+    gate = -torch.rand(len(counts), columns) - 0.01
+    for row, of_row in zip(gate, counts, strict=True):
+        for t, count in enumerate(of_row):
+            tile = row[t * TILE : (t + 1) * TILE]
+            tile[torch.randperm(len(tile))[:count]] *= -1
+    return gate.to(dtype)
+
+
+def _sparse(rows: int, columns: int, most: int) -> Tensor:
+    tiles = -(-columns // TILE)
+    widths = [min(TILE, columns - t * TILE) for t in range(tiles)]
+    return _gate([[int(torch.randint(1, min(most, width) + 1, ())) for width in widths] for _ in range(rows)], columns)
+
+
+def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+    """The launches that have to be right, drawn anew, the plainest first. threads: of a block."""
+    one_pass = 8 * threads  # columns of y that a block's threads cover with 16 bytes each
+
+    def down_t(columns: int, d_model: int) -> Tensor:
+        return torch.randn(columns, d_model).to(dtype)
+
+    plain, odd = _sparse(3, 600, 20).to(dtype), _sparse(3, 257, 20).to(dtype)
+    special = _gate([[5, 9, 3], [4, 9, 3], [12, 40, 3], [2, 40, 2]], 520, dtype)
+    special[0, 3], special[1, 300], special[3, 300] = torch.nan, torch.inf, torch.nan
+    special[2, 5], special[2, 7], special[2, 301], special[2, 302] = -0.0, 0.0, -0.0, 0.0
+    weights = down_t(520, 40)
+    weights[:, ::3] = -0.0
+    weights[300, 1] = 0  # times infinity
+    return [
+        case("600 columns, the last tile 88 wide, and d_model 264", plain, down_t(600, 264), poison=False),
+        case(f"d_model {one_pass + 8}", _sparse(2, 300, 9).to(dtype), down_t(300, one_pass + 8)),
+        case("257 columns, the last tile one wide, and d_model 8", odd, down_t(257, 8)),
+        case("24 columns", _sparse(2, 24, 20).to(dtype), down_t(24, 72)),
+        case("no value at all in one row", _gate([[0, 0], [5, 0]], 512, dtype), down_t(512, 40)),
+        case(
+            "0, 31, 32, 33 and 256 values in a tile",
+            _gate([[0, 31, 32, 33, 256, 60], [32, 31, 31, 0, 200, 99], [31] * 6], 5 * TILE + 100, dtype),
+            down_t(5 * TILE + 100, 40),
+        ),
+        case("NaN, infinity, and zeros of both signs", special, weights),
+        case("248 positive values in a row", _gate([[31] * 8] * 2, 8 * TILE, dtype), down_t(8 * TILE, 64).abs()),
+    ]
+
+
+def counted() -> Case:
+    """The launch whose sectors are counted: the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    rates = measure.firing_rates(D_FF, NNZ).clamp(min=1e-12)
+    order = (torch.rand(COUNTED, D_FF, generator=generator, dtype=torch.float64).log() / rates).argsort(descending=True)
+    size = torch.rand(COUNTED, D_FF, generator=generator) + 0.01
+    fired = torch.zeros(COUNTED, D_FF, dtype=torch.bool).scatter_(1, order[:, :NNZ], True)
+    down_t = torch.randn(D_FF, D_MODEL, generator=generator)
+    gate = torch.where(fired, size, -size).bfloat16()
+    return case(f"{COUNTED} rows of {D_FF:,} columns and d_model {D_MODEL:,}", gate, down_t.bfloat16())
+
+
+def floor_sectors(of: Case) -> int:
+    """The fewest sectors that the loads of a launch can touch: of each tile the words that are used, or the count and
+    the gate where it overflows, and for each kept value the row of down_t."""
+    columns, d_model, total = of.columns, of.down_t.shape[1], 0
+    for row, counts in enumerate(of.packed[..., 0].tolist()):
+        for t, count in enumerate(counts):
+            used = 1 + count if count <= SLOTS else 1
+            total += -(-4 * used // SECTOR)
+            if count > SLOTS:
+                total += sectors_of(row * columns + t * TILE, min(TILE, columns - t * TILE))
+    return total + sum(sectors_of(column * d_model, d_model) for column in of.kept.nonzero()[:, 1].tolist())
+
+
+def needed_sectors(of: Case) -> int:
+    """The different sectors of down_t that rows of neurons that fire lie in."""
+    size, d_model = of.down_t.element_size(), of.down_t.shape[1]
+    starts = [size * d_model * column for column in of.kept.any(0).nonzero()[:, 0].tolist()]
+    return len({at for start in starts for at in range(start // SECTOR, (start + size * d_model - 1) // SECTOR + 1)})
+
+
+def sectors_of(first: int, count: int, size: int = 2) -> int:
+    """The sectors that `count` values of `size` bytes lie in, from value number `first` of an array on."""
+    return (size * (first + count) - 1) // SECTOR - size * first // SECTOR + 1
+
+
+# ---- what is right, and what the usual mistakes give ----
+
+Entries = Callable[[Case, int, int], tuple[Tensor, Tensor]]  # (values, columns of the matrix) of a row's tile
+
+
+def _words(of: Case, row: int, t: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    values, columns = split_words(of.packed[row, t, first:last], of.down_t.dtype)
+    return values, columns + t * TILE
+
+
+def _right(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    tile = of.hidden[row, t * TILE : (t + 1) * TILE]
+    columns = (tile != 0).nonzero()[:, 0]
+    return tile[columns], columns + t * TILE
+
+
+def _within(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    values, columns = _right(of, row, t)
+    return values, columns - t * TILE
+
+
+def _count_read(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    count = int(of.packed[row, t, 0])
+    return _words(of, row, t, 0, count) if count <= SLOTS else _right(of, row, t)
+
+
+def _past(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    return _words(of, row, t, 1, WORDS) if int(of.packed[row, t, 0]) <= SLOTS else _right(of, row, t)
+
+
+def _cut(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    return _words(of, row, t, 1, 1 + min(SLOTS, int(of.packed[row, t, 0])))
+
+
+def _twice(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    if int(of.packed[row, t, 0]) <= SLOTS:
+        return _right(of, row, t)
+    again, right = _cut(of, row, t), _right(of, row, t)
+    return torch.cat([again[0], right[0]]), torch.cat([again[1], right[1]])
+
+
+def _left_out(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+    values, columns = _right(of, row, t)
+    kept = 0 if int(of.packed[row, t, 0]) > SLOTS else len(values)
+    return values[:kept], columns[:kept]
+
+
+_MISTAKES: dict[str, Entries] = {
+    "that is what comes out where the column within a tile is taken as the column of the matrix.": _within,
+    "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
+        _count_read
+    ),
+    "that is what comes out where all words of a tile are read: those past its count hold anything.": _past,
+    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": (_cut),
+    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": _twice,
+    "the tiles that overflow were left out: their values stand in the gate.": _left_out,
+}
+
+
+def sums(of: Case, entries: Entries = _right) -> tuple[Tensor, Tensor]:
+    """(y in float64, the sum of the magnitudes of its terms) of the values and columns that `entries` gives.
+
+    Raises IndexError where they name a column that the matrix does not have."""
+    rows, tiles = of.packed.shape[:2]
+    y = torch.zeros(rows, of.down_t.shape[1], dtype=torch.float64)
+    size = y.clone()
+    for row in range(rows):
+        for t in range(tiles):
+            values, columns = entries(of, row, t)
+            if len(columns) and int(columns.max()) >= of.columns:
+                raise IndexError(f"column {int(columns.max())}")
+            terms = values.double()[:, None] * of.down_t[columns].double()
+            y[row] += terms.sum(0)
+            size[row] += terms.abs().sum(0)
+    return y, size
+
+
+def agrees(y: Tensor, exact: Tensor, size: Tensor) -> Tensor:
+    """Where y is as near to the exact sums as sums in float32, rounded once, are; bool, of y's shape."""
+    y = y.double()
+    same = (y == exact) | y.isnan() & exact.isnan()
+    return torch.where(exact.isfinite(), (y - exact).abs() <= ROUNDED * exact.abs() + SUMMED * size, same)
+
+
+def wrong(of: Case, y: Tensor) -> str | None:
+    """What is wrong with y, in words, with the mistake's name where it is one of the usual; None if nothing is.
+
+    All tensors lie on the CPU."""
+    untouched = y.view(torch.int16) == UNWRITTEN
+    if untouched.all():
+        return "your kernel writes nothing to y yet."
+    exact, size = sums(of)
+    fits = agrees(y, exact, size)
+    if untouched.any() or not fits.all():
+        row, column = (untouched if untouched.any() else ~fits).nonzero()[0].tolist()
+        place, want, got = f"y[{row}][{column}]", float(exact[row, column]), float(y[row, column])
+        if untouched.any():
+            return f"{place} was never written; it should be {want:.4g}."
+        return f"{place} should be {want:.4g}; yours is {got:.4g}. {_named(of, y, exact, size)}".rstrip()
+    return None
+
+
+def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:
+    for said, entries in _MISTAKES.items():
+        try:
+            mistaken, terms = sums(of, entries)
+        except IndexError:
+            continue
+        if agrees(y, mistaken, terms).all() and 2 * mistaken.isfinite().sum() > mistaken.numel():
+            return f"{said[0].upper()}{said[1:]}"
+    finite = exact.isfinite()
+    if (y.isnan() & finite).any():
+        return (
+            "No NaN fires there: rows of down_t were multiplied whose neuron is silent, or the gate was read where the "
+            "tile fits its words."
+        )
+    if ((y.double() - exact).abs() <= 0.1 * size)[finite].all() and finite.all():
+        return "Nearly right: sums in 16 bits lose digits like this; keep them in float, and round once."
+    return ""

@@ -1,0 +1,381 @@
+"""A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
+its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
+
+The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right result, silver for sectors within
+`SILVER` of the floor, gold for a time within `GOLD` of down_v2's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ... import records, simulator
+from ...analysis.predict import rates_of
+from ...core.errors import CompileError, InputError, StackError, TwellError
+from ...core.files import read, reason
+from ...formats.twell import TILE, WORDS
+from ...ops import measure, portable
+from ...simulator import Counts, Fault
+from ...simulator.counts import SECTOR
+from ..recorded import device_and_day
+from . import cases, gpu
+from .cases import COUNTED, D_FF, D_MODEL, TIMED
+
+SIGNATURE = """extern "C" __global__ void __launch_bounds__(THREADS)
+down(const word_t* packed, const value_t* gate, const value_t* down_t, value_t* y,
+     int d_model, int columns, int tile, int words)"""
+POINTERS = ("packed", "gate", "down_t", "y")
+SILVER, GOLD = 1.5, 1.25
+BRONZE_MEDAL, SILVER_MEDAL, GOLD_MEDAL = "bronze", "silver", "gold"
+LARGEST = 1 << 20  # bytes of a kernel's file
+SECONDS = 20.0  # a launch in the simulator may take: a loop that never ends is stopped
+USUAL_GPU = "H100 SXM"  # whose rates a prediction takes where the GPU here is unknown, or there is none
+_THREADS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+THREADS[ \t]+(\d+)[ \t]*(?://.*)?$", re.M)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the simulator found. said: what is wrong, or what is right. counts: of the launch that is counted, None
+    where the kernel is not right. floor: the fewest sectors that its loads can touch."""
+
+    right: bool
+    said: str
+    counts: Counts | None = None
+    floor: int = 0
+
+    @property
+    def sectors(self) -> int | None:
+        """That its loads touch."""
+        return self.counts and self.counts.global_reads.sectors
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A kernel judged here: in the simulator, and on the GPU where there is one. rows: of kind "capstone", times; []
+    without a GPU. on_gpu: a line about the GPU. record: what can be shared; None where there is no medal."""
+
+    judged: Judged
+    medal: str | None
+    said: str
+    on_gpu: str
+    rows: list[dict] = field(default_factory=list)
+    record: records.Record | None = None
+
+
+def source(file: str | Path) -> str:
+    """The text of a kernel file. Raises InputError for what is no text file of at most LARGEST bytes."""
+    try:
+        return read(file, LARGEST).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason(error)
+        raise InputError(
+            f"{str(file)!r:.200} cannot be read: {why}; accepted: a CUDA source with the kernel down"
+        ) from None
+
+
+def threads_of(text: str) -> int:
+    """The number of threads of a block, which a kernel's source defines. Raises InputError for none, or another than a
+    GPU takes."""
+    found = _THREADS.search(text)
+    if found is None:
+        raise InputError("the source defines no THREADS; accepted: a line such as `#define THREADS 256`")
+    threads = int(found[1])
+    if threads % 32 or not 32 <= threads <= 1024:
+        raise InputError(f"THREADS is {threads:,}; accepted: a multiple of 32 from 32 to 1024")
+    return threads
+
+
+def judge(file: str | Path) -> Judged:
+    """Whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it is said,
+    never raised; InputError where there is no such file."""
+    text = source(file)
+    with_what = ""
+    try:
+        threads = threads_of(text)
+        if others := sorted(set(_INCLUDE.findall(text)) - {"twell.cuh"}):
+            raise InputError(f"the source includes {others[0]!r:.80}; twell.cuh alone is accepted: the rest is yours")
+        program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
+        plainest, *others = cases.small(threads)
+        for of in (plainest, *others, cases.counted()):
+            with_what = f"with {of.said}: "
+            y, watch = of.y(), "faults" if of in others else "counts"
+            counts = _launch(program, of, y, threads, watch).counts
+            if found := cases.wrong(of, y) or counts and _silent_rows(program, of, counts):
+                return Judged(False, with_what + found)
+    except Fault as fault:
+        kind = type(fault).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}")
+    except (CompileError, InputError, StackError, simulator.Unsupported) as error:
+        return Judged(False, str(error))
+    sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
+    said = f"{sectors:,} sectors read where {least:,} are the floor, {sectors / least:.2f} times as many"
+    return Judged(True, f"right on every input, no fault; {said}.", counts, least)
+
+
+def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
+    arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
+    return program.launch("down", len(of.packed), threads, arguments, watch=watch, seconds=SECONDS)
+
+
+def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
+    """In words, how many more sectors of down_t were read than the rows of neurons that fire lie in; None if none."""
+    name = program.kernels["down"].parameters[POINTERS.index("down_t")].name
+    fired, least = int(of.kept.any(0).sum()), cases.needed_sectors(of)
+    read_sectors = counts.footprints[name].read_sectors
+    if read_sectors <= least:
+        return None
+    return (
+        f"the result is right. But {read_sectors:,} sectors of {name} are read, and the rows of the {fired} neurons "
+        f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
+    )
+
+
+def floor() -> int:
+    """The fewest sectors that the loads of the launch can touch that is counted."""
+    return cases.floor_sectors(cases.counted())
+
+
+def counts_of(judged: Judged) -> tuple[str, Counts]:
+    """(name, counts) of the reader's kernel; of down_v2 until it is right."""
+    return (gpu.YOURS, judged.counts) if judged.counts else ("down_v2", library_counts()["down_v2"])
+
+
+@cache
+def library_counts() -> dict[str, Counts]:
+    """The counts of the library's own versions on the same launch, by name. Needs a C++ compiler."""
+    of, found = cases.counted(), {}
+    for version in gpu.VERSIONS:
+        with simulator.watching("counts") as runs:
+            portable.down(of.packed, of.gate, (None, None, None), of.down_t, None, D_FF, TILE, version)
+        found[f"down_v{version}"] = runs[-1].counts
+    return found
+
+
+# ---- predicted, and measured ----
+
+
+def gpu_rates(name: str | None = None):
+    """The rates (analysis.predict.Rates) of a GPU, by default of the one here; of USUAL_GPU where there is none, or
+    where it is not in data/gpus.json."""
+    if name is None:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
+    try:
+        return rates_of(name)
+    except InputError:
+        return rates_of(USUAL_GPU)
+
+
+def least_us(l2_bytes: float, memory_bytes: float, l2_rate: float, memory_rate: float) -> float:
+    """Microseconds that a launch needs at least: the slower of what passes the L2 and what comes from memory."""
+    return 1e6 * max(l2_bytes / l2_rate, memory_bytes / memory_rate)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """For TIMED rows on a GPU. l2_bytes: every sector that a block reads, once for each block, and what is written;
+    memory_bytes: every different sector once. limit: the slowest part of the GPU (simulator.predicted_time)."""
+
+    gpu: str
+    l2_bytes: int
+    memory_bytes: int
+    us: float
+    limit: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.l2_bytes / 1e6:,.0f} MB through the L2, {self.memory_bytes / 1e6:,.0f} MB from and to memory: "
+            f"{self.us:,.0f} us on {self.gpu} (limit: {self.limit})"
+        )
+
+
+def predicted(counts: Counts, device: str | None = None) -> Predicted:
+    """What these counts, of a launch of COUNTED rows, come to for TIMED rows on a GPU (`gpu_rates`)."""
+    rates = gpu_rates(device)
+    weights = max(counts.footprints, key=lambda name: counts.footprints[name].bytes)  # down_t does not grow
+    grown = counts.scaled(TIMED / COUNTED, same_size=[weights])
+    touched = grown.footprints.values()
+    l2_bytes = SECTOR * (sum(at.block_read_sectors for at in touched) + grown.global_writes.sectors)
+    memory_bytes = SECTOR * sum(at.read_sectors + at.written_sectors for at in touched)
+    bounds = simulator.predicted_time(grown, _as_simulated(rates))
+    return Predicted(rates.device, l2_bytes, memory_bytes, 1e6 * bounds.seconds, bounds.limit)
+
+
+def _as_simulated(rates) -> simulator.Gpu:
+    """A GPU for `simulator.predicted_time`. Of one that is not USUAL_GPU, multiprocessors and clock are asked of torch;
+    where it does not know them, the L1 cache bounds nothing."""
+    if rates.device == USUAL_GPU:
+        return simulator.H100
+    properties = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    count, kilohertz = getattr(properties, "multi_processor_count", 0), getattr(properties, "clock_rate", 0)
+    clock = 1e3 * kilohertz if count and kilohertz else math.inf
+    return simulator.Gpu(rates.device, count or 1, clock, rates.bandwidth, rates.l2, "analysis.predict.rates_of")
+
+
+def beside(guess_mb: float, guess_us: float, found: Predicted) -> str:
+    """The reader's own prediction beside the one from counts and rates, in two lines."""
+    lines = [f"computed: {found}"]
+    for what, mine, theirs in (("MB", guess_mb, found.l2_bytes / 1e6), ("us", guess_us, found.us)):
+        off = mine / theirs if mine > 0 else math.nan
+        word = "within a quarter" if 0.8 <= off <= 1.25 else "too much" if off > 1 else "too little"
+        lines.append(f"you wrote {mine:,.0f} {what}: {off:.2f} times that, {word}")
+    return "\n".join(lines)
+
+
+def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
+    """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
+    predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones."""
+    counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
+    times = {row["path"]: (1e3 * row["ms"], f"yours, now, on {row['device']}") for row in rows or []}
+    if not times:
+        times = {row["path"]: (1e3 * row["ms"], row["where"]) for row in _recorded()}
+    device = rows[0]["device"] if rows else None
+    least = judged.floor or floor()
+    found = []
+    for version, each in counts.items():
+        guess, (us, where) = predicted(each, device), times.get(version, (None, ""))
+        found.append(
+            {
+                "version": version,
+                "sectors": each.global_reads.sectors,
+                "floor": least,
+                "predicted_us": guess.us,
+                "gpu": guess.gpu,
+                "measured_us": us,
+                "where": where,
+            }
+        )
+    return found
+
+
+def _recorded() -> list[dict]:
+    """The newest recorded rows of the library's versions at this size, one each, with `where`."""
+    names = {f"down_v{version}" for version in gpu.VERSIONS}
+    wanted = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
+    found: dict[str, dict] = {}
+    for record in reversed(records.load_all()):
+        for row in record.rows:
+            if row.get("path") in names and all(row.get(key) == value for key, value in wanted.items()):
+                where = f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
+                if "H100" in row["device"]:  # as USUAL_GPU, for which is predicted where no GPU is
+                    found.setdefault(row["path"], {**row, "where": where})
+    return list(found.values())
+
+
+def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
+    """(a line about what this machine's GPU made of a kernel, rows of kind "capstone"). The rows are [] without a GPU,
+    where it cannot run the kernel, and where the kernel is wrong, there or (`judged`) in the simulator."""
+    if not torch.cuda.is_available():
+        return "There is no GPU here: the simulator's counts stand alone.", []
+    if not judged.right:
+        return "Not run on the GPU: the simulator's verdict comes first.", []
+    here, text = torch.cuda.get_device_name(), source(file)
+    try:
+        threads = threads_of(text)
+        mine = gpu.Mine(text, threads, gpu.dtype_here())
+        if found := gpu.wrong(mine, threads):
+            return f"The simulator finds nothing wrong, but on {here}, {found}", []
+        rows = gpu.timed(mine)
+    except CompileError as error:
+        return f"The simulator takes it, but CUDA's own compiler does not:\n{error}", []
+    except measure.WrongResult as error:
+        return f"On {here}: {error}", []
+    except (TwellError, RuntimeError) as error:  # too little memory is a RuntimeError
+        return f"Not run on {here}: {error}", []
+    return f"On {here}: right on every input, and as in float64 on {TIMED:,} tokens.", rows
+
+
+def against_v2(rows: list[dict]) -> float | None:
+    """The time of the reader's kernel by that of down_v2; None where nothing was timed."""
+    ms = {row["path"]: row["ms"] for row in rows}
+    return ms[gpu.YOURS] / ms["down_v2"] if gpu.YOURS in ms else None
+
+
+def medal(judged: Judged, rows: list[dict] | None = None) -> str | None:
+    """The medal that a kernel has: None, "bronze", "silver" or, with times on a GPU, "gold"."""
+    if not judged.right:
+        return None
+    if judged.sectors > SILVER * judged.floor:
+        return BRONZE_MEDAL
+    times = against_v2(rows or [])
+    return GOLD_MEDAL if times is not None and times <= GOLD else SILVER_MEDAL
+
+
+def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
+    """A line about what the next medal takes."""
+    if won is None:
+        return "Bronze is for a right result."
+    if won == BRONZE_MEDAL:
+        return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
+    times = against_v2(rows or [])
+    if won == SILVER_MEDAL:
+        took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
+        return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
+    return f"{times:.2f} times the time of down_v2: there is no more to win."
+
+
+def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]:
+    """What the notebook comes to, in three sentences made of its numbers: sectors, prediction, and time."""
+    name, counts = counts_of(judged)
+    least = judged.floor or floor()
+    sectors, ms = counts.global_reads.sectors, {row["path"]: row["ms"] for row in rows}
+    lines = [
+        f"Sectors: {name} reads {sectors:,} where {least:,} are the floor, {sectors / least:.2f} times as many.",
+        f"Prediction for {TIMED:,} rows: {found}.",
+    ]
+    if (times := against_v2(rows)) is None:
+        recorded = {row["path"]: row for row in _recorded()}.get("down_v2")
+        took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, {recorded['where']}"
+        return [*lines, f"Time: none of yours was measured; {took or 'none of down_v2 is recorded'}."]
+    off = 1e3 * ms[gpu.YOURS] / found.us
+    return [
+        *lines,
+        f"Time: {1e3 * ms[gpu.YOURS]:,.0f} us, {off:.2f} times the prediction and {times:.2f} times down_v2.",
+    ]
+
+
+def submit(file: str | Path) -> Submission:
+    """Judge a kernel in the simulator and, where there is one, on the GPU, and make a record of it.
+
+    Raises InputError where there is no such file, StackError where there is no compiler for the simulator."""
+    simulator.compiler()
+    judged = judge(file)
+    if not judged.right:
+        return Submission(judged, None, f"Not yet: {judged.said}", "")
+    on_gpu, rows = timed_here(file, judged)
+    won = medal(judged, rows)
+    said = f"{won}: {judged.said} {next_step(won, judged, rows)}"
+    return Submission(judged, won, said, on_gpu, rows, _record(file, judged, won, on_gpu, rows))
+
+
+def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[dict]) -> records.Record:
+    text, counts = source(file), judged.counts
+    guess = predicted(counts, rows[0]["device"] if rows else None)
+    counted = {
+        "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
+        "sectors_read": judged.sectors,
+        "floor": judged.floor,
+        "load_instructions": counts.global_reads.requests,
+        "sectors_written": counts.global_writes.sectors,
+        "barriers": counts.barriers,
+        "threads": threads_of(text),
+    }
+    notes = {
+        "medal": won,
+        "on_gpu": on_gpu.partition("\n")[0],
+        "against_down_v2": against_v2(rows),
+        "predicted": {"gpu": guess.gpu, "l2_bytes": guess.l2_bytes, "memory_bytes": guess.memory_bytes, "us": guess.us},
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "source": text,
+    }
+    return records.Record.new(
+        "capstone", f"A reader's kernel for down, from TwELL words: {won}.", [counted, *rows], notes
+    )
