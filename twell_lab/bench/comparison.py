@@ -351,9 +351,10 @@ def sections(shape: Shape = Shape(), batch: Batch = Batch()) -> rows.Sections:
 class Crossing:
     """From which density of A on down a method takes less time than the dense product.
 
-    density: by the medians; None where it is never faster, or faster everywhere that was measured. low, high: the same
-    with the method's slower and dense's faster quartile, and the other way around. best: the most times as fast that
-    was measured, and best_density where that was."""
+    density: by the medians; None where it is never faster, faster everywhere that was measured, or only in between.
+    low, high: the same with the method's slower and dense's faster quartile, and the other way around. best, least: the
+    most and the fewest times as fast that were measured; best_density: where the most was. densest: the highest density
+    that was measured."""
 
     path: str
     pattern: str
@@ -362,6 +363,8 @@ class Crossing:
     high: float | None
     best: float
     best_density: float
+    least: float
+    densest: float
 
 
 def crossings(table: Iterable[dict]) -> list[Crossing]:
@@ -383,7 +386,10 @@ def crossings(table: Iterable[dict]) -> list[Crossing]:
             for q in (0.5, 0.75, 0.25)
         )
         best = max(each, key=lambda row: row["x_dense"])
-        made.append(Crossing(path, pattern, by_median, slow, fast, best["x_dense"], best["density"]))
+        least = min(row["x_dense"] for row in each)
+        made.append(
+            Crossing(path, pattern, by_median, slow, fast, best["x_dense"], best["density"], least, densities[-1])
+        )
     return made
 
 

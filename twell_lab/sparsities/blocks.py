@@ -163,10 +163,31 @@ def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
 class BlockLinear(nn.Linear):
     """x W^T + b for inference, with W as torch's block-sparse tensor, whose product skips empty blocks: x
     [..., in_features], y [..., out_features]. Made by `to_bsr_linear`. torch does not copy or cast such a tensor, and
-    has no gradient for x on a CPU: copy, cast and train the dense layer, and make this one of it."""
+    has no gradient for x on a CPU: copy, cast and train the dense layer, and make this one of it. To cast or move it is
+    an InputError."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """y of x. InputError for another width, dtype or device, and under autocast."""
+        cast = torch.is_autocast_enabled(x.device.type)
+        if (
+            x.shape[-1:] != (self.in_features,)
+            or (x.dtype, x.device) != (self.weight.dtype, self.weight.device)
+            or cast
+        ):
+            raise InputError(
+                f"x is {x.dtype} {list(x.shape)} on {x.device}{', under autocast' * cast}; {self.weight.dtype} "
+                f"[..., {self.in_features}] on {self.weight.device} is accepted, without autocast"
+            )
         return _product(x, self.weight, self.bias)
+
+    def _apply(self, fn, recurse: bool = True):
+        probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+        if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+            raise InputError(
+                "a BlockLinear is not cast or moved, since torch does neither with its weight; cast or move the dense "
+                "layer, and make this one of it"
+            )
+        return self
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,6 +26,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import InputError
 from ..formats import CSR
@@ -146,7 +147,8 @@ class SparseLinear(nn.Module):
     What runs is said by `product`. "dense": W is filled with zeros for each call and torch's dense product runs, so
     that zeros cost as much time as other weights, and the dense W as long as the call, or its graph, lives. "csr":
     torch's sparse product (cuSPARSE; on a CPU MKL, float32 and float64 alone), which is the faster one only where
-    weights are sparse enough for this device and number of tokens.
+    weights are sparse enough for this device and number of tokens. It skips what is not kept, also where x is infinite
+    or NaN there, of which "dense" makes NaN.
 
     Args:
         in_features, out_features, bias, device, dtype: as of nn.Linear, which also draws the weights.
@@ -477,16 +479,21 @@ def table(model: nn.Module) -> list[dict]:
 
     layer: its name. shape: [out, in]. nnz: how many weights are not zero, or kept. sparsity: the share of the others.
     row_nnz: the least and the most in a row. empty_columns: inputs that no weight reads. bytes: of the stored weight,
-    with its indices. dense_bytes: of W as nn.Linear holds it. masked_bytes: of that and a mask of one byte a weight."""
+    with its indices. dense_bytes: of W as nn.Linear holds it. masked_bytes: of that and a mask of one byte a weight.
+    InputError for a layer whose weight is not there (on meta, or lazy)."""
     check_model(model)
     rows = []
     for name, layer in model.named_modules():
         if not isinstance(layer, (nn.Linear, SparseLinear)):
             continue
-        weight = layer.weight.detach()
+        if is_lazy(layer.weight) or layer.weight.is_meta:
+            raise InputError(f"the weight of {title(name, layer)} holds no values; one that does is accepted")
+        weight, stored = layer.weight.detach(), [layer.weight.detach()]
+        if weight.layout == torch.sparse_bsr:
+            stored = [weight.crow_indices(), weight.col_indices(), weight.values()]
+            weight = weight.to_dense()
         kept = layer.mask if isinstance(layer, SparseLinear) else weight != 0
         by_row = kept.sum(1)
-        stored = [weight]
         if isinstance(layer, SparseLinear):
             stored = [layer.pointer, layer.column, layer.dense if layer.gradient == "dense" else layer.values]
         rows.append(
@@ -494,8 +501,8 @@ def table(model: nn.Module) -> list[dict]:
                 "layer": name,
                 "shape": list(weight.shape),
                 "nnz": int(by_row.sum()),
-                "sparsity": 1 - int(by_row.sum()) / weight.numel(),
-                "row_nnz": [int(by_row.min()), int(by_row.max())],
+                "sparsity": 1 - int(by_row.sum()) / weight.numel() if weight.numel() else 0.0,
+                "row_nnz": [int(by_row.min()), int(by_row.max())] if len(by_row) else [0, 0],
                 "empty_columns": int((~kept.any(0)).sum()),
                 "bytes": sum(each.nbytes for each in stored),
                 "dense_bytes": weight.nbytes,
@@ -570,7 +577,8 @@ def _by_layer(layers: dict[str, nn.Linear | SparseLinear], sparsity: float | Non
 def _global(layers: dict[str, nn.Linear | SparseLinear], sparsity: float) -> list[Tensor]:
     """Masks that keep the largest weights of all layers together."""
     all_sizes = [
-        each.sizes() if isinstance(each, SparseLinear) else each.weight.detach().abs() for each in layers.values()
+        each.sizes() if isinstance(each, SparseLinear) else checked_weight(each.weight).abs()
+        for each in layers.values()
     ]
     device, dtype = all_sizes[0].device, all_sizes[0].dtype
     for each in all_sizes:

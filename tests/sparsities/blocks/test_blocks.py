@@ -212,3 +212,18 @@ def test_weights_and_inputs_in_the_same_order_give_the_same_layer():
     x = torch.randn(5, 64, dtype=torch.float64)
     torch.testing.assert_close(x[:, order] @ weight[:, order].t(), x @ weight.t())
     assert empty_share(weight[:, order], 16) > empty_share(weight, 16)
+
+
+def test_a_block_linear_is_not_cast_and_says_what_it_takes():
+    linear = nn.Linear(64, 32)
+    made = to_bsr_linear(linear, 32)
+    assert made.to("cpu") is made and made.float() is made and made.eval() is made
+    for cast in (made.double, made.bfloat16, lambda: made.to("meta")):
+        with pytest.raises(InputError, match="is not cast or moved"):
+            cast()
+    assert linear.bias.dtype == torch.float32
+    for x in (torch.randn(2, 63), torch.randn(2, 64).double(), torch.tensor(1.0)):
+        with pytest.raises(InputError, match=r"\.\.\., 64\] on cpu is accepted"):
+            made(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="under autocast"):
+        made(torch.randn(2, 64))

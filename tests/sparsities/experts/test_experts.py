@@ -228,3 +228,12 @@ def test_what_cannot_be_routed_is_refused():
     ):
         with pytest.raises(InputError, match=told):
             routed_by_firing(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_is_compiled_on_a_cpu(dtype):
+    torch.manual_seed(0)
+    layer = ExpertsLayer(16, 24, 4, 2, dtype=dtype).requires_grad_(False)
+    x = torch.randn(9, 16, dtype=dtype)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=0.02, atol=0.02)

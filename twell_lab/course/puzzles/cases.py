@@ -73,8 +73,8 @@ class Seen:
         return found
 
     def operations(self) -> list[str]:
-        """The warp-wide operations, one for each time that a warp comes to one."""
-        return [step.operation for step in self.trace if step.kind == "warp"]
+        """The warp-wide operations that hand something around, one for each time that a warp comes to one."""
+        return [step.operation for step in self.trace if step.kind == "warp" and step.operation != "__syncwarp"]
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def _counted_once(case: Case, seen: Seen) -> str | None:
 
 def _gather_rows() -> list[Case]:
     made = []
-    for rows, width in ((6, 80), (3, 32), (2, 8)):
+    for rows, width in ((6, 80), (3, 32), (4, 37), (2, 6)):
         table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
         arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
         wanted = {"out": table[index.long()]}
@@ -312,8 +312,11 @@ def _gather_rows() -> list[Case]:
 
 
 def _whole_sectors(case: Case, seen: Seen) -> str | None:
-    width = case.arguments["width"]
-    moved, least = seen.sectors("table"), -(-4 * width // SECTOR)
+    width, row = case.arguments["width"], int(case.arguments["index"][case.look])
+    moved, least, start = seen.sectors("table"), 0, 4 * width * row
+    for column in range(0, width, 32):  # a load of a warp: of odd widths it begins anywhere in a sector
+        first, end = start + 4 * column, start + 4 * min(width, column + 32)
+        least += -(-end // SECTOR) - first // SECTOR
     if moved > least:
         return (
             f"a row of {width} floats lies in {least} sectors, and the loads of a warp touch {moved}: let neighbouring "
@@ -344,8 +347,8 @@ def _packed_by_all(case: Case, seen: Seen) -> str | None:
     thread, reads = _busiest(seen.reads("gate"))
     if reads > TILE // 32:
         return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
-    if "__ballot_sync" not in seen.operations():
-        return "no lane votes; a ballot tells every lane at once which lanes below it fire."
+    if not seen.operations():
+        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
     return None
 
 

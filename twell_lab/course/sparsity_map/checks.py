@@ -19,6 +19,8 @@ def _keep_largest(answer) -> str:
         asked = f"keep_largest(torch.tensor({sizes.tolist()}), {count})"
         with mock.patch.object(weights, "largest", side_effect=NotYet("that is the library's own; write one.")):
             got = written(answer(sizes.clone(), count))
+        if got.shape != sizes.shape or got.dtype != torch.bool:
+            raise NotYet(f"bool {list(sizes.shape)} is asked for; yours is {got.dtype} {list(got.shape)}.")
         same(int(got.sum()), count, f"the number kept by {asked}")
         if not torch.equal(got, weights.largest(sizes, count)):
             raise NotYet(f"{asked} keeps as many as it should, but others: of equal ones the first in row order stay.")

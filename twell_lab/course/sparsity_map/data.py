@@ -112,7 +112,9 @@ def crossing_lines(found: Iterable[Crossing]) -> list[str]:
     lines = []
     for each in found:
         if each.density is None:
-            said = "faster than dense wherever it was measured" if each.best >= 1 else "nowhere as fast as dense"
+            said = "nowhere as fast as dense" if each.best < 1 else "faster than dense at some shares of zeros only"
+            if each.least >= 1:
+                said = f"faster than dense wherever it was measured, from {1 - each.densest:.0%} zeros on"
         else:
             low, high = (1 - d if d is not None else None for d in (each.high, each.low))
             between = f" (between {low:.1%} and {high:.1%})" if low is not None and high is not None else ""
