@@ -18,6 +18,7 @@ from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
+from .choosing import checks as choosing
 from .hopper.calls import timeline
 from .roofline.data import pool_table, waves
 from .sparsity_map import checks as sparsity_map
@@ -309,4 +310,5 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "share_from": _share_from,
     "crossing": _crossing,
     **sparsity_map.CHECKS,
+    **choosing.CHECKS,
 }
