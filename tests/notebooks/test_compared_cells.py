@@ -19,6 +19,7 @@ COMPARED = {
     "05-hopper-kernels.ipynb": 11,
     "06-train-with-the-kernels.ipynb": 18,
     "a-map-of-sparsity.ipynb": 10,
+    "choose-a-path.ipynb": 10,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,
 }

@@ -204,9 +204,11 @@ def experts(rows: list[dict]) -> go.Figure:
                 col=at,
             )
     figure.update_xaxes(
-        type="log", tickvals=sorted({row["experts"] for row in rows}), title_text="experts, as many weights"
+        type="log",
+        tickvals=sorted({row["experts"] for row in rows}),
+        title_text="experts; their weights together stay the same",
     )
-    figure.update_yaxes(type="log", dtick="D2")
+    figure.update_yaxes(type="log", tickvals=[0.2, 0.5, 1, 2, 5, 10, 20, 50])
     figure.update_yaxes(title_text="ms", col=1)
     title = f"Two experts a token, computed in three ways<br><sup>{sources(rows)}</sup>"
     figure = plots.styled(figure, title, height=410).update_annotations(font_size=12)
@@ -228,7 +230,8 @@ def losses(rows: list[dict]) -> go.Figure:
             hovertemplate=way + ", %{x:.0f}% computed: %{y:+.1f}% loss<extra></extra>",
         )
     figure.update_xaxes(title_text="neurons of up and down that are computed, %", rangemode="tozero")
-    figure.update_yaxes(title_text="more loss, %", rangemode="tozero")
+    most = max(100 * row["more"] for row in rows)
+    figure.update_yaxes(title_text="more loss, %", range=[-0.06 * most, 1.06 * most])
     figure = plots.styled(figure, "What guessing costs the small model", height=400)
     return figure.update_layout(margin={"t": 50, "b": 90}, legend={"y": -0.2, "yanchor": "top"})
 
