@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 
 import pytest
 import torch
@@ -117,6 +118,10 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     assert "scattered: faster than dense" in data.products_sentence(rows)
     drawn = figures.products(rows)
     assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
+    both = figures.products(
+        rows + [each | {"where": "recorded on a GPU"} for each in rows if "part" not in each["path"]]
+    )
+    assert len(both.data) == 6 and both.data[-1].name.endswith("recorded on a GPU")
     assert "nothing is recorded" in figures.products([]).layout.annotations[0].text
 
 
@@ -222,6 +227,13 @@ def test_the_map_holds_each_method_against_dense_first(made_up):
     assert all(each["exact"] == (each["method"] in exact) for each in rows)
 
 
+def test_times_of_calls_here():
+    took = data._clock({"short": lambda: None, "long": lambda: time.sleep(0.002)}, "cpu", 0.01)
+    assert 0 < took["short"] < 1 < 2 <= took["long"]
+    took = data._clock({"longer": lambda: time.sleep(0.03)}, "cpu", 0.01)
+    assert took["longer"] >= 30
+
+
 def test_a_wrong_method_is_not_timed(monkeypatch):
     monkeypatch.setattr(data, "by_stripes", lambda layer, down_t, x: layer(x) * 1.01)
     with pytest.raises(measure.WrongResult, match="micro-tiles 32 x 1 is off by 0.01"):
@@ -296,7 +308,8 @@ def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):
 
 def test_predictions_for_other_gpus():
     lines = data.predicted_lines(("T4", "H100 SXM"), tokens=(1, 16384))
-    assert len(lines) == 2 and lines[0].startswith("T4, predicted: 1 token: twell ") and "16,384 tokens: " in lines[1]
+    assert len(lines) == 2 and lines[0].startswith("T4, predicted: 1 token: packed (TwELL) 2.")
+    assert "16,384 tokens: hot and cold, " in lines[1]
 
 
 def test_three_lines_say_what_the_numbers_say(subject):

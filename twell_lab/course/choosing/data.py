@@ -485,8 +485,9 @@ def predicted_lines(
         for count in tokens:
             took = predicting.by_choice(firing, rates, count)
             best = min(took, key=took.__getitem__)
-            said.append(f"{count:,} token{'s' * (count > 1)}: {best} {took[Choice(DENSE)] / took[best]:.2f}")
-        lines.append(f"{gpu}, predicted: {', '.join(said)}")
+            name = {"twell": PACKED, "hot_cold": f"{SPLIT}, {best.hot} hot,"}.get(best.path, DENSE)
+            said.append(f"{count:,} token{'s' * (count > 1)}: {name} {took[Choice(DENSE)] / took[best]:.2f}")
+        lines.append(f"{gpu}, predicted: {'; '.join(said)}")
     return lines
 
 
@@ -567,18 +568,17 @@ def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int =
 
 
 def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
-    """Milliseconds of each call without arguments, the median: of the device on a GPU, on the wall on a CPU, there of
-    many calls one after the other where they are short."""
+    """Milliseconds of each call without arguments: of the device on a GPU, the median; on the wall on a CPU, where what
+    else runs only adds to it, the lower quartile, short calls being timed many in a row."""
     turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     if device == "cuda":
-        samples = measure.time_cuda(turned, rounds=10)
-    else:
-        start = time.perf_counter()
-        for call in calls.values():
-            call()
-        short = time.perf_counter() - start < 0.02
-        samples = measure.time_cpu(turned, seconds) if short else clock_cpu(turned, seconds)[0]
-    return {name: measure.quartiles(each)[0] for name, each in samples.items()}
+        return {name: measure.quartiles(each)[0] for name, each in measure.time_cuda(turned, rounds=10).items()}
+    start = time.perf_counter()
+    for call in calls.values():
+        call()
+    short = time.perf_counter() - start < 0.02
+    samples = measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+    return {name: float(torch.tensor(each, dtype=torch.float64).quantile(0.25)) for name, each in samples.items()}
 
 
 def _hold(name: str, y: Tensor, wanted: Tensor) -> None:

@@ -81,38 +81,40 @@ def occupied(rows: list[dict]) -> go.Figure:
 
 
 def products(rows: list[dict]) -> go.Figure:
-    """Micro-tiles beside the dense product over the share of zeros, a line for each pattern, with and without finding
-    the tiles. rows: of kind "comparison"."""
-    made = [row for row in rows if row["path"] == TILES]
+    """Micro-tiles beside the dense product over the share of zeros, a line for each source and pattern, with and
+    without finding the tiles. rows: of kind "comparison", each with `where`."""
+    made = [row for row in rows if row["path"].startswith("micro-tiles")]
     if not made:
         return nothing("Micro-tiles beside the dense product")
-    finding = {
-        (row["pattern"], row["density"]): row["ms"] for row in rows if row["path"] == f"part: {TILES}, conversion"
-    }
+    key = lambda row: (row["where"], row["path"], row["pattern"])
+    part = lambda row: (row["where"], f"part: {row['path']}, conversion", row["pattern"], row["density"])
+    finding = {(*key(row), row["density"]): row["ms"] for row in rows}
+    several = len({row["where"] for row in made}) > 1
     figure = go.Figure()
-    for i, pattern in enumerate(dict.fromkeys(row["pattern"] for row in made)):
-        mine = sorted((row for row in made if row["pattern"] == pattern), key=lambda row: row["density"])
+    for i, one in enumerate(dict.fromkeys(map(key, made))):
+        mine = sorted((row for row in made if key(row) == one), key=lambda row: row["density"])
+        name = f"{one[1]}, zeros {one[2]}" + f", {one[0]}" * several
         for found in (False, True):
-            took = [row["ms"] + found * finding[pattern, row["density"]] for row in mine]
+            if found and not all(part(row) in finding for row in mine):
+                continue
+            took = [row["ms"] + (finding[part(row)] if found else 0) for row in mine]
             figure.add_scatter(
                 x=[row["density"] for row in mine],
                 y=[row["dense_ms"] / ms for row, ms in zip(mine, took)],
                 customdata=[1 - row["density"] for row in mine],
                 mode="lines+markers",
-                name=f"zeros {pattern}" + ", with finding them" * found,
-                line={"color": plots.COLOURS[i], "dash": "dot" if found else "solid"},
-                marker={"size": 8, "symbol": _MARKS[i]},
-                hovertemplate="%{customdata:.0%} zeros: %{y:.2f} times as fast<extra></extra>",
+                name=name + ", with finding them" * found,
+                line={"color": plots.COLOURS[i % len(plots.COLOURS)], "dash": "dot" if found else "solid"},
+                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
+                hovertemplate="%{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
             )
-    ticks = sorted({round(row["density"], 2) for row in made})
-    figure.update_xaxes(
-        type="log", autorange="reversed", tickvals=ticks, ticktext=[f"{1 - each:.0%}" for each in ticks]
-    )
-    figure.update_xaxes(title_text="zeros")
-    figure.update_yaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 5, 10, 20], title_text="times as fast as dense")
+    ticks = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
+    figure.update_xaxes(type="log", autorange="reversed", title_text="zeros")
+    figure.update_xaxes(tickvals=ticks, ticktext=[f"{100 * (1 - each):g}%" for each in ticks])
+    figure.update_yaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
-    figure = plots.styled(figure, f"{TILES}: a product<br><sup>{sources(made)}</sup>", height=430)
-    return figure.update_layout(margin={"t": 70, "b": 100}, legend={"y": -0.2, "yanchor": "top"})
+    figure = plots.styled(figure, f"A product in micro-tiles<br><sup>{sources(made)}</sup>", height=450)
+    return figure.update_layout(margin={"t": 70, "b": 120}, legend={"y": -0.2, "yanchor": "top"})
 
 
 def padding(rows: list[dict]) -> go.Figure:
@@ -253,7 +255,7 @@ def one_token(rows: list[dict]) -> go.Figure:
             )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
     figure.update_xaxes(type="log", title_text="neurons that fire, or are chosen, %", **_percents(rows))
-    figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20], title_text="times as fast as dense")
+    figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
     figure = plots.styled(figure, f"One token<br><sup>{sources(rows)}</sup>", height=430)
     return figure.update_layout(margin={"t": 70, "b": 110}, legend={"y": -0.2, "yanchor": "top"})
 
