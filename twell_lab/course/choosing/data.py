@@ -186,17 +186,20 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
     sizes = sizes_for(device)
     layer, x = _drawn(0.05, device)
     x = x.view(8, -1, sizes.d_model)
-    made = []
+    calls: dict[object, Callable] = {"padded": lambda: layer(x)}
     for share in shares:
         lengths = torch.full((8,), round(share * x.shape[1]), device=device)
         real = torch.arange(x.shape[1], device=device) < lengths[:, None]
-        wanted = layer(x) * real[..., None]
-        calls = {"padded": lambda: layer(x), "padding removed": lambda: microtiles.unpadded(layer, x, real)}
-        _hold("padding removed", calls["padding removed"](), wanted)
-        real_share = float(real.double().mean())
-        for path, ms in _clock(calls, device, 0.6).items():
-            made.append({"real": real_share, "path": path, "ms": ms, "where": _here(device)})
-    return made
+        call = functools.partial(microtiles.unpadded, layer, x, real)
+        _hold("padding removed", call(), layer(x) * real[..., None])
+        calls[float(real.double().mean())] = call
+    took = _clock(calls, device, 1.0)
+    dense = took.pop("padded")
+    return [
+        {"real": real, "path": path, "ms": each, "where": _here(device)}
+        for real, ms in took.items()
+        for path, each in (("padded", dense), ("padding removed", ms))
+    ]
 
 
 def padding_sentence(rows: list[dict]) -> str:
