@@ -21,6 +21,7 @@ COMPARED = {
     "a-map-of-sparsity.ipynb": 12,
     "cuda-puzzles.ipynb": 3,
     "capstone.ipynb": 7,
+    "choose-a-path.ipynb": 10,
     "measured-speedups.ipynb": 6,
     "your-own-model.ipynb": 5,
 }

@@ -12,7 +12,7 @@ from twell_lab import simulator
 from twell_lab.course import exercises
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
-from twell_lab.sparsities import two_four, weights
+from twell_lab.sparsities import microtiles, two_four, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
@@ -192,6 +192,30 @@ def unpacked(words, gate):
     return row
 
 
+def padded_and_masked(layer, x, real):
+    return torch.where(real[..., None], layer(x), 0)
+
+
+def each_row_by_itself(layer, x, real):
+    return torch.stack([padded_and_masked(layer, row, mask) for row, mask in zip(x, real)])
+
+
+def route_by_a_loop(scores, top_k):
+    chosen = scores.topk(top_k).indices
+    rows = [(chosen == expert).any(1).nonzero()[:, 0] for expert in range(scores.shape[1])]
+    return torch.cat(rows), torch.tensor([len(each) for each in rows])
+
+
+def route_unsorted(scores, top_k):
+    chosen = scores.topk(top_k).indices.flatten()
+    return torch.arange(len(chosen)) // top_k, chosen.bincount(minlength=scores.shape[1])
+
+
+def route_short(scores, top_k):
+    chosen = scores.topk(top_k).indices.flatten()
+    return chosen.argsort(stable=True), chosen.bincount(minlength=scores.shape[1])  # places, not tokens
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -247,6 +271,49 @@ WRONG = {
         lambda rows, d_ff: rows,
     ],
     "plain_backward": [dense_backward, dense_backward_of_what_fired, dense_backward_that_hides_it],
+    "occupied": [
+        lambda density, height: density * height,  # more than everything, of a tall tile
+        lambda density, height: 1 - density**height,
+    ],
+    "without_padding": [
+        padded_and_masked,  # computes the padding
+        each_row_by_itself,
+        lambda layer, x, real: layer(x[real]),  # not put back
+        lambda layer, x, real: layer(x.nan_to_num()) * real[..., None],
+        lambda layer, x, real: microtiles.unpadded(layer, x, real),  # the library's
+    ],
+    "hot_neurons": [
+        lambda shares, times: shares.argsort(descending=True, stable=True),  # all of them
+        lambda shares, times: (shares * times > 1).nonzero()[:, 0],  # not by how often they fire
+        lambda shares, times: torch.tensor([j for j in shares.argsort(descending=True) if shares[j] * times >= 1]),
+    ],
+    "route": [
+        route_by_a_loop,
+        route_unsorted,
+        route_short,
+        lambda scores, top_k: scores.topk(top_k).indices,
+    ],
+    "recall_and_precision": [
+        lambda fires, chosen: (
+            float((fires & chosen).sum() / chosen.sum()),
+            float((fires & chosen).sum() / fires.sum()),
+        ),
+        lambda fires, chosen: tuple(
+            float(((fires & chosen).sum(1) / of.sum(1).clamp(min=1)).mean()) for of in (fires, chosen)
+        ),  # the mean of each token's
+    ],
+    "token_bytes": [
+        lambda d_model, d_ff, firing, rank, chosen, size: (
+            3 * d_ff * d_model * size,
+            3 * firing * d_model * size,  # as if nobody had to read the gate
+            (rank * (d_model + d_ff) + 3 * chosen * d_model) * size,
+        ),
+        lambda d_model, d_ff, firing, rank, chosen, size: (
+            3 * d_ff * d_model * size,
+            (d_ff + 2 * firing) * d_model * size,
+            3 * chosen * d_model * size,  # as if guessing were free
+        ),
+    ],
     "keep_largest": [
         lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)],  # all ties
         lambda sizes, count: sizes > sizes.flatten().sort(descending=True).values[min(count, sizes.numel() - 1)],

@@ -19,6 +19,7 @@ from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
 from .capstone import checks as capstone
+from .choosing import checks as choosing
 from .hopper.calls import timeline
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
@@ -325,5 +326,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "crossing": _crossing,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
+    **choosing.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

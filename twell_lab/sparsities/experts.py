@@ -38,8 +38,9 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10 or
     newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
-    compiled code; rows of multiples of 16 bytes on either side. It is one kernel on GPUs of compute capability 9 and 10; on others torch may go through the
-    groups one by one, and wait for their ends, as is done here for all other tensors."""
+    compiled code; rows of multiples of 16 bytes on either side. It is one kernel on GPUs of compute capability 9 and
+    10; on others torch may go through the groups one by one, and wait for their ends, as is done here for all other
+    tensors."""
     # In compiled code torch takes bfloat16 alone, on a CPU too.
     few = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if few else (torch.bfloat16, torch.float16, torch.float32)

@@ -12,7 +12,7 @@ from torch.nn.utils import prune as torchs
 from twell_lab.core.errors import InputError
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.sparsities import blocks, weights
+from twell_lab.sparsities import blocks
 from twell_lab.sparsities.weights import (
     SparseLinear,
     magnitude_mask,
@@ -531,17 +531,17 @@ def test_a_sparse_product_under_autocast_is_refused_by_name_and_a_layer_of_nothi
 def test_a_table_of_what_has_no_values_or_none_to_count():
     for layer in (nn.LazyLinear(3), nn.Linear(4, 3, device="meta")):
         with pytest.raises(InputError, match="holds no values"):
-            weights.table(nn.Sequential(layer))
+            table(nn.Sequential(layer))
     for sizes in ((4, 0), (0, 4)):
-        (row,) = weights.table(nn.Sequential(nn.Linear(*sizes)))
+        (row,) = table(nn.Sequential(nn.Linear(*sizes)))
         assert row["nnz"] == 0 and row["sparsity"] == 0
     with pytest.raises(InputError, match="meta"):
-        weights.prune(nn.Sequential(nn.Linear(4, 3, device="meta")), 0.5, scope="global")
+        prune(nn.Sequential(nn.Linear(4, 3, device="meta")), 0.5, scope="global")
 
 
 def test_a_table_counts_what_blocks_hold():
     linear = nn.Linear(64, 32)
     with torch.no_grad():
         linear.weight[:, :32] = 0
-    (row,) = weights.table(nn.Sequential(blocks.to_bsr_linear(linear, 32)))
+    (row,) = table(nn.Sequential(blocks.to_bsr_linear(linear, 32)))
     assert row["nnz"] == 32 * 32 and row["bytes"] < row["dense_bytes"] == 64 * 32 * 4

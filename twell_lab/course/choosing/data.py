@@ -1,0 +1,601 @@
+"""What the notebook on choosing a path computes: methods that skip silent neurons, or tokens, on the same layers and
+clocks, and which of them is fastest where.
+
+Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
+says."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import records
+from ...analysis import predict as predicting
+from ...bench import comparison
+from ...bench import predictors as chosen_neurons
+from ...bench.comparison import SCATTERED, TALL, Method, Shape
+from ...bench.workloads import clock_cpu
+from ...core import folders
+from ...layers.anatomy import feed_forwards
+from ...layers.choice import Choice
+from ...layers.paths.hot_cold import STEP
+from ...models.swap import sparsify
+from ...models.tiny import LanguageModel
+from ...ops import measure
+from ...ops.reference import GatedFeedForward
+from ...sparsities import experts, microtiles
+from ...sparsities.predictors import LowRank, PredictedFFN, Predictors, core_neurons, remove
+from ...training.text import source
+from ..notebook import dtype_for
+from ..recorded import LOGNORMAL, device_and_day, newest
+
+DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
+EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
+METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
+SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
+HEIGHT, RANK = 32, 64
+_EXPERTS = 32  # that a layer's neurons are cut into, for the map
+OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the dense result, at most
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the layers that are timed on a device. tokens: of the map. many: where one count is looked at."""
+
+    d_model: int
+    d_ff: int
+    tokens: tuple[int, ...]
+    many: int
+
+
+def sizes_for(device: str) -> Sizes:
+    """A 2B model's layer on a GPU; on a CPU a smaller one, whose weights are still too many for most caches."""
+    if device == "cuda":
+        return Sizes(2048, 5632, (1, 64, 2048, 16384), 16384)
+    return Sizes(1024, 4096, (1, 8, 32, 128), 128)
+
+
+# ---- a small model, and what fires in it ----
+
+
+@dataclass(frozen=True)
+class Study:
+    """A small trained model. windows: int64 [windows, context], held-out text; seen: of the text it was trained on.
+    fires: bool [tokens, d_ff] of each layer, on some of the held-out text."""
+
+    model: LanguageModel
+    windows: Tensor
+    seen: Tensor
+    fires: list[Tensor]
+
+
+@torch.no_grad()
+def study(name: str = "small", windows: int = 16) -> Study:
+    """One of data/checkpoints, on Python source."""
+    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name)
+    context = min(128, model.config.context)
+    seen, held_out = (
+        source.spread_windows(part.tokens, count, context)[:, :-1].long()
+        for part, count in zip(source.standard_library().split(), (64, windows))
+    )
+    fires: list[Tensor] = []
+    hooks = [
+        layer.mlp.gate_proj.register_forward_hook(lambda *given: fires.append((given[2] > 0).flatten(0, 1)))
+        for layer in model.layers
+    ]
+    try:
+        model(held_out[:16])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Study(model, held_out, seen, fires)
+
+
+SKIPPED, FOR_NOTHING, NEEDED, MISSED = range(4)
+
+
+def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tensor]:
+    """What each method computes of a corner of `fires` [tokens, d_ff], the neurons that fire most first: int64 [tokens,
+    neurons] of SKIPPED, FOR_NOTHING, NEEDED and MISSED, by the method's name."""
+    order = fires.sum(0).argsort(descending=True, stable=True)
+    corner = fires[:tokens, order[: 6 * neurons : 6]]  # every sixth, from the busiest to those that fire rarely
+    tokens, neurons = corner.shape
+    stripes = corner.view(-1, HEIGHT, neurons).any(1).repeat_interleave(HEIGHT, 0)
+    groups = corner.view(tokens, -1, 16).any(2).repeat_interleave(16, 1)
+    first = lambda count: (torch.arange(neurons) < count).expand(tokens, neurons)
+    computed = {
+        DENSE: torch.ones_like(corner),
+        "packed, each entry alone": corner,
+        "hot and cold": corner | first(6),
+        "micro-tiles of 32 tokens": stripes,
+        "experts of 16 neurons": groups,
+        "the same 16 for all (lossy)": first(16),
+    }
+    kinds = {}
+    for name, done in computed.items():
+        wanted = torch.where(corner, NEEDED, FOR_NOTHING)
+        kinds[name] = torch.where(done, wanted, torch.where(corner, MISSED, SKIPPED))
+    return kinds
+
+
+# ---- micro-tiles ----
+
+
+def occupied(density: float, height: int) -> float:
+    """The share of a stripe's columns that hold anything, if each of `height` values is there independently."""
+    return 1 - (1 - density) ** height
+
+
+def occupied_rows(subject: Study, heights: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)) -> list[dict]:
+    """{layer, density, height, measured, expected}: which share of the columns of stripes is occupied in the model, and
+    if every neuron fired equally often and by itself."""
+    made = []
+    for number, fires in enumerate(subject.fires):
+        density = float(fires.double().mean())
+        for height in heights:
+            measured = microtiles.find_microtiles(fires.half(), height).occupied
+            shared = {"layer": number, "density": density, "height": height}
+            made.append({**shared, "measured": measured, "expected": occupied(density, height)})
+    return made
+
+
+def occupied_sentence(rows: list[dict], height: int = HEIGHT) -> str:
+    """How the layers compare with neurons that fire at random, in stripes of this height."""
+    mine = [row for row in rows if row["height"] == height]
+    said = ", ".join(f"layer {row['layer']} {row['measured']:.0%} (not {row['expected']:.0%})" for row in mine)
+    return f"columns of {height} tokens that hold anything, and if firing were random: {said}"
+
+
+TILED = Method(TILES, lambda a: microtiles.find_microtiles(a, HEIGHT), microtiles.product, (SCATTERED, TALL))
+
+
+def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
+    """Rows of comparison.product_rows for micro-tiles, on scattered zeros and on tiles of 32 x 1, with `where`."""
+    shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(512, 1024, 256, torch.float32, "cpu", 0.2)
+    made = [
+        row
+        for pattern in (SCATTERED, TALL)
+        for sparsity in sparsities
+        for row in comparison.product_rows(pattern, sparsity, shape, [TILED])
+    ]
+    return [row | {"where": _here(device)} for row in made]
+
+
+def products_sentence(rows: list[dict]) -> str:
+    """From which share of zeros on micro-tiles win, for each pattern."""
+    lines = []
+    for each in comparison.crossings(rows):
+        won = f"from {1 - each.density:.0%} zeros on" if each.density is not None else None
+        lines.append(f"{each.pattern}: faster than dense {won or ('everywhere' if each.best >= 1 else 'nowhere')}")
+    return f"micro-tiles here, {'; '.join(lines)}"
+
+
+# ---- padding ----
+
+
+@torch.no_grad()
+def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
+    """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, and on its real rows."""
+    sizes = sizes_for(device)
+    layer, x = _drawn(0.05, device)
+    x = x.view(8, -1, sizes.d_model)
+    calls: dict[object, Callable] = {"padded": lambda: layer(x)}
+    for share in shares:
+        lengths = torch.full((8,), round(share * x.shape[1]), device=device)
+        real = torch.arange(x.shape[1], device=device) < lengths[:, None]
+        call = functools.partial(microtiles.unpadded, layer, x, real)
+        _hold("padding removed", call(), layer(x) * real[..., None])
+        calls[float(real.double().mean())] = call
+    took = _clock(calls, device, 1.0)
+    dense = took.pop("padded")
+    return [
+        {"real": real, "path": path, "ms": each, "where": _here(device)}
+        for real, ms in took.items()
+        for path, each in (("padded", dense), ("padding removed", ms))
+    ]
+
+
+def padding_sentence(rows: list[dict]) -> str:
+    """How far the time follows the real rows."""
+    took = {row["real"]: row["ms"] for row in rows if row["path"] != "padded"}
+    whole, most = took[max(took)] / max(took), 0.0
+    for share, ms in took.items():
+        most = max(most, abs(ms / (share * whole) - 1), key=abs)
+    dense = next(row["ms"] for row in rows if row["path"] == "padded" and row["real"] == min(took))
+    return (
+        f"time in proportion to the real rows, within {most:.0%}; at {min(took):.0%} real rows "
+        f"{dense / took[min(took)]:.1f} times as fast as with the padding"
+    )
+
+
+# ---- hot and cold ----
+
+
+def dearer(gpu: str = "H100 SXM", tokens: int = 16384) -> float:
+    """How many times as much a firing neuron costs a token when it is packed as any neuron when it is dense, as the
+    cost model has it for a layer of 2048 x 5632 with 30 and 60 firing."""
+    few, more = (
+        {row["path"]: row["ms"] for row in predicting.predict(gpu, nnz, tokens=[tokens])} for nnz in (30.0, 60.0)
+    )
+    packed = (more["twell"] - few["twell"]) / 30
+    return packed / (2 / 3 * few["dense"] / 5632)  # the gate is computed either way
+
+
+def hot_neurons(shares: Tensor, times: float) -> Tensor:
+    """The neurons that are cheaper dense, those that fire most first: int64. shares: of the tokens at which each fires.
+    times: see `dearer`."""
+    order = shares.argsort(descending=True, stable=True)
+    return order[shares[order] * times > 1]
+
+
+@torch.no_grad()
+def hot_rows(device: str, share: float = 1 / 64, gpu: str = "H100 SXM") -> list[dict]:
+    """{hot, x_dense, where}: a layer in which this share of the neurons fires, by how many of its neurons are computed
+    densely, timed here; and as predicted for a GPU, with 16,384 tokens."""
+    sizes = sizes_for(device)
+    layer, x = _drawn(share, device, sizes.many // 2)
+    step = max(1, sizes.d_ff // 8 // STEP) * STEP
+    calls: dict[object, Callable] = {DENSE: lambda: layer(x)}
+    for hot in range(0, sizes.d_ff, step):
+        swapped = _swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
+        _hold(f"hot {hot}", swapped(x), layer(x))
+        calls[hot] = functools.partial(swapped, x)
+    took = _clock(calls, device)
+    made = [
+        {"hot": hot, "d_ff": sizes.d_ff, "x_dense": took[DENSE] / ms, "where": _here(device)}
+        for hot, ms in took.items()
+        if hot != DENSE
+    ]
+    wide = predicting.Layer(share * 5632)
+    rates, firing = predicting.rates_of(gpu), predicting.firing_of(wide)
+    for hot in range(0, wide.d_ff, STEP):
+        choice = Choice("hot_cold", hot) if hot else Choice("twell")
+        us = {
+            each: predicting.costs.predict(each, firing, rates, 16384, 2)["total"] for each in (choice, Choice(DENSE))
+        }
+        where = f"predicted for an {rates.device}, 16,384 tokens"
+        made.append({"hot": hot, "d_ff": wide.d_ff, "x_dense": us[Choice(DENSE)] / us[choice], "where": where})
+    return made
+
+
+def hot_sentence(rows: list[dict]) -> str:
+    """The best number of hot neurons, for each source of the rows."""
+    lines = []
+    for where in dict.fromkeys(row["where"] for row in rows):
+        best = max((row for row in rows if row["where"] == where), key=lambda row: row["x_dense"])
+        said = f"{best['hot']} hot neurons" if best["hot"] else "no hot neurons"
+        lines.append(f"{where}: best with {said} of {best['d_ff']}, {best['x_dense']:.2f} times as fast as dense")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
+    """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
+    tokens for which one of theirs fires (sparsities.experts.routed_by_firing)."""
+    layer, (x, *_) = measure.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
+    weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
+    made, wanted = [], layer(x)
+    for grain in sizes:
+        found = experts.routed_by_firing(x, *weights, hot=hot, grain=grain)
+        error = float((found.y - wanted).norm() / wanted.norm())
+        made.append({"grain": grain, "groups": len(found.routed), "work": found.work, "error": error})
+    return made
+
+
+# ---- experts ----
+
+
+@torch.no_grad()
+def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list[dict]:
+    """{experts, routing, way, ms, where}: as many weights in more and smaller experts, two to a token, with tokens
+    spread evenly and all to the same two, computed in each way of sparsities.experts."""
+    d_model, total, tokens = (2048, 65536, 4096) if device == "cuda" else (128, 4096, 256)
+    dtype, made = dtype_for(device), []
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, d_model, generator=generator).to(device, dtype)
+    weights = torch.full((tokens, 2), 0.5, device=device)
+    for count in counts:
+        layer = experts.Experts(d_model, total // count, count, "relu", device=device, dtype=dtype)
+        spread = torch.rand(tokens, count, generator=generator).topk(2).indices.to(device)
+        for routing, chosen in (("spread", spread), ("all to the same two", torch.zeros_like(spread) + _two(device))):
+            layer.way = "loop"
+            wanted = layer(x, chosen, weights)
+            calls = {way: functools.partial(_expert_way, layer, way, x, chosen, weights) for way in experts.WAYS}
+            for way, call in calls.items():
+                _hold(way, call(), wanted)
+            shared = {"experts": count, "routing": routing, "where": _here(device)}
+            made += [{**shared, "way": way, "ms": ms} for way, ms in _clock(calls, device, 0.15).items()]
+    return made
+
+
+def _two(device: str) -> Tensor:
+    return torch.tensor([0, 1], device=device)
+
+
+def _expert_way(layer: experts.Experts, way: str, *given: Tensor) -> Tensor:
+    layer.way = way
+    return layer(*given)
+
+
+def expert_sentence(rows: list[dict]) -> str:
+    """The fastest way and the slowest with the fewest and the most experts, for each routing."""
+    lines = []
+    for routing in dict.fromkeys(row["routing"] for row in rows):
+        for count in (min(row["experts"] for row in rows), max(row["experts"] for row in rows)):
+            took = {row["way"]: row["ms"] for row in rows if (row["routing"], row["experts"]) == (routing, count)}
+            quick, slow = min(took, key=took.__getitem__), max(took, key=took.__getitem__)
+            times = f"{took[slow] / took[quick]:.1f} times as fast as {slow}"
+            lines.append(f"tokens {routing}, {count} experts: {quick} is fastest, {times}")
+    return "\n".join(lines)
+
+
+# ---- predictors, and one token ----
+
+
+@torch.no_grad()
+def lossy_rows(
+    subject: Study,
+    found: Predictors,
+    recalls: Sequence[float] = (0.5, 0.8, 0.95, 0.99),
+    shares: Sequence[float] = (0.1, 0.3, 0.7),
+) -> list[dict]:
+    """{way, computed (share of the neurons), more (share of the dense loss)}: the model with predicted neurons, and
+    with the core neurons of each window's first half; the loss is that of second halves. "what fires" loses nothing."""
+    model, windows = subject.model, subject.windows
+    dense = float(chosen_neurons.second_halves(model, windows).mean())
+    firing = sum(float(each.double().mean()) for each in subject.fires) / len(subject.fires)
+    made = [{"way": "what fires: the gate decides", "computed": firing, "more": 0.0}]
+
+    def row(way: str, sparsity: float, at: Callable | None = None) -> None:
+        more = float(chosen_neurons.second_halves(model, windows, at).mean()) / dense - 1
+        made.append({"way": way, "computed": 1 - sparsity, "more": more})
+
+    try:
+        for recall in recalls:
+            at = found.at(recall)
+            at.apply(model)
+            row("predicted for each token", at.sparsity)
+            remove(model)
+        for share in shares:
+            again = lambda prompt, share=share: core_neurons(remove(model), prompt, share).apply(model)
+            row("the prompt's core neurons", 1 - share, again)
+    finally:
+        remove(model)
+    return made
+
+
+def predictor_sentence(found: Predictors) -> str:
+    """How many neurons are computed for one that fires."""
+    table = found.table()
+    neurons, firing = (sum(row[key] for row in table) for key in ("neurons", "firing"))
+    return (
+        f"to find {found.recall:.0%} of what fires, the predictor has {neurons / firing:.1f} times as many neurons "
+        "computed as fire"
+    )
+
+
+def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:
+    """Bytes of weights that one token needs in a gated layer: dense; packed; and with a predictor of this rank that has
+    `chosen` neurons computed. size: bytes of a value."""
+    row = d_model * size
+    return 3 * d_ff * row, (d_ff + 2 * firing) * row, rank * (d_model + d_ff) * size + 3 * chosen * row
+
+
+def token_rows(rows: Iterable[dict], device: str) -> list[dict]:
+    """{share, method, x_dense, bytes_x, where}: the rows of `map_rows` of one token, packed and with a predictor: times
+    as fast as dense as it was timed, and by bytes."""
+    sizes, size, made = sizes_for(device), dtype_for(device).itemsize, []
+    for row in rows:
+        if row["tokens"] == 1 and row["method"] in (PACKED, PREDICTED):
+            firing = max(1, round(row["share"] * sizes.d_ff))
+            dense, packed, predicted = token_bytes(sizes.d_model, sizes.d_ff, firing, RANK, firing, size)
+            made.append(row | {"bytes_x": dense / (packed if row["method"] == PACKED else predicted)})
+    return made
+
+
+# ---- the map ----
+
+
+@torch.no_grad()
+def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
+    """{method, tokens, share, ms, x_dense, exact, where}: a gated layer at each share of firing neurons and number of
+    tokens, by each method. Experts compute the same share of as many weights, and are another layer. The predictor is
+    at its best: it chooses no more neurons than fire, and is not trained."""
+    sizes, made = sizes_for(device), []
+    for share in shares:
+        layer, x = _drawn(share, device, max(sizes.tokens))
+        methods = _methods(layer, share)
+        for tokens in sizes.tokens:
+            some = x[:tokens].contiguous()
+            calls = {name: functools.partial(call, some) for name, call in methods.items()}
+            if tokens > 1:  # for more it computes all, and masks
+                del calls[PREDICTED]
+            wanted = layer(some)
+            for method in (PACKED, SPLIT, TILES):
+                _hold(method, calls[method](), wanted)
+            took = _clock(calls, device)
+            for method, ms in took.items():
+                said = {"method": method, "tokens": tokens, "share": share, "where": _here(device)}
+                exact = method not in (EXPERTS, PREDICTED)
+                made.append({**said, "ms": ms, "exact": exact})
+    for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
+        mine = [row for row in made if row["tokens"] == tokens]
+        dense = measure.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
+        for row in mine:
+            row["ms"] = dense if row["method"] == DENSE else row["ms"]
+            row["x_dense"] = dense / row["ms"]
+    return made
+
+
+def recorded_map(device: str = "H100") -> list[dict]:
+    """Rows as of `map_rows` from records of inference on a GPU with this in its name, layers of 2048 x 5632 with drawn
+    firing rates: dense, packed, and hot and cold, where one of the latter was timed. May be empty."""
+
+    def wanted(row: dict) -> bool:
+        return (
+            row["kind"] == "inference"
+            and (row["d_model"], row["d_ff"], row["workload"]) == (2048, 5632, LOGNORMAL)
+            and row["path"].partition(" ")[0] in ("forced", "dense")
+            and row["path"].partition(" (")[2] == ""
+            and row.get("gated", True)
+        )
+
+    made = []
+    for row in newest("inference", device, wanted):
+        name = row["path"].removeprefix("forced ")
+        method = {"twell": PACKED, "dense eager": DENSE}.get(name, SPLIT if name.startswith("hot_cold") else None)
+        if method is not None:
+            said = {"method": method, "tokens": row["tokens"], "share": row["nnz"] / row["d_ff"], "where": row["where"]}
+            made.append({**said, "ms": row["ms"], "x_dense": row["x_dense"], "exact": True})
+    beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
+    return [row for row in made if (row["share"], row["tokens"]) in beside]
+
+
+def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int], dict]:
+    """The fastest method by (share, tokens); dense where none is faster by a twentieth, which may be noise. exact: only
+    those that compute the dense layer's result. Shares up to an
+    eighth above another count as that one, since what is drawn only comes near what was asked for."""
+    best: dict[tuple[float, int], dict] = {}
+    first, worth = 0.0, lambda row: row["x_dense"] * (1.05 if row["method"] == DENSE else 1)
+    for row in sorted(rows, key=lambda row: row["share"]):
+        first = row["share"] if row["share"] > 1.125 * first else first
+        at = first, row["tokens"]
+        if (row["exact"] or not exact) and (at not in best or worth(row) > worth(best[at])):
+            best[at] = row
+    return best
+
+
+def recorded(name: str) -> list[dict]:
+    """The rows of the newest record of this name that was made on a GPU, each with `where`; [] where there is none."""
+    for record in reversed(records.load_all()):
+        rows = [row for row in record.rows if row["device"] != "CPU"] if record.name == name else []
+        if rows:
+            old = records.stale(record)
+            return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+    return []
+
+
+def predicted_lines(
+    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM", "H100 SXM"),
+    share: float = 1 / 64,
+    tokens: Sequence[int] = (1, 16384),
+) -> list[str]:
+    """What a layer of 2048 x 5632 should take on GPUs that are not here, by the cost model (analysis.predict)."""
+    lines = []
+    for gpu in gpus:
+        firing, rates, said = predicting.firing_of(predicting.Layer(share * 5632)), predicting.rates_of(gpu), []
+        for count in tokens:
+            took = predicting.by_choice(firing, rates, count)
+            best = min(took, key=took.__getitem__)
+            name = {"twell": PACKED, "hot_cold": f"{SPLIT}, {best.hot} hot,"}.get(best.path, DENSE)
+            said.append(f"{count:,} token{'s' * (count > 1)}: {name} {took[Choice(DENSE)] / took[best]:.2f}")
+        lines.append(f"{gpu}, predicted: {'; '.join(said)}")
+    return lines
+
+
+def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> list[str]:
+    """What the notebook found, in three sentences made of its numbers: of the map here, of predictors and padding."""
+    best = winners(mine)
+    won: dict[str, int] = {}
+    for row in best.values():
+        won[row["method"]] = won.get(row["method"], 0) + 1
+    order = sorted(won, key=lambda name: -won[name])
+    top = max(best.values(), key=lambda row: row["x_dense"])
+    dense = [share for (share, _), row in best.items() if row["method"] == DENSE]
+    lost = f"dense is fastest somewhere from {min(dense):.1%} firing on" if dense else "dense is fastest nowhere"
+    return [
+        f"Of {len(best)} places on this machine's map, "
+        + ", ".join(f"{name} wins {won[name]}" for name in order)
+        + ".",
+        f"The largest gain is {top['x_dense']:.2f} times, by {top['method']} at {top['share']:.1%} firing and "
+        f"{top['tokens']} token{'s' * (top['tokens'] > 1)}; {lost}.",
+        f"Padding: {padding_sentence(padding)}. Guessing: {predictor_sentence(found)}.",
+    ]
+
+
+# ---- layers and clocks ----
+
+
+def _drawn(share: float, device: str, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
+    """A gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
+    sizes = sizes_for(device)
+    rates = measure.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
+    layer, inputs = measure.drawn(
+        rates, tokens or sizes.many, sizes.d_model, dtype_for(device), device, shrink=(share * sizes.d_ff) ** 0.5
+    )
+    return layer, inputs[0]
+
+
+def _swapped(layer: nn.Module, choice: Choice) -> nn.Module:
+    held = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
+    held.load_state_dict(layer.state_dict(), assign=True)
+    return sparsify(nn.Sequential(held.requires_grad_(False).eval()), choice, memory=math.inf)
+
+
+def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The methods by name. Experts there are where this share of them is one at least."""
+    weight = layer.up_proj.weight
+    d_ff, d_model = weight.shape
+    guess = LowRank(d_model, d_ff, RANK).to(weight.device, weight.dtype).requires_grad_(False)
+    (found,) = feed_forwards(nn.Sequential(layer))
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        DENSE: layer,
+        PACKED: _swapped(layer, Choice("twell")),
+        SPLIT: _swapped(layer, Choice("hot_cold", STEP)),
+        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
+        PREDICTED: PredictedFFN(found, guess, max(1, round(share * d_ff))),
+    }
+    if (top := round(share * _EXPERTS)) >= 1:
+        calls[EXPERTS] = experts.ExpertsLayer(
+            d_model, d_ff // _EXPERTS, _EXPERTS, top, activation="relu", device=weight.device, dtype=weight.dtype
+        )
+    return calls
+
+
+def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
+    """The layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe of
+    tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
+
+    On a GPU, whose kernel multiplies the tiles themselves, down alone is, so that nothing waits."""
+    gate = F.linear(x, layer.gate_proj.weight).relu()
+    if x.is_cuda:
+        return microtiles.product(microtiles.find_microtiles(gate * layer.up_proj(x), height), down_t)
+    tiles = microtiles.find_microtiles(gate, min(height, len(x)))
+    made = []
+    for rows, values, columns, count in zip(x.split(tiles.height), tiles.values, tiles.columns, tiles.counts.tolist()):
+        neurons = columns[:count].long()
+        hidden = values[:count, : len(rows)].t() * F.linear(rows, layer.up_proj.weight[neurons])
+        made.append(hidden @ down_t[neurons])
+    return torch.cat(made)
+
+
+def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
+    """Milliseconds of each call without arguments: of the device on a GPU, the median; on the wall on a CPU, where what
+    else runs only adds to it, the lower quartile, short calls being timed many in a row."""
+    turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
+    if device == "cuda":
+        return {name: measure.quartiles(each)[0] for name, each in measure.time_cuda(turned, rounds=10).items()}
+    start = time.perf_counter()
+    for call in calls.values():
+        call()
+    short = time.perf_counter() - start < 0.02
+    samples = measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+    return {name: float(torch.tensor(each, dtype=torch.float64).quantile(0.25)) for name, each in samples.items()}
+
+
+def _hold(name: str, y: Tensor, wanted: Tensor) -> None:
+    """WrongResult unless a method gave what the dense layer gives."""
+    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
+        raise measure.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
+
+
+def _here(device: str) -> str:
+    return f"yours, now, on {measure.device_name(torch.device(device))}"

@@ -1,0 +1,333 @@
+"""Figures of the notebook on choosing a path, each a function of rows and numbers; in the style of `plots`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ... import plots
+from ..drawing import legend_key, nothing, squares
+from ..recorded import sources
+from . import data
+from .data import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
+
+_MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
+COLOUR = {
+    DENSE: plots.GREY,
+    PACKED: plots.BLUE,
+    SPLIT: plots.ORANGE,
+    TILES: plots.GREEN,
+    EXPERTS: plots.PURPLE,
+    PREDICTED: plots.RED,
+}
+_KINDS = (  # what works() tells apart
+    ("not computed", "#F7F7F7"),
+    ("computed for nothing", plots.SKY),
+    ("fires, and is computed", plots.BLUE),
+    ("fires, and is missed", plots.RED),
+)
+
+
+def works(kinds: dict) -> go.Figure:
+    """What each method computes, a panel a method. kinds: as `data.works` returns them."""
+    shares = {
+        name: (each != data.SKIPPED).logical_and(each != data.MISSED).double().mean() for name, each in kinds.items()
+    }
+    figure = make_subplots(
+        rows=2,
+        cols=3,
+        horizontal_spacing=0.03,
+        vertical_spacing=0.12,
+        subplot_titles=[f"{name}: {share:.0%}" for name, share in shares.items()],
+    )
+    for i, each in enumerate(kinds.values()):
+        squares(
+            figure, each.tolist(), [colour for _, colour in _KINDS], row=1 + i // 3, col=1 + i % 3, hoverinfo="skip"
+        )
+    for name, colour in _KINDS:
+        legend_key(figure, name, colour)
+    figure.update_xaxes(showticklabels=False, showgrid=False, zeroline=False)
+    figure.update_yaxes(showticklabels=False, showgrid=False, zeroline=False, autorange="reversed")
+    tokens, neurons = next(iter(kinds.values())).shape
+    title = f"{tokens} tokens down, {neurons} neurons across: what each method computes"
+    figure = plots.styled(figure, title, height=520).update_annotations(font_size=12)
+    return figure.update_layout(margin={"t": 70, "b": 60, "l": 20}, legend={"y": -0.04, "yanchor": "top"})
+
+
+def occupied(rows: list[dict]) -> go.Figure:
+    """The share of the columns of a stripe that hold anything over its height: counted, and expected of random firing,
+    a colour for each layer. rows: of `data.occupied_rows`."""
+    figure = go.Figure()
+    for i, layer in enumerate(dict.fromkeys(row["layer"] for row in rows)):
+        mine = [row for row in rows if row["layer"] == layer]
+        for key, dash in (("measured", "solid"), ("expected", "dot")):
+            figure.add_scatter(
+                x=[row["height"] for row in mine],
+                y=[100 * row[key] for row in mine],
+                mode="lines+markers" if key == "measured" else "lines",
+                name=f"layer {layer}, {mine[0]['density']:.1%} fire" + ", if at random" * (key == "expected"),
+                showlegend=key == "measured",
+                line={"color": plots.COLOURS[i % len(plots.COLOURS)], "dash": dash},
+                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
+                hovertemplate="%{x} tokens: %{y:.1f}%<extra></extra>",
+            )
+    figure.update_xaxes(type="log", tickvals=sorted({row["height"] for row in rows}), title_text="tokens of a stripe")
+    figure.update_yaxes(range=[0, 103], title_text="columns that hold anything, %")
+    title = "The taller a tile, the fewer are empty<br><sup>solid: counted; dotted: if firing were random</sup>"
+    figure = plots.styled(figure, title, height=430)
+    return figure.update_layout(margin={"t": 70, "b": 90}, legend={"y": -0.18, "yanchor": "top"})
+
+
+def products(rows: list[dict]) -> go.Figure:
+    """Micro-tiles beside the dense product over the share of zeros, a line for each source and pattern, with and
+    without finding the tiles. rows: of kind "comparison", each with `where`."""
+    made = [row for row in rows if row["path"].startswith("micro-tiles")]
+    if not made:
+        return nothing("Micro-tiles beside the dense product")
+    key = lambda row: (row["where"], row["path"], row["pattern"])
+    part = lambda row: (row["where"], f"part: {row['path']}, conversion", row["pattern"], row["density"])
+    finding = {(*key(row), row["density"]): row["ms"] for row in rows}
+    several = len({row["where"] for row in made}) > 1
+    figure = go.Figure()
+    for i, one in enumerate(dict.fromkeys(map(key, made))):
+        mine = sorted((row for row in made if key(row) == one), key=lambda row: row["density"])
+        name = f"{one[1]}, zeros {one[2]}" + f", {one[0]}" * several
+        for found in (False, True):
+            if found and not all(part(row) in finding for row in mine):
+                continue
+            took = [row["ms"] + (finding[part(row)] if found else 0) for row in mine]
+            figure.add_scatter(
+                x=[row["density"] for row in mine],
+                y=[row["dense_ms"] / ms for row, ms in zip(mine, took)],
+                customdata=[1 - row["density"] for row in mine],
+                mode="lines+markers",
+                name=name + ", with finding them" * found,
+                line={"color": plots.COLOURS[i % len(plots.COLOURS)], "dash": "dot" if found else "solid"},
+                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
+                hovertemplate="%{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
+            )
+    ticks = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
+    figure.update_xaxes(type="log", autorange="reversed", title_text="zeros")
+    figure.update_xaxes(tickvals=ticks, ticktext=[f"{100 * (1 - each):g}%" for each in ticks])
+    figure.update_yaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    figure = plots.styled(figure, f"A product in micro-tiles<br><sup>{sources(made)}</sup>", height=450)
+    return figure.update_layout(margin={"t": 70, "b": 120}, legend={"y": -0.2, "yanchor": "top"})
+
+
+def padding(rows: list[dict]) -> go.Figure:
+    """Time over the share of real rows, with the padding and without."""
+    figure = go.Figure()
+    for i, path in enumerate(dict.fromkeys(row["path"] for row in rows)):
+        mine = [row for row in rows if row["path"] == path]
+        figure.add_scatter(
+            x=[100 * row["real"] for row in mine],
+            y=[row["ms"] for row in mine],
+            mode="lines+markers",
+            name=path,
+            line={"color": (plots.GREY, plots.GREEN)[i]},
+            marker={"size": 8, "symbol": _MARKS[i]},
+            hovertemplate="%{x:.0f}% real: %{y:.3g} ms<extra></extra>",
+        )
+    whole = next(row for row in rows if row["path"] == "padded" and row["real"] == 1)
+    line = {"color": plots.INK, "dash": "dot", "width": 1}
+    figure.add_scatter(x=[0, 100], y=[0, whole["ms"]], mode="lines", name="in proportion", line=line, hoverinfo="skip")
+    figure.update_xaxes(title_text="rows that are real, %", range=[0, 103])
+    figure.update_yaxes(title_text="ms", rangemode="tozero")
+    return plots.styled(figure, f"A layer on a padded batch<br><sup>{sources(rows)}</sup>", height=380).update_layout(
+        margin={"t": 70, "b": 90}, legend={"y": -0.22, "yanchor": "top"}
+    )
+
+
+def firing(shares, times: float) -> go.Figure:
+    """How often each neuron fires, the busiest first, and the share above which it is cheaper dense.
+
+    shares: float [d_ff], of the tokens. times: how many times as much a packed neuron costs as a dense one."""
+    ordered = sorted((100 * float(each) for each in shares), reverse=True)
+    hot = len(data.hot_neurons(shares, times))
+    figure = go.Figure()
+    for name, colour, part in (
+        ("hot: computed densely", plots.ORANGE, slice(0, hot)),
+        ("cold", plots.BLUE, slice(hot, None)),
+    ):
+        figure.add_bar(
+            x=[*range(len(ordered))][part], y=ordered[part], name=name, marker_color=colour, marker_line_width=0
+        )
+    said = f"break-even: 1 in {times:.0f} tokens"
+    figure.add_hline(y=100 / times, line={"color": plots.INK, "dash": "dot"}, annotation_text=said)
+    figure.update_xaxes(title_text="neurons, busiest first")
+    figure.update_yaxes(title_text="fires at so many tokens, %")
+    figure = plots.styled(figure, f"{hot} of {len(ordered)} neurons are cheaper dense", height=360)
+    return figure.update_layout(bargap=0, margin={"b": 90}, legend={"y": -0.2, "yanchor": "top"})
+
+
+def hot_sizes(rows: list[dict]) -> go.Figure:
+    """Times as fast as dense over the share of the neurons that is computed densely, a line for each source."""
+    figure = go.Figure()
+    for i, where in enumerate(dict.fromkeys(row["where"] for row in rows)):
+        mine = [row for row in rows if row["where"] == where]
+        figure.add_scatter(
+            x=[100 * row["hot"] / row["d_ff"] for row in mine],
+            y=[row["x_dense"] for row in mine],
+            mode="lines+markers",
+            name=where,
+            line={"color": plots.ORANGE, "dash": "dot" if i else "solid"},
+            marker={"size": 7, "symbol": _MARKS[i]},
+            hovertemplate="%{x:.0f}% hot: %{y:.2f} times as fast<extra></extra>",
+        )
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    figure.update_xaxes(title_text="neurons that are computed densely, %")
+    figure.update_yaxes(title_text="times as fast as dense", rangemode="tozero")
+    figure = plots.styled(figure, "Hot and cold: how many should be hot?", height=380)
+    return figure.update_layout(margin={"t": 50, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
+
+
+def experts(rows: list[dict]) -> go.Figure:
+    """Time over the number of experts, a panel for each routing, a line for each way."""
+    routings = [*dict.fromkeys(row["routing"] for row in rows)]
+    titles = [f"tokens {routing}" for routing in routings]
+    figure = make_subplots(rows=1, cols=len(routings), shared_yaxes="all", subplot_titles=titles)
+    for i, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
+        for at, routing in enumerate(routings, start=1):
+            mine = [row for row in rows if (row["way"], row["routing"]) == (way, routing)]
+            figure.add_scatter(
+                x=[row["experts"] for row in mine],
+                y=[row["ms"] for row in mine],
+                mode="lines+markers",
+                name=way,
+                legendgroup=way,
+                showlegend=at == 1,
+                line={"color": plots.COLOURS[i]},
+                marker={"size": 8, "symbol": _MARKS[i]},
+                hovertemplate=way + ", %{x} experts: %{y:.3g} ms<extra></extra>",
+                row=1,
+                col=at,
+            )
+    figure.update_xaxes(
+        type="log",
+        tickvals=sorted({row["experts"] for row in rows}),
+        title_text="experts; their weights together stay the same",
+    )
+    figure.update_yaxes(type="log", tickvals=[0.2, 0.5, 1, 2, 5, 10, 20, 50])
+    figure.update_yaxes(title_text="ms", col=1)
+    title = f"Two experts a token, computed in three ways<br><sup>{sources(rows)}</sup>"
+    figure = plots.styled(figure, title, height=410).update_annotations(font_size=12)
+    return figure.update_layout(margin={"t": 90, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
+
+
+def losses(rows: list[dict]) -> go.Figure:
+    """How much more the loss is, in percent, over the share of the neurons that is computed, a line for each way."""
+    figure = go.Figure()
+    for i, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
+        mine = [row for row in rows if row["way"] == way]
+        figure.add_scatter(
+            x=[100 * row["computed"] for row in mine],
+            y=[100 * row["more"] for row in mine],
+            mode="lines+markers",
+            name=way,
+            line={"color": (plots.BLUE, plots.RED, plots.ORANGE)[i % 3]},
+            marker={"size": 13 if len(mine) == 1 else 8, "symbol": ("star", "circle", "square")[i % 3]},
+            hovertemplate=way + ", %{x:.0f}% computed: %{y:+.1f}% loss<extra></extra>",
+        )
+    figure.update_xaxes(title_text="neurons of up and down that are computed, %", rangemode="tozero")
+    most = max(100 * row["more"] for row in rows)
+    figure.update_yaxes(title_text="more loss, %", range=[-0.06 * most, 1.06 * most])
+    figure = plots.styled(figure, "What guessing costs the small model", height=400)
+    return figure.update_layout(margin={"t": 50, "b": 90}, legend={"y": -0.2, "yanchor": "top"})
+
+
+def one_token(rows: list[dict]) -> go.Figure:
+    """Times as fast as dense for one token over the share of neurons: timed, and by the bytes that have to be read."""
+    figure = go.Figure()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        for key, dash, said in (("x_dense", "solid", "timed"), ("bytes_x", "dot", "by bytes")):
+            figure.add_scatter(
+                x=[100 * row["share"] for row in mine],
+                y=[row[key] for row in mine],
+                mode="lines+markers" if key == "x_dense" else "lines",
+                name=f"{method}, {said}",
+                line={"color": COLOUR[method], "dash": dash},
+                marker={"size": 8, "symbol": _MARKS[METHODS.index(method)]},
+                hovertemplate="%{x:.2g}%: %{y:.2f} times as fast<extra></extra>",
+            )
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    figure.update_xaxes(type="log", title_text="neurons that fire, or are chosen, %", **_percents(rows))
+    figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
+    figure = plots.styled(figure, f"One token<br><sup>{sources(rows)}</sup>", height=430)
+    return figure.update_layout(margin={"t": 70, "b": 110}, legend={"y": -0.2, "yanchor": "top"})
+
+
+def _percents(rows: Iterable[dict]) -> dict:
+    shares = sorted({row["share"] for row in rows})
+    return {"tickvals": [100 * each for each in shares], "ticktext": [f"{100 * each:.2g}" for each in shares]}
+
+
+def winners(rows: list[dict]) -> go.Figure:
+    """The map: the fastest method at each share of firing neurons and number of tokens, among those that compute the
+    dense layer's result, and among all where others were timed. rows: of `data.map_rows` or `data.recorded_map`."""
+    if not rows:
+        return nothing("Which method wins")
+    panels = {"the same result as dense": data.winners(rows)}
+    if not all(row["exact"] for row in rows):
+        panels["or another layer, or lossy"] = data.winners(rows, exact=False)
+    figure = make_subplots(
+        rows=1, cols=len(panels), subplot_titles=[*panels], horizontal_spacing=0.06, shared_yaxes=True
+    )
+    shares = sorted({share for best in panels.values() for share, _ in best})
+    tokens = sorted({count for best in panels.values() for _, count in best})
+    for at, best in enumerate(panels.values(), start=1):
+        numbers = [[METHODS.index(best[s, t]["method"]) if (s, t) in best else None for t in tokens] for s in shares]
+        text = [[f"{best[s, t]['x_dense']:.2g}" if (s, t) in best else "" for t in tokens] for s in shares]
+        squares(
+            figure,
+            numbers,
+            COLOUR.values(),
+            x=[f"{each:,}" for each in tokens],
+            y=[f"{100 * each:.2g}%" for each in shares],
+            text=text,
+            texttemplate="%{text}",
+            textfont={"color": "white", "size": 14},
+            xgap=2,
+            ygap=2,
+            hovertemplate="%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>",
+            row=1,
+            col=at,
+        )
+    for method in METHODS:
+        if any(row["method"] == method for best in panels.values() for row in best.values()):
+            legend_key(figure, method, COLOUR[method])
+    figure.update_xaxes(type="category", title_text="tokens at once", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False)
+    figure.update_yaxes(title_text="neurons that fire for a token", col=1)
+    title = f"Which method wins, and by how many times dense<br><sup>{sources(rows)}</sup>"
+    figure = plots.styled(figure, title, height=430).update_annotations(font_size=12)
+    return figure.update_layout(margin={"t": 90, "b": 90, "l": 80}, legend={"y": -0.2, "yanchor": "top"})
+
+
+def chosen_neurons(rows: list[dict]) -> go.Figure:
+    """Recorded decoding with chosen neurons: times as fast as dense over the change of the loss. rows: of the record
+    "predictors"; empty where there is none."""
+    timed = [row for row in rows if row.get("x_dense") and row.get("loss_change") and " (" not in row["path"]]
+    if not timed:
+        return nothing("Decoding with predicted and core neurons on a GPU")
+    figure = go.Figure()
+    families = {row["path"].partition(",")[0].removeprefix("lossy: ").rstrip(" 0123456789%") for row in timed}
+    for i, family in enumerate(sorted(families)):
+        mine = [row for row in timed if row["path"].removeprefix("lossy: ").startswith(family)]
+        figure.add_scatter(
+            x=[row["loss_change"][1] for row in mine],
+            y=[row["x_dense"] for row in mine],
+            text=[row["path"] for row in mine],
+            mode="markers",
+            name=family,
+            marker={"size": 10, "color": plots.COLOURS[i % len(plots.COLOURS)], "symbol": _MARKS[i % len(_MARKS)]},
+            hovertemplate="%{text}: %{x:+.3f} nats, %{y:.2f} times as fast<extra></extra>",
+        )
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
+    figure.update_xaxes(title_text="change of the loss, nats a token")
+    figure.update_yaxes(title_text="times as fast as dense, one token", rangemode="tozero")
+    figure = plots.styled(figure, f"Decoding with chosen neurons<br><sup>{sources(timed)}</sup>", height=400)
+    return figure.update_layout(margin={"t": 70, "b": 90}, legend={"y": -0.2, "yanchor": "top"})
