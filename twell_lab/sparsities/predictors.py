@@ -37,6 +37,7 @@ from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_for
 from ..layers.experts import Expert
 from ..layers.parts import uncompiled
 from ..layers.sparse_ffn import SparseFFN
+from ..ops import copies
 from .weights import largest
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
@@ -60,16 +61,31 @@ class FewNeurons(nn.Module):
         self.dense = layer.module
         # Beside `dense`, whose children they are, or views of these.
         self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
-        self._copies: tuple[list, tuple] | None = None
+        self._copies: tuple[copies.Note, tuple[Tensor, ...]] | None = None
 
     def copies(self) -> tuple[Tensor, ...]:
-        """What `copied` makes of the weights: made anew when torch says that one of them has changed."""
+        """What `copied` makes of the weights: made anew when one of them was changed or replaced (ops.copies says which
+        changes torch does not tell of: see `refresh`), and on every call where they may change unseen."""
+        if torch.compiler.is_dynamo_compiling():  # which is not to trace how they are kept
+            return torch.compiler.disable(FewNeurons.copies)(self)
         weights = [part.weight for part in self._parts if part is not None]
-        made_of = [(weight._version, weight.data_ptr(), weight.dtype) for weight in weights]
-        if self._copies is None or self._copies[0] != made_of:
-            with torch.no_grad():
-                self._copies = made_of, self.copied()
-        return self._copies[1]
+        held = self._copies
+        if held is not None and copies.made_of(held[0], weights):
+            if held[0].moment is not None:
+                held[0].moment.enter(held[1])
+            return held[1]
+        self._copies = None
+        with torch.inference_mode(False), torch.no_grad():
+            made = self.copied()
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing and not any(copies.changes_unseen(weight) for weight in weights):
+            self._copies = copies.note(weights), made
+        return made
+
+    def refresh(self) -> None:
+        """Have the next forward copy the weights anew: call it after a change of which torch raises no version, such as
+        one in place of `down.weight.data`. Until then one token may be computed with the old values."""
+        self._copies = None
 
     def copied(self) -> tuple[Tensor, ...]:
         """down [d_model, d_ff] turned, so that the columns of neurons are rows: as many bytes again as down has."""

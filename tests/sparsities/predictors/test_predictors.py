@@ -116,6 +116,58 @@ def test_copies_follow_the_weights(model):
         assert torch.equal(made(x), copy.deepcopy(made)(x)) and not torch.equal(made(x), fresh(x))
 
 
+def both_kinds(layer):
+    return [CoreFFN(layer, torch.arange(10)), PredictedFFN(layer, LowRank(16, 40, 2).requires_grad_(False), 10)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@torch.no_grad()
+def test_another_weight_at_the_same_address_is_told_apart(model, number):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    made, x, old, again = both_kinds(layer)[number], torch.randn(1, 16), 0, 0
+    for _ in range(20):
+        made(x)
+        values, at = layer.down.weight + 1.0, layer.down.weight.data_ptr()
+        layer.down.weight = None  # its memory is free for the next one
+        layer.down.weight = nn.Parameter(torch.empty(16, 40).copy_(values), requires_grad=False)
+        again += layer.down.weight.data_ptr() == at
+        old += not torch.equal(made(x), copy.deepcopy(made)(x))
+    assert again and not old
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_weights_made_in_inference_mode_are_copied_on_every_call(number):
+    with torch.inference_mode():
+        layer = GatedFeedForward(16, 40).requires_grad_(False)
+        made, x = both_kinds(feed_forwards(layer)[0])[number], torch.randn(1, 16)
+        expected = made(x)
+        layer.down_proj.weight.mul_(2)
+        assert torch.equal(made(x), 2 * expected)
+    assert torch.equal(made(x), 2 * expected)
+
+
+@torch.no_grad()
+def test_writes_that_torch_does_not_count_are_seen_after_refresh(model):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    x = torch.randn(1, 16)
+    for made in both_kinds(layer):
+        expected = made(x)
+        layer.down.weight.data.mul_(2)
+        made.refresh()
+        assert torch.equal(made(x), 2 * expected)
+
+
+@torch.no_grad()
+def test_compiled_code_follows_the_weights(model):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    x = torch.randn(1, 16)
+    for made in both_kinds(layer):
+        compiled = torch.compile(made, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), copy.deepcopy(made)(x))
+            layer.down.weight.mul_(2)
+
+
 def test_all_neurons_are_the_dense_layer_and_removing_gives_it_back(model):
     first, tokens = state(model), windows()
     expected = model(tokens)
