@@ -52,7 +52,9 @@ _CHUNK = 1024  # inputs whose scores are sorted at a time
 class FewNeurons(nn.Module):
     """A feed-forward layer that computes some of its neurons. Lossy.
 
-    dense: the layer as it was, with its projections: what is done to its weights acts here too."""
+    dense: the layer as it was, with its projections: what is done to its weights acts here too. What is put in the
+    place of the layer, of a projection or of the activation (as `sparsify` and `weights.prune` do) would not: the next
+    forward raises an InputError, until `remove`."""
 
     label = "chosen neurons"
 
@@ -62,6 +64,22 @@ class FewNeurons(nn.Module):
         # Beside `dense`, whose children they are, or views of these.
         self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
         self._copies: tuple[copies.Note, tuple[Tensor, ...]] | None = None
+        self._family = family_of(layer.module)
+        self._found = self._standing()
+
+    def _standing(self) -> dict[str, object]:
+        """The layer, its projections and its activation, by their places."""
+        dense, family = self.dense, self._family
+        return {"the layer": dense, **family.owners(dense), family.activation: family.acts(dense)}
+
+    def check(self) -> None:
+        """Raise InputError if something else stands where the layer or a part of it was."""
+        for place, part in self._standing().items():
+            if part is not self._found[place]:
+                raise InputError(
+                    f"{place} is a {type(part).__name__}, put there after the layer was replaced by one that computes "
+                    f"{self.label}, which does not use it; accepted: remove(model) of sparsities.predictors first"
+                )
 
     def copies(self) -> tuple[Tensor, ...]:
         """What `copied` makes of the weights: made anew when one of them was changed or replaced (ops.copies says which
@@ -139,6 +157,7 @@ class PredictedFFN(FewNeurons):
         self.label = f"{neurons} predicted neurons a token"
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check()
         rows = x.reshape(-1, x.shape[-1])
         best = self.predictor(rows).topk(self.neurons, sorted=False).indices
         if len(rows) == 1:
@@ -169,6 +188,7 @@ class CoreFFN(FewNeurons):
         return (*rows, down.weight.index_select(1, self.core).t().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check()
         copies = self.copies()
         up = copies[1] if len(copies) == 3 else None
         return self.product(x.reshape(-1, x.shape[-1]), copies[0], up, copies[-1], self.core).view(x.shape)

@@ -17,6 +17,7 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities import predictors
 from twell_lab.sparsities.predictors import CoreFFN, LowRank, PredictedFFN, core_neurons, predict, remove
+from twell_lab.sparsities.weights import prune
 from twell_lab.training.text import source
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=24)
@@ -166,6 +167,29 @@ def test_compiled_code_follows_the_weights(model):
         for _ in range(2):
             assert torch.equal(compiled(x), copy.deepcopy(made)(x))
             layer.down.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda model: prune(model, 0.9, only=lambda name, module: "down_proj" in name), "down_proj is a SparseLinear"),
+        (lambda model: sparsify(model, "twell"), "the layer is a SparseFFN"),
+        (lambda model: setattr(model.layers[0].mlp.dense, "act_fn", nn.SiLU()), "act_fn is a SiLU"),
+    ],
+    ids=["pruned", "swapped", "activation"],
+)
+@torch.no_grad()
+def test_a_layer_that_was_changed_below_is_refused_until_removed(model, change, named):
+    tokens = windows()
+    for chosen in (predict(model, [tokens], steps=1, rank=1), core_neurons(model, tokens[:1])):
+        changed = chosen.apply(copy.deepcopy(model))
+        expected = changed(tokens)
+        assert torch.equal(copy.deepcopy(changed)(tokens), expected)
+        change(changed)
+        for each in (changed, copy.deepcopy(changed)):
+            with pytest.raises(InputError, match=rf"{named}, put there after .*; accepted: remove\(model\)"):
+                each(tokens)
+        assert not torch.equal(remove(changed)(tokens), expected)
 
 
 def test_all_neurons_are_the_dense_layer_and_removing_gives_it_back(model):
