@@ -180,7 +180,8 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         flat = weight.view(-1).view(bits)
         before[name] = Change(change.places, flat.index_select(0, places).view(dtype), change.shape, checked=True)
         flat.scatter_(0, places, change.values.view(bits))
-    return Adapter(before)
+    # The last one first: what was written twice, a tied weight under two names, has to end as it began.
+    return Adapter(dict(reversed(before.items())))
 
 
 def _of(layer: SparseFFN) -> list[Tensor]:

@@ -37,6 +37,7 @@ from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_for
 from ..layers.experts import Expert
 from ..layers.parts import uncompiled
 from ..layers.sparse_ffn import SparseFFN
+from ..ops import copies
 from .weights import largest
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
@@ -51,7 +52,9 @@ _CHUNK = 1024  # inputs whose scores are sorted at a time
 class FewNeurons(nn.Module):
     """A feed-forward layer that computes some of its neurons. Lossy.
 
-    dense: the layer as it was, with its projections: what is done to its weights acts here too."""
+    dense: the layer as it was, with its projections: what is done to its weights acts here too. What is put in the
+    place of the layer, of a projection or of the activation (as `sparsify` and `weights.prune` do) would not: the next
+    forward raises an InputError, until `remove`."""
 
     label = "chosen neurons"
 
@@ -60,16 +63,47 @@ class FewNeurons(nn.Module):
         self.dense = layer.module
         # Beside `dense`, whose children they are, or views of these.
         self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
-        self._copies: tuple[list, tuple] | None = None
+        self._copies: tuple[copies.Note, tuple[Tensor, ...]] | None = None
+        self._family = family_of(layer.module)
+        self._found = self._standing()
+
+    def _standing(self) -> dict[str, object]:
+        """The layer, its projections and its activation, by their places."""
+        dense, family = self.dense, self._family
+        return {"the layer": dense, **family.owners(dense), family.activation: family.acts(dense)}
+
+    def check(self) -> None:
+        """Raise InputError if something else stands where the layer or a part of it was."""
+        for place, part in self._standing().items():
+            if part is not self._found[place]:
+                raise InputError(
+                    f"{place} is a {type(part).__name__}, put there after the layer was replaced by one that computes "
+                    f"{self.label}, which does not use it; accepted: remove(model) of sparsities.predictors first"
+                )
 
     def copies(self) -> tuple[Tensor, ...]:
-        """What `copied` makes of the weights: made anew when torch says that one of them has changed."""
+        """What `copied` makes of the weights: made anew when one of them was changed or replaced (ops.copies says which
+        changes torch does not tell of: see `refresh`), and on every call where they may change unseen."""
+        if torch.compiler.is_dynamo_compiling():  # which is not to trace how they are kept
+            return torch.compiler.disable(FewNeurons.copies)(self)
         weights = [part.weight for part in self._parts if part is not None]
-        made_of = [(weight._version, weight.data_ptr(), weight.dtype) for weight in weights]
-        if self._copies is None or self._copies[0] != made_of:
-            with torch.no_grad():
-                self._copies = made_of, self.copied()
-        return self._copies[1]
+        held = self._copies
+        if held is not None and copies.made_of(held[0], weights):
+            if held[0].moment is not None:
+                held[0].moment.enter(held[1])
+            return held[1]
+        self._copies = None
+        with torch.inference_mode(False), torch.no_grad():
+            made = self.copied()
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing and not any(copies.changes_unseen(weight) for weight in weights):
+            self._copies = copies.note(weights), made
+        return made
+
+    def refresh(self) -> None:
+        """Have the next forward copy the weights anew: call it after a change of which torch raises no version, such as
+        one in place of `down.weight.data`. Until then one token may be computed with the old values."""
+        self._copies = None
 
     def copied(self) -> tuple[Tensor, ...]:
         """down [d_model, d_ff] turned, so that the columns of neurons are rows: as many bytes again as down has."""
@@ -123,6 +157,7 @@ class PredictedFFN(FewNeurons):
         self.label = f"{neurons} predicted neurons a token"
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check()
         rows = x.reshape(-1, x.shape[-1])
         best = self.predictor(rows).topk(self.neurons, sorted=False).indices
         if len(rows) == 1:
@@ -153,6 +188,7 @@ class CoreFFN(FewNeurons):
         return (*rows, down.weight.index_select(1, self.core).t().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check()
         copies = self.copies()
         up = copies[1] if len(copies) == 3 else None
         return self.product(x.reshape(-1, x.shape[-1]), copies[0], up, copies[-1], self.core).view(x.shape)

@@ -207,6 +207,20 @@ def test_two_adapters_are_taken_off_in_the_order_of_a_stack():
     assert 0.29 < one.share(model) < 0.31 and one.nbytes == sum(8 * len(c.places) for c in one.changes.values())
 
 
+def test_one_weight_under_two_names_is_given_back():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    first = state(model)
+    places = torch.tensor([3, 5], dtype=torch.int32)
+    changes = {f"{n}.weight": Change(places[n:], torch.full((2 - n,), n + 1.0), (4, 4)) for n in range(2)}
+    before = switch(model, Adapter(changes))
+    assert model[0].weight.flatten()[places].tolist() == [1.0, 2.0]
+    after = switch(model, before)
+    assert same(state(model), first)
+    switch(model, after)
+    assert model[0].weight.flatten()[places].tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_values_are_pefts(dtype):
     tuned = shira(made(dtype), ["up_proj"])

@@ -17,6 +17,7 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities import predictors
 from twell_lab.sparsities.predictors import CoreFFN, LowRank, PredictedFFN, core_neurons, predict, remove
+from twell_lab.sparsities.weights import prune
 from twell_lab.training.text import source
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=24)
@@ -114,6 +115,81 @@ def test_copies_follow_the_weights(model):
         assert torch.equal(made(x), fresh(x))
         layer.down.weight.data = torch.randn(16, 40)
         assert torch.equal(made(x), copy.deepcopy(made)(x)) and not torch.equal(made(x), fresh(x))
+
+
+def both_kinds(layer):
+    return [CoreFFN(layer, torch.arange(10)), PredictedFFN(layer, LowRank(16, 40, 2).requires_grad_(False), 10)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@torch.no_grad()
+def test_another_weight_at_the_same_address_is_told_apart(model, number):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    made, x, old, again = both_kinds(layer)[number], torch.randn(1, 16), 0, 0
+    for _ in range(20):
+        made(x)
+        values, at = layer.down.weight + 1.0, layer.down.weight.data_ptr()
+        layer.down.weight = None  # its memory is free for the next one
+        layer.down.weight = nn.Parameter(torch.empty(16, 40).copy_(values), requires_grad=False)
+        again += layer.down.weight.data_ptr() == at
+        old += not torch.equal(made(x), copy.deepcopy(made)(x))
+    assert again and not old
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_weights_made_in_inference_mode_are_copied_on_every_call(number):
+    with torch.inference_mode():
+        layer = GatedFeedForward(16, 40).requires_grad_(False)
+        made, x = both_kinds(feed_forwards(layer)[0])[number], torch.randn(1, 16)
+        expected = made(x)
+        layer.down_proj.weight.mul_(2)
+        assert torch.equal(made(x), 2 * expected)
+    assert torch.equal(made(x), 2 * expected)
+
+
+@torch.no_grad()
+def test_writes_that_torch_does_not_count_are_seen_after_refresh(model):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    x = torch.randn(1, 16)
+    for made in both_kinds(layer):
+        expected = made(x)
+        layer.down.weight.data.mul_(2)
+        made.refresh()
+        assert torch.equal(made(x), 2 * expected)
+
+
+@torch.no_grad()
+def test_compiled_code_follows_the_weights(model):
+    (layer,) = feed_forwards(model.layers[0].mlp)
+    x = torch.randn(1, 16)
+    for made in both_kinds(layer):
+        compiled = torch.compile(made, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), copy.deepcopy(made)(x))
+            layer.down.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda model: prune(model, 0.9, only=lambda name, module: "down_proj" in name), "down_proj is a SparseLinear"),
+        (lambda model: sparsify(model, "twell"), "the layer is a SparseFFN"),
+        (lambda model: setattr(model.layers[0].mlp.dense, "act_fn", nn.SiLU()), "act_fn is a SiLU"),
+    ],
+    ids=["pruned", "swapped", "activation"],
+)
+@torch.no_grad()
+def test_a_layer_that_was_changed_below_is_refused_until_removed(model, change, named):
+    tokens = windows()
+    for chosen in (predict(model, [tokens], steps=1, rank=1), core_neurons(model, tokens[:1])):
+        changed = chosen.apply(copy.deepcopy(model))
+        expected = changed(tokens)
+        assert torch.equal(copy.deepcopy(changed)(tokens), expected)
+        change(changed)
+        for each in (changed, copy.deepcopy(changed)):
+            with pytest.raises(InputError, match=rf"{named}, put there after .*; accepted: remove\(model\)"):
+                each(tokens)
+        assert not torch.equal(remove(changed)(tokens), expected)
 
 
 def test_all_neurons_are_the_dense_layer_and_removing_gives_it_back(model):
