@@ -182,15 +182,12 @@ def test_two_four_takes_the_projections_that_are(gated, two_four_here, x):
 
 
 def test_two_four_is_refused_where_there_is_none(dense):
-    for dtype, error, said in (
-        (torch.float32, InputError, "holds torch.float32"),
-        (torch.bfloat16, DeviceError, "on a CPU"),
-    ):
+    for dtype in (torch.float32, torch.bfloat16):  # the CPU is the obstacle, which no other dtype mends
         model = nn.Sequential(layer(mask=two_four_mask).to(dtype))
-        with pytest.raises(error, match=f"path 'two_four', layer '0': .*{said}"):
+        with pytest.raises(DeviceError, match="path 'two_four', layer '0': the weight is on a CPU; GPUs of 8.0"):
             tl.sparsify(model, "two_four")
         assert isinstance(model[0], GatedFeedForward)
-        with pytest.raises(error, match=said):
+        with pytest.raises(DeviceError, match="on a CPU"):
             SparseFFN(model[0], plan=Choice("two_four"))
 
 
