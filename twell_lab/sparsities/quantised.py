@@ -44,7 +44,7 @@ from ..layers.paths.converted import Converted, Products
 from ..layers.paths.cost import Work
 from ..layers.paths.twell import Twell
 from ..layers.weights import Weights
-from ..ops import portable
+from ..ops import checks, portable
 from ..ops.activation import RELU, Activation
 from ..ops.int8_rows import gated_int8
 from .weights import checked_weight
@@ -390,12 +390,21 @@ def rows_product(
     Raises:
         InputError: for shapes, dtypes and devices that do not fit together.
     """
+    checks.check_tensor("x", x, 2)
+    checks.check_together(x, x.dtype, first=first, up_bias=up_bias, down_bias=down_bias)
+    checks.check_shape("first", first, (len(x), None))
     tokens, d_model, d_ff = *x.shape, first.shape[1]
+    checks.check_bias("up_bias", up_bias, d_ff)
+    checks.check_bias("down_bias", down_bias, d_model)
     for name, rows in (("up", up), ("down", down)):
-        if rows is not None and (rows.values.dtype != torch.int8 or rows.values.shape != (d_ff, d_model)):
+        if rows is None:
+            continue
+        if rows.values.dtype != torch.int8 or rows.values.shape != (d_ff, d_model) or rows.values.device != x.device:
             raise InputError(
-                f"{name} is {rows.values.dtype} {list(rows.values.shape)}; torch.int8 {[d_ff, d_model]} is accepted"
+                f"{name} is {rows.values.dtype} {list(rows.values.shape)} on {rows.values.device}; torch.int8 "
+                f"{[d_ff, d_model]} on {x.device} is accepted"
             )
+        checks.check_bias(f"{name}.scale", rows.scale, d_ff)
     y = torch.zeros(tokens, d_model, dtype=torch.float32, device=x.device)
     if down_bias is not None:
         y += down_bias

@@ -200,10 +200,32 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype, 
 def test_rows_of_another_shape_are_refused():
     x, first, rows = torch.zeros(2, 8), torch.zeros(2, 5), quantise(torch.zeros(5, 8))
     for up, down in ((rows, quantise(torch.zeros(4, 8))), (quantise(torch.zeros(5, 7)), rows)):
-        with pytest.raises(InputError, match=r"torch.int8 \[5, 8\] is accepted"):
+        with pytest.raises(InputError, match=r"torch.int8 \[5, 8\] on cpu is accepted"):
             rows_product(x, first, up, down)
     with pytest.raises(InputError, match="down is torch.float8_e4m3fn"):
         rows_product(x, first, rows, quantise(torch.zeros(5, 8), FP8))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"x": torch.zeros(3, 8)}, r"first has shape \[2, 5\]; \[3, 'any'\] is accepted"),
+        ({"first": torch.zeros(3, 5)}, r"first has shape \[3, 5\]; \[2, 'any'\] is accepted"),
+        ({"first": torch.zeros(5)}, r"first has shape \[5\]"),
+        ({"first": torch.zeros(2, 5).half()}, "first is torch.float16 but the input is torch.float32"),
+        ({"first": torch.zeros(2, 5, device="meta")}, "first is on meta"),
+        ({"x": torch.zeros(8)}, "x has shape"),
+        ({"x": None}, "x is a NoneType"),
+        ({"up_bias": torch.zeros(4)}, r"up_bias has shape \[4\]; \[5\] is accepted"),
+        ({"down_bias": torch.zeros(1)}, r"down_bias has shape \[1\]; \[8\] is accepted"),
+        ({"down": Rows(torch.zeros(5, 8, dtype=INT8), torch.zeros(4))}, r"down.scale has shape \[4\]; \[5\]"),
+        ({"up": Rows(torch.zeros(5, 8, dtype=INT8, device="meta"), torch.zeros(5))}, "on meta; .* on cpu"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed, said):
+    rows = quantise(torch.zeros(5, 8))
+    with pytest.raises(InputError, match=said):
+        rows_product(**{"x": torch.zeros(2, 8), "first": torch.zeros(2, 5), "up": rows, "down": rows, **changed})
 
 
 def test_output_error():
