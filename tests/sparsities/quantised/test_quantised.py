@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.sparsities import quantised
@@ -141,6 +142,22 @@ def test_products_refuse_what_does_not_fit(product, other):
     for wrong in (torch.zeros(2, 31), torch.zeros(2, 32, dtype=torch.long), torch.tensor(1.0), [1.0]):
         with pytest.raises(InputError, match=r"x is .*\[..., 32\] is accepted"):
             product(wrong, rows)
+
+
+@pytest.mark.parametrize("product, kind", [(int8_linear, INT8), (fp8_linear, FP8), (two_four_int8, INT8)])
+def test_products_have_no_gradient_and_say_so(product, kind):
+    weight = torch.eye(32)
+    rows, x = quantise(weight, kind), torch.ones(2, 32, requires_grad=True)
+    with pytest.raises(InputError, match="needs a gradient, which this product does not have; .*detach"):
+        product(x, rows)
+    if product is two_four_int8:
+        return
+    bias = nn.Parameter(torch.ones(32))
+    with pytest.raises(InputError, match="x or bias needs a gradient"):
+        product(x.detach(), rows, bias)
+    assert not product(x.detach(), rows, bias.detach()).requires_grad
+    with torch.no_grad():
+        assert torch.equal(product(x, rows, bias), product(x.detach(), rows, bias.detach()))
 
 
 def test_sums_that_int32_cannot_hold():
