@@ -350,6 +350,7 @@ class TwoFour(Products):
     It holds the kept values beside the weights, 56% of their bytes. A row of x that is not finite gives NaN."""
 
     name = "two_four"
+    patterned = True
 
     def product(self, weight: Tensor):
         rows, columns = weight.shape

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import twell_lab as tl
+from twell_lab.analysis import planner
 from twell_lab.analysis.costs import Rates
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
@@ -440,6 +442,21 @@ def test_a_plan_weighs_what_was_named_and_says_what_it_costs(dense, x, tmp_path)
     rows = [row for each in timed.layers for row in each.table() if row["path"] == "int8" and row["measured_us"]]
     assert all("lossy: its output is " in row["why"] and "% off" in row["why"] for row in rows)
     assert tl.Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize(
+    "name, mask, dtype", [("blocks", empty_blocks, torch.float32), ("two_four", two_four_mask, torch.bfloat16)]
+)
+def test_without_batches_the_own_zeros_are_timed(name, mask, dtype, two_four_here, monkeypatch):
+    """A drawn stand-in has none, and would be refused."""
+    monkeypatch.setattr(planner, "_REACH", 100.0)
+    model = nn.Sequential(layer(mask=mask).to(dtype))
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    profile, rates = tl.profile(model, [torch.randn(90, D_MODEL).to(dtype)]), replace(RATES, dtype=str(dtype)[6:])
+    plan = tl.plan(profile, model, rates=rates, tokens=(16,), paths=["twell", name], progress=False)
+    timed = {row["path"] for row in plan.layers[0].table() if row["measured_us"] is not None}
+    assert timed == {"dense", "twell", name} and plan.inputs == planner.DRAWN
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
 def chosen(model, *choices):
