@@ -459,6 +459,62 @@ def test_without_batches_the_own_zeros_are_timed(name, mask, dtype, two_four_her
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
+def runs(model):
+    return [row["runs"] for row in tl.report(model).rows]
+
+
+@pytest.mark.parametrize(
+    "name, word", [("int8", "int8 (lossy)"), ("twell_int8", "twell_int8 (lossy)"), ("blocks",) * 2]
+)
+def test_a_report_says_that_gradients_are_dense(name, word, dense, x):
+    expected = dense(x)
+    model = tl.sparsify(nn.Sequential(dense), name)
+    assert runs(model) == [word]
+    model.requires_grad_(True)
+    assert runs(model) == [f"{word} without gradients, dense with them"] and torch.equal(model(x), expected)
+    assert f"{word} without gradients, dense with them" in str(tl.report(model))
+    model[0].learn("twell")
+    assert runs(model) == [f"{word} without gradients, twell with them"]
+    with torch.no_grad():
+        assert name == "blocks" or not torch.equal(model(x), expected)
+
+
+def test_a_report_says_that_weights_are_not_taken(x):
+    model = tl.sparsify(nn.Sequential(layer(mask=empty_blocks)), "blocks")
+    assert runs(model) == ["blocks"]
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: torch.randn_like(t) for name, t in kept.items()})
+    for _ in range(2):  # before the first forward, and after it
+        (row,) = tl.report(model).rows
+        assert row["choice"] == "blocks" and row["runs"].startswith("dense: 0.0% of the weight's blocks of 64 x 64")
+        model(x)
+    assert "dense: 0.0% of the weight's blocks" in str(tl.report(model))
+    model.load_state_dict(kept)
+    assert runs(model) == ["blocks"]
+
+
+def test_a_report_gives_no_times_for_what_does_not_run():
+    model = nn.Sequential(layer(mask=empty_blocks))
+    profile = tl.profile(model, [torch.randn(90, D_MODEL)])
+    plan = tl.plan(profile, model, measure=False, rates=RATES, tokens=(16,), paths=["blocks"], progress=False)
+    tl.sparsify(model, plan)
+    (row,) = tl.report(model).rows
+    assert row["us"] and row["x_dense"] and row["how"] and len(tl.report(model).together) == 1
+    none_empty(model[0])
+    (row,) = tl.report(model).rows
+    assert row["us"] is row["x_dense"] is row["how"] is None and not tl.report(model).together
+
+
+@pytest.mark.parametrize("name", ["int8", "blocks"])
+def test_a_report_says_that_weights_may_change_unseen(name, x):
+    with torch.inference_mode():
+        dense = nn.Sequential(layer(mask=empty_blocks))
+        expected = dense(x)
+        model = tl.sparsify(dense, name)
+        assert torch.equal(model(x), expected)
+    assert runs(model)[0].startswith("dense: its weights may change unseen (made in inference mode")
+
+
 def chosen(model, *choices):
     """A plan that gives each layer of a sequence one path."""
     profile = tl.profile(model, [torch.randn(9, D_MODEL)])

@@ -99,6 +99,10 @@ class Path:
     def opaque(self) -> bool:
         return self.packs
 
+    def refuses(self, layer: nn.Module, weights: Weights) -> str:
+        """Why the layer, as it is now, computes densely in the place of this path; "" where it does not."""
+        return ""
+
     # ---- what is held ----
 
     def wanted(self, reordered: bool) -> tuple[Copy, ...]:
