@@ -92,7 +92,8 @@ def plan(
         measure: whether to time candidates.
         batches: inputs of the model, OTHER than the profiled ones, to time on; a class with more tokens than they hold,
             or than 4,096, repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
-            each neuron fires as often as in the profile, though independently (the plan's `inputs` says which).
+            each neuron fires as often as in the profile, though independently (the plan's `inputs` says which);
+            "two_four" and "blocks" are timed on the layer's own weights even then.
         rates: measure_rates of the device, if at hand.
         only: as it was for the profile.
         for_graphs: decide by the time of CUDA graph replays, which the host does not hold up, instead of the wall time

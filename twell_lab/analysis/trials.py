@@ -124,7 +124,8 @@ class Subject:
 
     layer: its profile; found: the layer itself; rows: gives inputs of it, [rows, d_model], when they are first needed.
     Without rows a stand-in is timed: a layer of the same shape, drawn so that each neuron fires as often as in the
-    profile, though independently, with inputs of at least `most` rows."""
+    profile, though independently, with inputs of at least `most` rows. A path that takes a layer for where its zeros
+    lie (Path.patterned) is timed on the layer's own weights nevertheless: what fires makes no difference to it."""
 
     def __init__(
         self, layer: LayerProfile, found: FeedForward, rows: Callable[[], Tensor] | None = None, most: int = 1
@@ -143,7 +144,8 @@ class Subject:
         module, x = self._timed
         inputs = inputs_of(x, tokens)
         # Copies of weights are kept for the next number of tokens, but none that it has no use for.
-        self.made = {choice: self.made.get(choice) or self._sparse(module, choice) for choice in choices}
+        of = {choice: _Parts(self.found) if PATHS[choice.path].patterned else module for choice in choices}
+        self.made = {choice: self.made.get(choice) or self._sparse(each, choice) for choice, each in of.items()}
         ways = {None: self._as_it_is or module, **self.made}
         return {name: (lambda turn, way=way: way(inputs[turn % len(inputs)])) for name, way in ways.items()}
 

@@ -290,7 +290,13 @@ def predict(options: argparse.Namespace) -> Answer:
 # Name, what runs it, what adds its options, and what it does.
 COMMANDS = (
     ("profile", profile, _add_profile_options, "Count which neurons of a saved model fire on a text."),
-    ("plan", plan, _add_plan_options, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold."),
+    (
+        "plan",
+        plan,
+        _add_plan_options,
+        "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
+        "two_four, blocks, int8, fp8 or twell_int8.",
+    ),
     (
         "thresholds",
         thresholds,

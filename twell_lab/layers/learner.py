@@ -91,7 +91,7 @@ class Learner:
         gradients of the ReLU alone."""
         if self.acts != RELU:
             return self._by_torch(x, weights, None)
-        skipping = None if self._reports or weights.up.is_cuda or self.learning == DENSE else self._skipping
+        skipping = self._skips(weights)
         if skipping is not None:  # a CPU skips the silent neurons forwards
             w = skipping.ready(self, weights)
             how = {"down_t": w.down_t, "tile": self.tile, "words": self.words}
@@ -106,6 +106,17 @@ class Learner:
             lost = None if lost is None else lost.float() / kept.numel()
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y
+
+    def _skips(self, weights: Weights) -> Path | None:
+        """The path on which a CPU skips the silent neurons where gradients are needed; None where it does not."""
+        return None if self._reports or weights.up.is_cuda or self.learning == DENSE else self._skipping
+
+    def learns_by(self, planned: Path) -> str:
+        """The name of the path that is taken where gradients are needed and the plan says this one."""
+        if self.acts != RELU:
+            return DENSE
+        skipping = self._skips(Weights.of(*self.parts))
+        return skipping.name if skipping is not None else self.learning or planned.learns
 
     def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None) -> Tensor:
         """The output for x [..., d_model] by torch's operations, with this dropout before the down projection, as the

@@ -267,6 +267,20 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """Whether no kernel computes this layer, and the dense path is the only one."""
         return self.acts is None
 
+    def runs(self, tokens: int | None = None) -> str:
+        """What the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: " and
+        why. A path that has no gradients is named together with the one taken for them. May wait for the device."""
+        most = [(each, choice) for each, choice in self._choices[:-1] if tokens is not None and tokens <= each]
+        choice = (most or self._choices[-1:])[0][1]
+        path, weights = PATHS[choice.path], self._weights()
+        if refused := path.refuses(self, weights):
+            return f"{DENSE}: {refused}"
+        learns = self.learns_by(path)
+        trained = any(t is not None and t.requires_grad for t in weights)
+        if not trained or path.learns != DENSE.path or learns == path.name:
+            return str(choice)
+        return f"{choice} without gradients, {learns} with them"
+
     def always_dense(self) -> bool:
         """Whether the plan takes the dense path whatever the number of tokens."""
         return all(choice.path == DENSE.path for _, choice in self._choices)

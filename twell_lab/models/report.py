@@ -15,7 +15,8 @@ from ..layers.lossy import Lossy
 from ..layers.shards import part_of
 from ..layers.sparse_ffn import SparseFFN
 
-_COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs", "layout": "weights"}
+_COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
+_COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "layout": "weights"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Report:
 def report(model: nn.Module, *, only: Only | None = None) -> Report:
     """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth.
 
-    Reads what the layers were told and what was timed when they were; it runs and times nothing.
+    Reads what the layers were told and what was timed when they were; it runs and times nothing. Of a path that takes
+    some weights only it looks at the weights, and waits for the device.
 
     Args:
         model: dense, sparse, or in part.
@@ -69,10 +71,12 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     Returns:
         A Report: a table when printed, and `rows`, one a layer and class of token counts. A row has the `layer`; its
         `state` ("not swapped", "watching", "planned" or "told"); `tokens`, the largest count of the class, None for any
-        count; the `choice` of path; `nnz`, the neurons firing at a token when they were counted; `us` and `dense_us`,
-        the microseconds that so many tokens take, and took before the layer was swapped; `x_dense`, their ratio; `how`
-        they are known ("measured", "measured on" a layer like it, "predicted"); `why`; `layout`, how the weights lie
-        (SparseFFN.status); and `extra_bytes`, the memory held beyond the dense layer's. What is not known is None.
+        count; the `choice` of path; what `runs` of it with the weights as they are: the choice, with what is taken
+        where gradients are needed if that is another path, or "dense: " and why (then without times); `nnz`,
+        the neurons firing at a token when they were counted; `us` and `dense_us`, the microseconds that so many tokens
+        take, and took before the layer was swapped; `x_dense`, their ratio; `how` they are known ("measured", "measured
+        on" a layer like it, "predicted"); `why`; `layout`, how the weights lie (SparseFFN.status); and `extra_bytes`,
+        the memory held beyond the dense layer's. What is not known is None.
 
     Raises:
         InputError: for a model without ReLU feed-forward layers.
@@ -86,8 +90,15 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
         same = {"layer": found.name, "state": state, "layout": layout, "extra_bytes": held}
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else ""
-        rows += [{**nothing, **row, **same, "why": f"{row['why']}{lossy}"} for row in told]
+        rows += [_now(found.module, {**nothing, **row, **same, "why": f"{row['why']}{lossy}"}) for row in told]
     return Report(rows, sum(part_of(p).nbytes for p in model.parameters()))
+
+
+def _now(module: nn.Module, row: dict) -> dict:
+    """The row, with what the layer runs as it is now; without times where that is not what was timed."""
+    runs = module.runs(row["tokens"]) if isinstance(module, SparseFFN) else row["choice"]
+    untimed = runs != row["choice"] and runs.startswith(f"{DENSE}: ")
+    return {**row, "runs": runs, **(dict.fromkeys(("us", "x_dense", "how")) if untimed else {})}
 
 
 def _state(module: nn.Module) -> tuple[str, list[dict]]:

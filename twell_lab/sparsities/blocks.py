@@ -250,6 +250,7 @@ class Blocks(Products):
     It holds the filled blocks beside the weights. A row of x that is not finite gives NaN."""
 
     name = "blocks"
+    patterned = True
 
     def product(self, weight: Tensor):
         made = to_bsr(weight, int(self.weigh(weight)[1]))

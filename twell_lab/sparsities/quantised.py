@@ -1,7 +1,8 @@
 """Fewer bits: weights as INT8 or FP8 (E4M3), one scale a row. Lossy: what it costs is measured (`output_error`).
 
     rows = quantise(layer.weight)                  # Rows: INT8 values, and one float32 scale a row
-    y = int8_linear(x, rows, layer.bias)           # a dense INT8 layer: x is quantised too, one scale a token
+    with torch.no_grad():                          # it has no gradient
+        y = int8_linear(x, rows, layer.bias)       # a dense INT8 layer: x is quantised too, one scale a token
     tl.plan(profile, model, paths=["twell", "int8", "twell_int8"])
     tl.sparsify(model, "twell_int8")               # the TwELL path with up and down rows in INT8
 
@@ -44,7 +45,7 @@ from ..layers.paths.converted import Converted, Products
 from ..layers.paths.cost import Work
 from ..layers.paths.twell import Twell
 from ..layers.weights import Weights
-from ..ops import portable
+from ..ops import checks, portable
 from ..ops.activation import RELU, Activation
 from ..ops.int8_rows import gated_int8
 from .weights import checked_weight
@@ -149,8 +150,9 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias by an INT8 product (torch._int_mm, int32 sums): x [..., columns], one scale a token, -> [..., rows].
 
     Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and columns multiples of 8.
-    Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, and shapes that do not fit."""
-    flat = _flat(x, rows, torch.int8)
+    Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, shapes that do not fit, and where x or
+    the bias needs a gradient."""
+    flat = _flat(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
     short = _rows(flat, torch.int8)
@@ -167,8 +169,9 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     torch._scaled_mm, rows and columns multiples of 16, whose result is rounded to bfloat16; on a CPU the same values
     multiplied in float32. Of a row of x that is not finite the result is NaN.
 
-    Raises InputError for other rows than E4M3, and shapes that do not fit; DeviceError for an older GPU."""
-    flat = _flat(x, rows, torch.float8_e4m3fn)
+    Raises InputError for other rows than E4M3, shapes that do not fit, and where x or the bias needs a gradient;
+    DeviceError for an older GPU."""
+    flat = _flat(x, rows, torch.float8_e4m3fn, bias)
     short = _rows(flat, torch.float8_e4m3fn)
     if not x.is_cuda:
         y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
@@ -181,12 +184,16 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     return _ended(y, x, rows, bias)
 
 
-def _flat(x: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+def _flat(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     if rows.values.dtype != dtype:
         raise InputError(f"the rows hold {rows.values.dtype}; {dtype} is accepted")
     if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != rows.values.shape[1] or x.dtype not in WEIGHTS:
         what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"x is {what}; {dtype_names(WEIGHTS)} [..., {rows.values.shape[1]}] is accepted")
+    if checks.needs_gradient(x, bias):
+        raise InputError(
+            "x or bias needs a gradient, which this product does not have; torch.no_grad and .detach() are accepted"
+        )
     return x.detach().reshape(-1, x.shape[-1])
 
 
@@ -390,12 +397,21 @@ def rows_product(
     Raises:
         InputError: for shapes, dtypes and devices that do not fit together.
     """
+    checks.check_tensor("x", x, 2)
+    checks.check_together(x, x.dtype, first=first, up_bias=up_bias, down_bias=down_bias)
+    checks.check_shape("first", first, (len(x), None))
     tokens, d_model, d_ff = *x.shape, first.shape[1]
+    checks.check_bias("up_bias", up_bias, d_ff)
+    checks.check_bias("down_bias", down_bias, d_model)
     for name, rows in (("up", up), ("down", down)):
-        if rows is not None and (rows.values.dtype != torch.int8 or rows.values.shape != (d_ff, d_model)):
+        if rows is None:
+            continue
+        if rows.values.dtype != torch.int8 or rows.values.shape != (d_ff, d_model) or rows.values.device != x.device:
             raise InputError(
-                f"{name} is {rows.values.dtype} {list(rows.values.shape)}; torch.int8 {[d_ff, d_model]} is accepted"
+                f"{name} is {rows.values.dtype} {list(rows.values.shape)} on {rows.values.device}; torch.int8 "
+                f"{[d_ff, d_model]} on {x.device} is accepted"
             )
+        checks.check_bias(f"{name}.scale", rows.scale, d_ff)
     y = torch.zeros(tokens, d_model, dtype=torch.float32, device=x.device)
     if down_bias is not None:
         y += down_bias

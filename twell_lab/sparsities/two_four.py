@@ -143,10 +143,13 @@ def check_convertible(
 
     Raises:
         InputError: for another backend, dtype or shape.
-        DeviceError: for a CPU, and a GPU before sm_80.
+        DeviceError: for a CPU, and a GPU before sm_80, whatever the dtype and shape.
     """
     if backend not in tuple(MULTIPLES):
         raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, MULTIPLES))}")
+    if capability is None or tuple(capability) < OLDEST:
+        where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
+        raise DeviceError(f"the weight is on {where}; GPUs of {OLDEST[0]}.{OLDEST[1]} and newer have 2:4 products")
     if dtype not in DTYPES:
         raise InputError(f"the weight holds {dtype}; accepted: {dtype_names(DTYPES)}")
     sizes, by = [*shape], MULTIPLES[backend]
@@ -157,9 +160,6 @@ def check_convertible(
         raise InputError(
             f"the weight has shape {[rows, columns]}; {backend} accepts multiples of {by[0]} rows and {by[1]} columns"
         )
-    if capability is None or tuple(capability) < OLDEST:
-        where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
-        raise DeviceError(f"the weight is on {where}; GPUs of {OLDEST[0]}.{OLDEST[1]} and newer have 2:4 products")
 
 
 def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> nn.Linear:
@@ -350,6 +350,7 @@ class TwoFour(Products):
     It holds the kept values beside the weights, 56% of their bytes. A row of x that is not finite gives NaN."""
 
     name = "two_four"
+    patterned = True
 
     def product(self, weight: Tensor):
         rows, columns = weight.shape

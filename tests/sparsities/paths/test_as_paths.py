@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import twell_lab as tl
+from twell_lab.analysis import planner
 from twell_lab.analysis.costs import Rates
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
@@ -182,15 +184,12 @@ def test_two_four_takes_the_projections_that_are(gated, two_four_here, x):
 
 
 def test_two_four_is_refused_where_there_is_none(dense):
-    for dtype, error, said in (
-        (torch.float32, InputError, "holds torch.float32"),
-        (torch.bfloat16, DeviceError, "on a CPU"),
-    ):
+    for dtype in (torch.float32, torch.bfloat16):  # the CPU is the obstacle, which no other dtype mends
         model = nn.Sequential(layer(mask=two_four_mask).to(dtype))
-        with pytest.raises(error, match=f"path 'two_four', layer '0': .*{said}"):
+        with pytest.raises(DeviceError, match="path 'two_four', layer '0': the weight is on a CPU; GPUs of 8.0"):
             tl.sparsify(model, "two_four")
         assert isinstance(model[0], GatedFeedForward)
-        with pytest.raises(error, match=said):
+        with pytest.raises(DeviceError, match="on a CPU"):
             SparseFFN(model[0], plan=Choice("two_four"))
 
 
@@ -443,6 +442,77 @@ def test_a_plan_weighs_what_was_named_and_says_what_it_costs(dense, x, tmp_path)
     rows = [row for each in timed.layers for row in each.table() if row["path"] == "int8" and row["measured_us"]]
     assert all("lossy: its output is " in row["why"] and "% off" in row["why"] for row in rows)
     assert tl.Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize(
+    "name, mask, dtype", [("blocks", empty_blocks, torch.float32), ("two_four", two_four_mask, torch.bfloat16)]
+)
+def test_without_batches_the_own_zeros_are_timed(name, mask, dtype, two_four_here, monkeypatch):
+    """A drawn stand-in has none, and would be refused."""
+    monkeypatch.setattr(planner, "_REACH", 100.0)
+    model = nn.Sequential(layer(mask=mask).to(dtype))
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    profile, rates = tl.profile(model, [torch.randn(90, D_MODEL).to(dtype)]), replace(RATES, dtype=str(dtype)[6:])
+    plan = tl.plan(profile, model, rates=rates, tokens=(16,), paths=["twell", name], progress=False)
+    timed = {row["path"] for row in plan.layers[0].table() if row["measured_us"] is not None}
+    assert timed == {"dense", "twell", name} and plan.inputs == planner.DRAWN
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+
+
+def runs(model):
+    return [row["runs"] for row in tl.report(model).rows]
+
+
+@pytest.mark.parametrize(
+    "name, word", [("int8", "int8 (lossy)"), ("twell_int8", "twell_int8 (lossy)"), ("blocks",) * 2]
+)
+def test_a_report_says_that_gradients_are_dense(name, word, dense, x):
+    expected = dense(x)
+    model = tl.sparsify(nn.Sequential(dense), name)
+    assert runs(model) == [word]
+    model.requires_grad_(True)
+    assert runs(model) == [f"{word} without gradients, dense with them"] and torch.equal(model(x), expected)
+    assert f"{word} without gradients, dense with them" in str(tl.report(model))
+    model[0].learn("twell")
+    assert runs(model) == [f"{word} without gradients, twell with them"]
+    with torch.no_grad():
+        assert name == "blocks" or not torch.equal(model(x), expected)
+
+
+def test_a_report_says_that_weights_are_not_taken(x):
+    model = tl.sparsify(nn.Sequential(layer(mask=empty_blocks)), "blocks")
+    assert runs(model) == ["blocks"]
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: torch.randn_like(t) for name, t in kept.items()})
+    for _ in range(2):  # before the first forward, and after it
+        (row,) = tl.report(model).rows
+        assert row["choice"] == "blocks" and row["runs"].startswith("dense: 0.0% of the weight's blocks of 64 x 64")
+        model(x)
+    assert "dense: 0.0% of the weight's blocks" in str(tl.report(model))
+    model.load_state_dict(kept)
+    assert runs(model) == ["blocks"]
+
+
+def test_a_report_gives_no_times_for_what_does_not_run():
+    model = nn.Sequential(layer(mask=empty_blocks))
+    profile = tl.profile(model, [torch.randn(90, D_MODEL)])
+    plan = tl.plan(profile, model, measure=False, rates=RATES, tokens=(16,), paths=["blocks"], progress=False)
+    tl.sparsify(model, plan)
+    (row,) = tl.report(model).rows
+    assert row["us"] and row["x_dense"] and row["how"] and len(tl.report(model).together) == 1
+    none_empty(model[0])
+    (row,) = tl.report(model).rows
+    assert row["us"] is row["x_dense"] is row["how"] is None and not tl.report(model).together
+
+
+@pytest.mark.parametrize("name", ["int8", "blocks"])
+def test_a_report_says_that_weights_may_change_unseen(name, x):
+    with torch.inference_mode():
+        dense = nn.Sequential(layer(mask=empty_blocks))
+        expected = dense(x)
+        model = tl.sparsify(dense, name)
+        assert torch.equal(model(x), expected)
+    assert runs(model)[0].startswith("dense: its weights may change unseen (made in inference mode")
 
 
 def chosen(model, *choices):

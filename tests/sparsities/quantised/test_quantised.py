@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.sparsities import quantised
@@ -143,6 +144,22 @@ def test_products_refuse_what_does_not_fit(product, other):
             product(wrong, rows)
 
 
+@pytest.mark.parametrize("product, kind", [(int8_linear, INT8), (fp8_linear, FP8), (two_four_int8, INT8)])
+def test_products_have_no_gradient_and_say_so(product, kind):
+    weight = torch.eye(32)
+    rows, x = quantise(weight, kind), torch.ones(2, 32, requires_grad=True)
+    with pytest.raises(InputError, match="needs a gradient, which this product does not have; .*detach"):
+        product(x, rows)
+    if product is two_four_int8:
+        return
+    bias = nn.Parameter(torch.ones(32))
+    with pytest.raises(InputError, match="x or bias needs a gradient"):
+        product(x.detach(), rows, bias)
+    assert not product(x.detach(), rows, bias.detach()).requires_grad
+    with torch.no_grad():
+        assert torch.equal(product(x, rows, bias), product(x.detach(), rows, bias.detach()))
+
+
 def test_sums_that_int32_cannot_hold():
     wide = torch.ones(1, quantised.MOST_COLUMNS)
     assert int8_linear(wide, quantise(wide)).item() == pytest.approx(quantised.MOST_COLUMNS, rel=1e-6)
@@ -200,10 +217,32 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype, 
 def test_rows_of_another_shape_are_refused():
     x, first, rows = torch.zeros(2, 8), torch.zeros(2, 5), quantise(torch.zeros(5, 8))
     for up, down in ((rows, quantise(torch.zeros(4, 8))), (quantise(torch.zeros(5, 7)), rows)):
-        with pytest.raises(InputError, match=r"torch.int8 \[5, 8\] is accepted"):
+        with pytest.raises(InputError, match=r"torch.int8 \[5, 8\] on cpu is accepted"):
             rows_product(x, first, up, down)
     with pytest.raises(InputError, match="down is torch.float8_e4m3fn"):
         rows_product(x, first, rows, quantise(torch.zeros(5, 8), FP8))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"x": torch.zeros(3, 8)}, r"first has shape \[2, 5\]; \[3, 'any'\] is accepted"),
+        ({"first": torch.zeros(3, 5)}, r"first has shape \[3, 5\]; \[2, 'any'\] is accepted"),
+        ({"first": torch.zeros(5)}, r"first has shape \[5\]"),
+        ({"first": torch.zeros(2, 5).half()}, "first is torch.float16 but the input is torch.float32"),
+        ({"first": torch.zeros(2, 5, device="meta")}, "first is on meta"),
+        ({"x": torch.zeros(8)}, "x has shape"),
+        ({"x": None}, "x is a NoneType"),
+        ({"up_bias": torch.zeros(4)}, r"up_bias has shape \[4\]; \[5\] is accepted"),
+        ({"down_bias": torch.zeros(1)}, r"down_bias has shape \[1\]; \[8\] is accepted"),
+        ({"down": Rows(torch.zeros(5, 8, dtype=INT8), torch.zeros(4))}, r"down.scale has shape \[4\]; \[5\]"),
+        ({"up": Rows(torch.zeros(5, 8, dtype=INT8, device="meta"), torch.zeros(5))}, "on meta; .* on cpu"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed, said):
+    rows = quantise(torch.zeros(5, 8))
+    with pytest.raises(InputError, match=said):
+        rows_product(**{"x": torch.zeros(2, 8), "first": torch.zeros(2, 5), "up": rows, "down": rows, **changed})
 
 
 def test_output_error():

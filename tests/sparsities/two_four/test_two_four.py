@@ -183,6 +183,7 @@ def test_what_the_backends_take():
     [
         (((32, 64), torch.bfloat16, "cutlass", (7, 5)), DeviceError, r"7\.5; GPUs of 8\.0 and newer"),
         (((32, 64), torch.bfloat16, "cutlass", None), DeviceError, "on a CPU"),
+        (((32, 60), torch.float32, "cutlass", None), DeviceError, "on a CPU"),  # which no other weight mends
         (((32, 64), torch.float32, "cutlass", (9, 0)), InputError, "float16, bfloat16"),
         (((32, 32), torch.float16, "cutlass", (9, 0)), InputError, "32 rows and 64 columns"),
         (((24, 64), torch.float16, "cusparselt", (9, 0)), InputError, "16 rows and 16 columns"),
@@ -199,8 +200,8 @@ def test_a_layer_on_a_cpu_is_refused_for_what_is_wrong_with_it():
     layer = nn.Linear(64, 32, dtype=torch.bfloat16)
     with pytest.raises(DeviceError, match="on a CPU"):
         to_semi_structured(prune_two_four(layer), backend="cutlass")
-    with pytest.raises(InputError, match="columns"):
-        to_semi_structured(nn.Linear(60, 32, dtype=torch.bfloat16))
+    with pytest.raises(DeviceError, match="on a CPU"):
+        to_semi_structured(nn.Linear(60, 32))
     with pytest.raises(InputError, match="backend"):
         to_semi_structured(layer, backend="other")
 

@@ -66,6 +66,25 @@ class Converted(Path):
     def copy_bytes(self, weights: Weights, turned: bool, reordered: bool) -> int:
         return self.form_bytes(weights)
 
+    def refuses(self, layer: nn.Module, weights: Weights) -> str:
+        used = [t for t in weights if t is not None]
+        if self._unnoted(used):
+            return "its weights may change unseen (made in inference mode, shared, sharded or no plain parameters)"
+        form = layer.forms.get(self.name)
+        current = form is not None and copies.made_of(form.note, used)
+        if current and form.value is not None:
+            return ""
+        try:
+            self.fitted(Weights(*[t if t is None else t.detach() for t in weights]))
+        except TwellError as error:
+            return str(error)
+        return "no form could be made of its weights" if current else ""
+
+    @staticmethod
+    def _unnoted(used: Sequence[Tensor]) -> bool:
+        """Whether it cannot be noted which values a form is made of, so that none is made."""
+        return checks.watched(*used) or any(not isinstance(t, nn.Parameter) or copies.changes_unseen(t) for t in used)
+
     def prepare(self, layer: nn.Module, weights: Weights) -> tuple[None, list]:
         self._form(layer, weights, True)
         return None, []
@@ -112,7 +131,7 @@ class Converted(Path):
         """The form of these weights, up to date and safe to read on the current stream; None where there is none. hold:
         whether the layer keeps one that is made anew."""
         used = [t for t in weights if t is not None]
-        if checks.watched(*used) or any(not isinstance(t, nn.Parameter) or copies.changes_unseen(t) for t in used):
+        if self._unnoted(used):
             return None
         form = layer.forms.get(self.name)
         if form is None or not copies.made_of(form.note, used):

@@ -68,14 +68,16 @@ class Path:
     splits: whether a choice of it says how many neurons are hot; then `layer.neurons` is their order, and the buffer
     ORDER holds it, unless the layer's own weights lie in that order. exact: whether it computes the layer's function,
     but for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one
-    operator and not what it does. learns: the path of twell_lab.ops.differentiable to take where gradients are needed.
-    copies: the weights it wants in another layout. in_order: those of them, by the same buffers, that it still wants
-    where the layer's weights lie in `layer.neurons`."""
+    operator and not what it does. patterned: whether it takes a layer for where the zeros of its weights lie; then it
+    is timed on those weights, and never on drawn ones. learns: the path of twell_lab.ops.differentiable to take where
+    gradients are needed. copies: the weights it wants in another layout. in_order: those of them, by the same buffers,
+    that it still wants where the layer's weights lie in `layer.neurons`."""
 
     name: str
     packs = True
     splits = False
     exact = True
+    patterned = False
     learns = "twell"
     copies: tuple[Copy, ...] = ()
     in_order: tuple[Copy, ...] | None = None
@@ -96,6 +98,10 @@ class Path:
     @property
     def opaque(self) -> bool:
         return self.packs
+
+    def refuses(self, layer: nn.Module, weights: Weights) -> str:
+        """Why the layer, as it is now, computes densely in the place of this path; "" where it does not."""
+        return ""
 
     # ---- what is held ----
 
