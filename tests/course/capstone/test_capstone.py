@@ -163,7 +163,8 @@ def test_what_is_handed_out_and_the_answer_have_the_signature_that_is_launched()
 @needs_a_compiler
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_named(name, judged, monkeypatch):
-    monkeypatch.setattr(data, "SECONDS", 1.5)
+    if name == "never ends":  # the others may take long on a busy machine
+        monkeypatch.setattr(data, "SECONDS", 1.5)
     text, words = WRONG[name]
     found = judged(text())
     assert not found.right and words in found.said and found.counts is None and capstone.medal(found) is None
