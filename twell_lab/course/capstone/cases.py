@@ -98,6 +98,7 @@ def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
 
     plain, odd = _sparse(3, 600, 20).to(dtype), _sparse(3, 257, 20).to(dtype)
     special = _gate([[5, 9, 3], [4, 9, 3], [12, 40, 3], [2, 40, 2]], 520, dtype)
+    special[:, 301:303] = -1  # nobody fires there, so that whoever takes a zero for a value reads a poisoned row
     special[0, 3], special[1, 300], special[3, 300] = torch.nan, torch.inf, torch.nan
     special[2, 5], special[2, 7], special[2, 301], special[2, 302] = -0.0, 0.0, -0.0, 0.0
     weights = down_t(520, 40)
