@@ -16,7 +16,7 @@ from math import exp, log
 import torch
 from torch import Tensor
 
-from ..core.errors import DeviceError, InputError
+from ..core.errors import InputError
 from ..formats import COO, CSR, ELL, TwELL
 from ..ops import accuracy, block_linear, measure, packed_down, spmm
 from ..sparsities import blocks, microtiles, two_four
@@ -60,15 +60,7 @@ class Method:
 
 
 def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
-    def convert(a: Tensor) -> Tensor:
-        two_four.check_convertible(a.shape, a.dtype, kind, torch.cuda.get_device_capability() if a.is_cuda else None)
-        tensor = {
-            "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
-            "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
-        }[kind]
-        return tensor.from_dense(a)
-
-    return convert
+    return lambda a: two_four.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
 def _down(packed: TwELL, b: Tensor) -> Tensor:
@@ -209,7 +201,7 @@ def product_rows(
             ratio = off(made.t() if method.turned else made, a, bs[0], dense)
         except torch.OutOfMemoryError:
             raise
-        except (InputError, DeviceError, RuntimeError, NotImplementedError) as error:
+        except (InputError, RuntimeError) as error:
             left_out[method.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             continue
         if not ratio <= WRONG:

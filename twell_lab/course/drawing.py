@@ -43,6 +43,21 @@ def squares(figure: go.Figure, numbers: list, colours: Iterable[str], **looks) -
     )
 
 
+def frames(figure: go.Figure, framed: list, row: int) -> go.Figure:
+    """Add what lies behind a panel of squares and shows as their frames: 1 where one is framed, None elsewhere."""
+    return figure.add_heatmap(
+        z=framed,
+        colorscale=[[0, plots.INK], [1, plots.INK]],
+        showscale=False,
+        hoverinfo="skip",
+        hoverongaps=False,
+        xgap=1,
+        ygap=1,
+        row=row,
+        col=1,
+    )
+
+
 def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
     """Add a square of this colour to the legend, with a name."""
     marker = {"color": colour, "symbol": "square", "size": 11, "line": {"color": plots.GREY, "width": 1}}

@@ -133,6 +133,15 @@ def title(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
+def replaced(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put new modules in every seat of the old ones; the model itself may be such a seat. Returns the model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() skips a child's second seat
+            if child in made:
+                setattr(parent, name, made[child])
+    return made.get(model, model)
+
+
 def selected(only: Only | None, name: str, module: nn.Module) -> bool:
     """Whether the filter takes the layer; InputError for one that cannot be called."""
     if only is not None and not callable(only):

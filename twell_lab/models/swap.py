@@ -16,7 +16,7 @@ from ..core.errors import InputError, TwellError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.activations import known
-from ..layers.anatomy import FeedForward, Only, check_model, feed_forwards
+from ..layers.anatomy import FeedForward, Only, check_model, feed_forwards, replaced
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.layout import Holders
@@ -139,7 +139,7 @@ def sparsify(
                 set_forward(source.of, Routed(source.of))
                 continue
             if sparse.registered:
-                model = _put(model, source, sparse)
+                model = replaced(model, {source: sparse})
             else:
                 # The block calls the up projection, the activation and the down projection itself, so there is no
                 # module to swap: the activation's seat does all the work and the projections on either side of it hand
@@ -241,19 +241,10 @@ def densify(model: nn.Module) -> nn.Module:
         if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)
-            model = _put(model, sparse, source)
+            model = replaced(model, {sparse: source})
         else:
             activation = sparse.leave_seat()
             if isinstance(activation, nn.Module):
                 hooks.hand_over(sparse, activation)
                 activation.train(sparse.training)
     return model
-
-
-def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Put `new` in every seat of the model that holds `old`; the model itself may be that seat."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() skips a child's second seat
-            if child is old:
-                setattr(parent, name, new)
-    return new if model is old else model

@@ -34,7 +34,7 @@ from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
 from ..training.text.load import load_any
-from .two_four import check_convertible
+from .two_four import tensor_kind, usual_backend
 
 _PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # what may stay of four
 NONE, BERNOULLI, TWO_FOUR = "none", "Bernoulli 1/2", "2:4"
@@ -203,16 +203,8 @@ def product_times(
         DeviceError: without a GPU of sm_80 or newer, or where this build of torch has no such backend.
         measure.WrongResult: where the 2:4 product is more than twice as far from float64 as the dense one.
     """
-    has_cusparselt = torch.backends.cusparselt.is_available()
-    backend = backend or ("cusparselt" if has_cusparselt else "cutlass")
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    check_convertible((tokens, d_ff), dtype, backend, capability)
-    if backend == "cusparselt" and not has_cusparselt:
-        raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
-    kind = {
-        "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
-        "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
-    }[backend]
+    backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = tensor_kind((tokens, d_ff), dtype, device, backend)
     draw = torch.Generator("cuda").manual_seed(0)
     drawn = lambda *sizes: torch.randn(*sizes, device="cuda", generator=draw).to(dtype)
     h = two_four_dropout(torch.relu(drawn(tokens, d_ff)), generator=draw)

@@ -33,7 +33,7 @@ from ..analysis.running import ALL, Gate, Rows, run
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers import probe
-from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_forwards, raise_all, title
+from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_forwards, raise_all, replaced, title
 from ..layers.experts import Expert
 from ..layers.parts import uncompiled
 from ..layers.sparse_ffn import SparseFFN
@@ -239,18 +239,10 @@ def _refuse_held(model: nn.Module) -> None:
         raise InputError(f"{held[0]!r} computes chosen neurons already; accepted: remove(model) first")
 
 
-def _put(model: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child in changed:
-                parent._modules[name] = changed[child]
-    return changed.get(model, model)
-
-
 def remove(model: nn.Module) -> nn.Module:
     """Put the dense layers back where layers compute chosen neurons, in place; returns the model."""
     check_model(model)
-    return _put(model, {each: each.dense for each in model.modules() if isinstance(each, FewNeurons)})
+    return replaced(model, {each: each.dense for each in model.modules() if isinstance(each, FewNeurons)})
 
 
 # ---- Deja Vu ----
@@ -352,7 +344,7 @@ class Predictors:
             predictor.load_state_dict(layer.predictor.state_dict())
             made = PredictedFFN(seat, predictor.requires_grad_(False), layer.neurons(self.recall))
             changed[seat.module] = made.train(seat.module.training)
-        return _put(model, changed)
+        return replaced(model, changed)
 
     remove = staticmethod(remove)
 
@@ -473,7 +465,7 @@ class Core:
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
         seats = _seats(model, self.shapes)
         changed = {seat.module: CoreFFN(seat, self.neurons[seat.name]).train(seat.module.training) for seat in seats}
-        return _put(model, changed)
+        return replaced(model, changed)
 
     remove = staticmethod(remove)
 

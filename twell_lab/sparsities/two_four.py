@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +163,24 @@ def check_convertible(
         )
 
 
+def usual_backend() -> str:
+    """ "cusparselt" where this build of torch has it, "cutlass" elsewhere."""
+    return "cusparselt" if torch.backends.cusparselt.is_available() else "cutlass"
+
+
+def tensor_kind(shape: Iterable[int], dtype: torch.dtype, device: torch.device, backend: str) -> Any:
+    """torch's class of 2:4 tensors of a backend. Raises as `check_convertible` for what it does not take, and
+    DeviceError where this build of torch has no such backend."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_convertible(shape, dtype, backend, capability)
+    if backend == "cusparselt" and not torch.backends.cusparselt.is_available():
+        raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
+    return {
+        "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
+        "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
+    }[backend]
+
+
 def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> nn.Linear:
     """An nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
 
@@ -179,17 +198,9 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> nn.L
             kernels refuse this GPU. One product is tried.
     """
     weight = checked_linear(linear).weight.detach()
-    has_cusparselt = torch.backends.cusparselt.is_available()
-    backend = backend or ("cusparselt" if has_cusparselt else "cutlass")
-    capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
-    check_convertible(weight.shape, weight.dtype, backend, capability)
+    backend = backend or usual_backend()
+    kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
-    if backend == "cusparselt" and not has_cusparselt:
-        raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
-    kind = {
-        "cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS,
-        "cusparselt": torch.sparse.SparseSemiStructuredTensorCUSPARSELT,
-    }[backend]
     made = nn.Linear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
     made.bias = linear.bias
     try:
@@ -361,9 +372,7 @@ class TwoFour(Products):
         return lambda x, bias: F.linear(x, made, bias), [part for part in parts if part is not None]
 
     def weigh(self, weight: Tensor) -> tuple[float, ...]:
-        backend = "cusparselt" if torch.backends.cusparselt.is_available() else "cutlass"
-        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
-        check_convertible(weight.shape, weight.dtype, backend, capability)
+        tensor_kind(weight.shape, weight.dtype, weight.device, usual_backend())
         check_two_four(weight)
         if weight.is_cuda and (refused := _refused(weight.device, weight.dtype)):
             raise DeviceError(refused)

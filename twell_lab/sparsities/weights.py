@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from ..core.errors import InputError
 from ..formats import CSR
 from ..formats.matrix import as_matrix, row_pointers, rows_of
-from ..layers.anatomy import HOOKS, Only, StandIn, check_model, raise_all, selected, title
+from ..layers.anatomy import HOOKS, Only, StandIn, check_model, raise_all, replaced, selected, title
 from ..layers.parts import whole
 
 Mask = Callable[[Tensor], Tensor]  # from a weight [out, in] to bool [out, in], True for what is kept
@@ -464,14 +464,14 @@ def prune(
     for layer, chosen in zip(layers.values(), masks, strict=True):
         if isinstance(layer, SparseLinear):
             layer.update(mask=chosen, optimizer=optimizer)
-    return _replace(model, made)
+    return replaced(model, made)
 
 
 def to_linears(model: nn.Module) -> nn.Module:
     """Make the SparseLinear layers of a model nn.Linear again, in place, with zeros for what was pruned; returns the
     model. InputError for anything but a module."""
     check_model(model)
-    return _replace(model, {each: each.to_linear() for each in model.modules() if isinstance(each, SparseLinear)})
+    return replaced(model, {each: each.to_linear() for each in model.modules() if isinstance(each, SparseLinear)})
 
 
 def table(model: nn.Module) -> list[dict]:
@@ -594,15 +594,6 @@ def _global(layers: dict[str, nn.Linear | SparseLinear], sparsity: float) -> lis
         )
     parts = chosen.split([each.numel() for each in all_sizes])
     return [part.view(each.shape).to(each.device) for part, each in zip(parts, all_sizes)]
-
-
-def _replace(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put new modules in all places of the old ones; the model itself may be one."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() skips a child's second place
-            if child in made:
-                setattr(parent, name, made[child])
-    return made.get(model, model)
 
 
 # ---- training zeros in ----

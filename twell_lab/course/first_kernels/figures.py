@@ -20,7 +20,7 @@ from ...core.errors import InputError
 from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace
-from ..drawing import become, squares
+from ..drawing import become, frames, squares
 
 ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
@@ -368,17 +368,7 @@ def _stacked(panels: list[_Panel]) -> go.Figure:
         colours = list(dict.fromkeys(colour for line in panel.colours for colour in line if colour))
         number = {colour: i for i, colour in enumerate(colours)}
         frame = [[1 if framed else None for framed in line] for line in panel.framed]
-        figure.add_heatmap(
-            z=frame,
-            colorscale=[[0, plots.INK], [1, plots.INK]],
-            showscale=False,
-            hoverinfo="skip",
-            hoverongaps=False,
-            xgap=1,
-            ygap=1,
-            row=row,
-            col=1,
-        )
+        frames(figure, frame, row)
         squares(
             figure,
             [[number.get(colour) for colour in line] for line in panel.colours],

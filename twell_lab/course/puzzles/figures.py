@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...simulator import Fault
-from ..drawing import squares
+from ..drawing import frames, squares
 from ..first_kernels.figures import LANE_COLOURS, UNTOUCHED, who_touches_what
 from . import pictures
 from .cases import PUZZLES, SIDE
@@ -159,17 +159,7 @@ def _draw(figure: go.Figure, panel: Panel, row: int) -> None:
     number = {owner: i for i, owner in enumerate(owners)}
     colours = [looks[owner] if owner in looks else LANE_COLOURS[owner % 32] for owner in owners]
     frame = [[1 if cell.framed else None for cell in line] + [None] * (across - len(line)) for line in panel.lines]
-    figure.add_heatmap(
-        z=frame,
-        colorscale=[[0, plots.INK], [1, plots.INK]],
-        showscale=False,
-        hoverinfo="skip",
-        hoverongaps=False,
-        xgap=1,
-        ygap=1,
-        row=row,
-        col=1,
-    )
+    frames(figure, frame, row)
     squares(
         figure,
         [[number[cell.owner] for cell in line] + [None] * (across - len(line)) for line in panel.lines],
