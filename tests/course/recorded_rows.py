@@ -1,4 +1,4 @@
-"""Rows as the "inference" record has them, made up for the tests of notebook 05."""
+"""Rows as the "inference" record has them, made up for the tests of notebook 09."""
 
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.roofline import data as roofline

@@ -14,7 +14,7 @@ from twell_lab.course.puzzles import PUZZLES  # noqa: E402
 from twell_lab.course.puzzles import gpu as on_gpu  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "cuda-puzzles.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "06-cuda-puzzles.ipynb"
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def run(name: str, folder: Path, monkeypatch) -> list:
 
 
 def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
-    code = run("04-first-kernels.ipynb", tmp_path, monkeypatch)
+    code = run("08-first-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
     assert "packed by the reference\nthe same words as the reference: True" in printed(code[1])
     for cell in code:
@@ -40,7 +40,7 @@ def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
 
 
 def test_the_capstone_leaves_out_what_runs_kernels(tmp_path, monkeypatch):
-    code = run("capstone.ipynb", tmp_path, monkeypatch)
+    code = run("12-capstone.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
     assert "apt install g++" in printed(next(cell for cell in code if 'check("down"' in cell.source))
     for cell in code:
@@ -49,7 +49,7 @@ def test_the_capstone_leaves_out_what_runs_kernels(tmp_path, monkeypatch):
 
 
 def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monkeypatch):
-    code = run("05-hopper-kernels.ipynb", tmp_path, monkeypatch)
+    code = run("09-hopper-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
     left_out = [cell for cell in code if NEEDS in cell.source.splitlines()]
     assert (
@@ -59,7 +59,7 @@ def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monke
 
 
 def test_the_puzzles_are_drawn_and_each_check_says_what_to_install(tmp_path, monkeypatch):
-    code = run("cuda-puzzles.ipynb", tmp_path, monkeypatch)
+    code = run("06-cuda-puzzles.ipynb", tmp_path, monkeypatch)
     checks = [cell for cell in code if "exercises.check(" in cell.source]
     assert len(checks) == 12 and all("apt install g++" in printed(cell) for cell in checks)
     for cell in code:

@@ -103,8 +103,9 @@ def _rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
     it is multiplied with, as values are 0 there."""
     wide = matrix.detach().float().contiguous()  # which a turned weight is not
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
-    # Of tiny rows, whose scale float32 could not hold as a normal number, nothing is left.
-    scale = largest.div(LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
+    # Times the reciprocal: what torch divides by a number on a GPU differs from a CPU's in the last place. Of tiny rows,
+    # whose scale float32 could not hold as a normal number, nothing is left.
+    scale = largest.mul(1 / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
     values = (wide / scale[:, None]).nan_to_num_(0.0)
     return Rows(values.round_().to(dtype) if dtype == torch.int8 else values.to(dtype), scale)
 

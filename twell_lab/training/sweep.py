@@ -3,7 +3,7 @@
 Three learning rates are tried without L1, and the best one is kept. Then come the runs with every L1 value; then the
 twin and a few L1 values once more from another seed, which shows what a difference between two runs is worth; then a
 few L1 values with dead gate rows re-initialised. All runs of one seed begin with the same weights and read the same
-text in the same order. `twell-lab record sweep` makes the record that the course's notebook 02 draws."""
+text in the same order. `twell-lab record sweep` makes the record that the course's notebook 04 draws."""
 
 from __future__ import annotations
 

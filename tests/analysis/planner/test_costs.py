@@ -28,7 +28,7 @@ def us(choice, fired, rates, tokens=16384):
     return predict(choice, fired, rates, tokens, 2)["total"]
 
 
-# Eager dense and the published kernels on an H100, microseconds (the same tables notebook 05 starts from).
+# Eager dense and the published kernels on an H100, microseconds (the same tables notebook 09 starts from).
 @pytest.mark.parametrize("nnz, dense, twell", [(8, 1860, 740), (29, 1890, 1070), (60, 1900, 1600), (120, 1900, 2600)])
 def test_times_measured_on_an_h100_are_predicted(rates, nnz, dense, twell):
     fired = firing(nnz)

@@ -1,4 +1,4 @@
-"""What notebook 06 computes of the backward pass: every way to the same gradients, sizes and times that add up."""
+"""What notebook 11 computes of the backward pass: every way to the same gradients, sizes and times that add up."""
 
 import pytest
 import torch

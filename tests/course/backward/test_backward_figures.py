@@ -1,4 +1,4 @@
-"""The figures of notebook 06 show the numbers they were given, and say so where there are none."""
+"""The figures of notebook 11 show the numbers they were given, and say so where there are none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The run of notebook 06 that switches its layers, a few steps of it, and what is said of a run."""
+"""The run of notebook 11 that switches its layers, a few steps of it, and what is said of a run."""
 
 from dataclasses import replace
 

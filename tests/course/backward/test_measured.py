@@ -1,4 +1,4 @@
-"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and what is said if there
+"""Recorded training steps as notebook 11 reads them: the newest of each, by path, and what is said if there
 are none."""
 
 import pytest

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "capstone.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "12-capstone.ipynb"
 
 
 def in_the_notebook() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What notebook 05 reads from records: on small rows made for these tests, which are no measurements."""
+"""What notebook 09 reads from records: on small rows made for these tests, which are no measurements."""
 
 import pytest
 import torch

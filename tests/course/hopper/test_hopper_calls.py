@@ -1,4 +1,4 @@
-"""What notebook 05 says about plain calls: on small rows made for these tests, which are no measurements."""
+"""What notebook 09 says about plain calls: on small rows made for these tests, which are no measurements."""
 
 import pytest
 import torch

@@ -8,7 +8,7 @@ import pytest
 
 from twell_lab import simulator
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "cuda-puzzles.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "06-cuda-puzzles.ipynb"
 ANSWER = re.compile(r"```cuda\n(.*?)```", re.DOTALL)
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 

@@ -1,4 +1,4 @@
-"""The work of a layer as notebook 05 computes it, on small rows made for these tests."""
+"""The work of a layer as notebook 09 computes it, on small rows made for these tests."""
 
 import numpy as np
 import pytest

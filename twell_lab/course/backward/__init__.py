@@ -1,4 +1,4 @@
-"""Notebook 06: the backward pass by hand (data), recorded steps (measured), a run that switches layers (live)."""
+"""Notebook 11: the backward pass by hand (data), recorded steps (measured), a run that switches layers (live)."""
 
 from . import figures, live, measured
 from .data import (

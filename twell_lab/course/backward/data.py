@@ -1,4 +1,4 @@
-"""The backward pass of a sparse layer, as notebook 06 computes it: which values it needs and keeps, rows that do not
+"""The backward pass of a sparse layer, as notebook 11 computes it: which values it needs and keeps, rows that do not
 fit, lists by token and by neuron, memory by tensor, and the least time of a training step.
 
 Data in, data out, nothing drawn. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient

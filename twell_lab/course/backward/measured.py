@@ -1,4 +1,4 @@
-"""Training steps for notebook 06: the recorded ones, and the reader's own beside them.
+"""Training steps for notebook 11: the recorded ones, and the reader's own beside them.
 
 Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager",
 "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled

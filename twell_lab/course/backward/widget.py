@@ -1,4 +1,4 @@
-"""The widget of notebook 06: give the lists less room, and see which tokens are lost."""
+"""The widget of notebook 11: give the lists less room, and see which tokens are lost."""
 
 from __future__ import annotations
 

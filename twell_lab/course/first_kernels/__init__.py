@@ -1,4 +1,4 @@
-"""Notebook 04: kernels stepped through, counted, compared with recorded times, and broken, in the simulator."""
+"""Notebook 08: kernels stepped through, counted, compared with recorded times, and broken, in the simulator."""
 
 from . import figures
 from .data import (

@@ -1,4 +1,4 @@
-"""What notebook 04 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
+"""What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
 Data in, data out, nothing drawn. The kernels run by `twell_lab.ops.portable` and `twell_lab.simulator`.
 """

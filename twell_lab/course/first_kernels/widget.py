@@ -1,4 +1,4 @@
-"""The widget of notebook 04: a slider through the steps that the simulator recorded of a block."""
+"""The widget of notebook 08: a slider through the steps that the simulator recorded of a block."""
 
 from __future__ import annotations
 

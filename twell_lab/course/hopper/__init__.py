@@ -1,4 +1,4 @@
-"""Notebook 05, measured: recorded layers on Hopper GPUs, the planner's trials, and the reader's own times."""
+"""Notebook 09, measured: recorded layers on Hopper GPUs, the planner's trials, and the reader's own times."""
 
 from . import calls, figures
 from .data import (

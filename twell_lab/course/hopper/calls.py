@@ -1,4 +1,4 @@
-"""What a plain call costs the host, for notebook 05: as recorded, on the reader's machine, and in a small model.
+"""What a plain call costs the host, for notebook 09: as recorded, on the reader's machine, and in a small model.
 
 Data in, data out, nothing drawn. Rows are those of the "host-time" record (twell_lab.bench.host): `ms` is the time
 until the call returns (the host's), `wall_ms` the time until its result is there. Each has `where`, as in `data`.

@@ -1,4 +1,4 @@
-"""Times for notebook 05: read from the records, and measured on the reader's GPU.
+"""Times for notebook 09: read from the records, and measured on the reader's GPU.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with
 `where`: "recorded on <device>, <day>", or "yours, now, on <device>".

@@ -1,4 +1,4 @@
-"""Figures of notebook 05, each a function of rows and numbers; in the style of `plots`.
+"""Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
 
 What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure without data
 says so instead of failing: a checkout may have no record yet.

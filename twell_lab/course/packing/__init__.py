@@ -1,4 +1,4 @@
-"""Notebook 03: one matrix in five formats, and TwELL word by word."""
+"""Notebook 07: one matrix in five formats, and TwELL word by word."""
 
 from . import figures
 from .data import (

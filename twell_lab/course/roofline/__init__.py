@@ -1,4 +1,4 @@
-"""Notebooks 05 and 06, computed: a layer's operations, bytes and least time; tiles, the pool, hot and cold neurons."""
+"""Notebooks 09 and 11, computed: a layer's operations, bytes and least time; tiles, the pool, hot and cold neurons."""
 
 from . import figures
 from .data import (

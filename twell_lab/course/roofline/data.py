@@ -1,4 +1,4 @@
-"""The work of the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and turns, the pool, hot and
+"""The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, tiles and turns, the pool, hot and
 cold neurons.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as

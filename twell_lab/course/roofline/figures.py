@@ -1,4 +1,4 @@
-"""Figures of what notebook 05 computes of the Hopper kernels' work; in the style of `plots`."""
+"""Figures of what notebook 09 computes of the Hopper kernels' work; in the style of `plots`."""
 
 from __future__ import annotations
 

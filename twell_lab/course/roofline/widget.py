@@ -1,4 +1,4 @@
-"""The widget of notebook 05: move the cut between hot and cold neurons."""
+"""The widget of notebook 09: move the cut between hot and cold neurons."""
 
 from __future__ import annotations
 

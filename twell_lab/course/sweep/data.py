@@ -1,4 +1,4 @@
-"""What notebook 02 says of the recorded L1 sweep, as functions of its rows; and the models of data/checkpoints."""
+"""What notebook 04 says of the recorded L1 sweep, as functions of its rows; and the models of data/checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebook 02, trained live: small models with and without the L1 term, and which neurons still fire in them."""
+"""Notebook 04, trained live: small models with and without the L1 term, and which neurons still fire in them."""
 
 from . import figures
 from .data import (

@@ -1,4 +1,4 @@
-"""What notebook 02 computes with the models that it trains: data in, data out, nothing drawn.
+"""What notebook 04 computes with the models that it trains: data in, data out, nothing drawn.
 
 SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them
 within a minute, wide enough (d_ff 512) to show who fires.

@@ -1,4 +1,4 @@
-"""The widget of notebook 02: pick a training run and see its neurons fall silent."""
+"""The widget of notebook 04: pick a training run and see its neurons fall silent."""
 
 from __future__ import annotations
 
