@@ -39,8 +39,7 @@ __device__ __forceinline__ RowBytes load_bytes(bool wanted, const signed char* r
 // Byte i of a chunk. With its sign turned, a byte b is b + 128 from 0 to 255; as the last bits of 2^23's float it is
 // 2^23 + b + 128, exactly. So no conversion instruction is needed, of which a multiprocessor does few at a time.
 __device__ __forceinline__ float byte_of(const unsigned* w, int i) {
-    const unsigned turned = w[i / 4] ^ 0x80808080u;
-    return __uint_as_float(0x4b000000u | (turned >> i % 4 * 8 & 0xffu)) - 8388736.0f;
+    return __uint_as_float(__byte_perm(w[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7440 + i % 4)) - 8388736.0f;
 }
 
 __device__ __forceinline__ sum_t dot_bytes(const RowVectors& x, const RowBytes& row) {
@@ -158,12 +157,13 @@ __device__ __forceinline__ void gated_int8_row(const value_t* __restrict__ x, co
             const long long start = (long long)column * D_MODEL;
             RowBytes w;
             if (BOTH_ROWS_AT_ONCE) w = load_bytes(mine, down + start);
+            const float scale = __ldg(down_scale + column);  // now, not in the chain that waits for the dot product
             if (up) {
-                const sum_t dot = team_sum(dot_bytes(in, load_bytes(true, up + start)), turn);
-                h *= dot * up_scale[column] + (up_bias ? to_float(up_bias[column]) : 0.0f);
+                const float up_by = __ldg(up_scale + column), bias = up_bias ? to_float(up_bias[column]) : 0.0f;
+                h *= team_sum(dot_bytes(in, load_bytes(true, up + start)), turn) * up_by + bias;
             }
             if (!BOTH_ROWS_AT_ONCE) w = load_bytes(mine, down + start);
-            if (mine) add_bytes(sum, h * down_scale[column], w);
+            if (mine) add_bytes(sum, h * scale, w);
         }
     }
     store_teams_row(y + (long long)row * D_MODEL, sum);

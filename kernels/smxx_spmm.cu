@@ -7,16 +7,11 @@
 //   v2  neighbouring threads take neighbouring columns: a warp reads 32 neighbours of one row of B. Any n, any
 //       alignment
 //   v3  a warp takes a slab of a row of C, 16 bytes a lane; it loads 32 entries of A at once and passes them round
-//   v4  rows sorted by length, so that the warps of a block end together; each of the first `heavy` rows has a block to
-//       itself, whose warps share its entries
-//   v5  slabs of FEW_LANES lanes, several rows a warp: more of B's slab fits into L1, where other rows of A find it
+//   v4  for a few rows that are much longer than the others: rows sorted by length, so that the warps of a block end
+//       together; each of the first `heavy` rows has a block to itself, whose warps share its entries
 //
-// As csr_v1 .. csr_v5 and ell_v1 .. ell_v5. Worklog: docs/kernels/smxx_spmm.md
+// As csr_v1 .. csr_v4 and ell_v1 .. ell_v4. Worklog: docs/kernels/smxx_spmm.md
 #include "spmm.cuh"
-
-#ifndef FEW_LANES
-#define FEW_LANES 8
-#endif
 
 struct Span {
     long long first, last;  // entries first to last - 1
@@ -53,47 +48,46 @@ __device__ __forceinline__ void one_element(const Rows& a, const Operands& o) {
 }
 
 // Row r, or none where it is negative.
-template <int ROW_LANES, class Rows>
+template <class Rows>
 __device__ __forceinline__ void one_row(const Rows& a, const Operands& o, int r) {
     const Span span = r < 0 ? Span{0, 0} : a.row(r);
-    const int j = slab_column<ROW_LANES>();
+    const int j = slab_column();
     SlabSums sums = {};
-    add_entries<ROW_LANES>(sums, o.column, o.value, span.first, (int)(span.last - span.first), o.b, o.n, j);
+    add_entries(sums, o.column, o.value, span.first, (int)(span.last - span.first), o.b, o.n, j);
     if (r >= 0 && j < o.n) sums.store(o.c + (long long)r * o.n + j);
 }
 
 template <class Rows>
 __device__ __forceinline__ void row_of_a_warp(const Rows& a, const Operands& o) {
     const int r = blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP;
-    one_row<WARP>(a, o, r < o.rows ? r : -1);
+    one_row(a, o, r < o.rows ? r : -1);
 }
 
-template <int ROW_LANES, class Rows>
+template <class Rows>
 __device__ __forceinline__ void sorted_rows(const Rows& a, const Operands& o, const int* order, int heavy) {
-    constexpr int BLOCK_ROWS = THREADS / ROW_LANES, SLAB = ROW_LANES * VECTOR;
-    __shared__ sum_t part[BLOCK_ROWS][SLAB];
-    const int place = threadIdx.x / ROW_LANES;
+    constexpr int SLAB = WARP * VECTOR;
+    __shared__ sum_t part[BLOCK_WARPS][SLAB];
+    const int place = threadIdx.x / WARP;
     if ((int)blockIdx.x >= heavy) {
-        const int at = heavy + (blockIdx.x - heavy) * BLOCK_ROWS + place;
-        one_row<ROW_LANES>(a, o, at < o.rows ? order[at] : -1);
+        const int at = heavy + (blockIdx.x - heavy) * BLOCK_WARPS + place;
+        one_row(a, o, at < o.rows ? order[at] : -1);
         return;
     }
     const int r = order[blockIdx.x];
     const Span span = a.row(r);
     const int many = (int)(span.last - span.first);
-    const int share = (many + BLOCK_ROWS * AT_ONCE - 1) / (BLOCK_ROWS * AT_ONCE) * AT_ONCE;
+    const int share = (many + BLOCK_WARPS * AT_ONCE - 1) / (BLOCK_WARPS * AT_ONCE) * AT_ONCE;
     const int first = min(place * share, many);
     SlabSums sums = {};
-    add_entries<ROW_LANES>(sums, o.column, o.value, span.first + first, min(share, many - first), o.b, o.n,
-                           slab_column<ROW_LANES>());
+    add_entries(sums, o.column, o.value, span.first + first, min(share, many - first), o.b, o.n, slab_column());
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) part[place][threadIdx.x % ROW_LANES * VECTOR + i] = sums.f[i];
+    for (int i = 0; i < VECTOR; ++i) part[place][threadIdx.x % WARP * VECTOR + i] = sums.f[i];
     __syncthreads();
     const int k = threadIdx.x, column = blockIdx.y * SLAB + k;
     if (k >= SLAB || column >= o.n) return;
     sum_t sum = 0;
-#pragma unroll 8
-    for (int i = 0; i < BLOCK_ROWS; ++i) sum += part[i][k];
+#pragma unroll
+    for (int i = 0; i < BLOCK_WARPS; ++i) sum += part[i][k];
     o.c[(long long)r * o.n + column] = from_float((float)sum);
 }
 
@@ -114,15 +108,11 @@ CSR_KERNEL(csr_v3, row_of_a_warp)
 ELL_KERNEL(ell_v1, one_element<true>)
 ELL_KERNEL(ell_v2, one_element<false>)
 ELL_KERNEL(ell_v3, row_of_a_warp)
-
-#define SORTED_KERNELS(VERSION, ROW_LANES)                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    csr_##VERSION(const long long* __restrict__ pointer, OPERANDS, const int* __restrict__ order, int heavy) { \
-        sorted_rows<ROW_LANES>(Csr{pointer}, Operands{column, value, b, c, rows, n}, order, heavy);         \
-    }                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    ell_##VERSION(const int* __restrict__ count, int slots, OPERANDS, const int* __restrict__ order, int heavy) { \
-        sorted_rows<ROW_LANES>(Ell{count, slots}, Operands{column, value, b, c, rows, n}, order, heavy);    \
-    }
-SORTED_KERNELS(v4, WARP)
-SORTED_KERNELS(v5, FEW_LANES)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+csr_v4(const long long* __restrict__ pointer, OPERANDS, const int* __restrict__ order, int heavy) {
+    sorted_rows(Csr{pointer}, Operands{column, value, b, c, rows, n}, order, heavy);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+ell_v4(const int* __restrict__ count, int slots, OPERANDS, const int* __restrict__ order, int heavy) {
+    sorted_rows(Ell{count, slots}, Operands{column, value, b, c, rows, n}, order, heavy);
+}

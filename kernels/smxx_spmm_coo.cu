@@ -74,14 +74,14 @@ __device__ __forceinline__ bool joined(const int* row, long long i, long long nn
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) coo_v3(PARAMETERS) {
     const Part part(nnz);
-    const int j = slab_column<WARP>();
+    const int j = slab_column();
     long long i = part.first;
     if (joined(row, i, nnz)) i = run_end(row, i, part.last, row[i]);  // whose row began earlier
     while (i < part.last) {
         const int r = row[i];
         const long long end = run_end(row, i, nnz, r);
         SlabSums sums = {};
-        add_entries<WARP>(sums, column, value, i, (int)(end - i), b, n, j);
+        add_entries(sums, column, value, i, (int)(end - i), b, n, j);
         if (j < n) sums.store(c + (long long)r * n + j);
         i = end;
     }
@@ -90,12 +90,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) coo_v3(PARAMETER
 // carry: [parts, 2, n]; of each part the first row if it began before, and the last one if it begins here and goes on.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) coo_v4(PARAMETERS, sum_t* __restrict__ carry) {
     const Part part(nnz);
-    const int j = slab_column<WARP>();
+    const int j = slab_column();
     for (long long i = part.first; i < part.last;) {
         const int r = row[i];
         const long long end = run_end(row, i, part.last, r);
         SlabSums sums = {};
-        add_entries<WARP>(sums, column, value, i, (int)(end - i), b, n, j);
+        add_entries(sums, column, value, i, (int)(end - i), b, n, j);
         const bool earlier = joined(row, i, nnz), later = joined(row, end, nnz);
         if (j < n) {
             if (!earlier && !later) sums.store(c + (long long)r * n + j);
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) coo_v4(PARAMETER
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 coo_v4_carry(const int* __restrict__ row, const sum_t* __restrict__ carry, value_t* __restrict__ c, long long nnz, int n) {
     const Part part(nnz);
-    const int j = slab_column<WARP>();
+    const int j = slab_column();
     if (part.first >= nnz || j >= n || !joined(row, part.last, nnz)) return;
     const int r = row[part.last - 1];
     if (joined(row, part.first, nnz) && row[part.first] == r) return;  // it began in an earlier part

@@ -1,6 +1,6 @@
-// What the products of a sparse matrix A with a dense B share: ROW_LANES neighbouring lanes, a warp or a part of one,
-// hold a slab of a row of C and add to it entries of A, each times its row of B. B and C are row-major with n columns, a multiple of VECTOR, and start at
-// multiples of 16 bytes.
+// What the products of a sparse matrix A with a dense B share: a warp holds a slab of a row of C and adds to it entries
+// of A, each times its row of B. B and C are row-major with n columns, a multiple of VECTOR, and start at multiples of
+// 16 bytes.
 #pragma once
 #include "twell.cuh"
 
@@ -35,31 +35,25 @@ struct SlabSums {
 };
 
 // The lane's first column of C.
-template <int ROW_LANES> __device__ __forceinline__ int slab_column() {
-    return (blockIdx.y * ROW_LANES + threadIdx.x % ROW_LANES) * VECTOR;
-}
+__device__ __forceinline__ int slab_column() { return (blockIdx.y * WARP + threadIdx.x % WARP) * VECTOR; }
 
-// sums += value[i] * B[column[i]] for the `many` entries from `first` on; j: slab_column(). Whole warps. The lanes of a
-// row load as many entries as they are, and pass them round; AT_ONCE rows of B are under way at a time.
-template <int ROW_LANES>
+// sums += value[i] * B[column[i]] for the `many` entries from `first` on; j: slab_column(). Whole warps. The lanes load
+// as many entries as they are, and pass them round; AT_ONCE rows of B are under way at a time.
 __device__ __forceinline__ void add_entries(SlabSums& sums, const int* column, const value_t* value, long long first,
                                             int many, const value_t* b, int n, int j) {
-    const int lane = threadIdx.x % ROW_LANES;
-    int most = many;  // of the rows of this warp, whose lanes take as many turns
-#pragma unroll
-    for (int step = ROW_LANES; step < WARP; step *= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, step));
-    for (int base = 0; base < most; base += ROW_LANES) {
+    const int lane = threadIdx.x % WARP;
+    for (int base = 0; base < many; base += WARP) {
         int my_column = 0;
         float my_value = 0.0f;
         if (base + lane < many) my_column = column[first + base + lane], my_value = to_float(value[first + base + lane]);
 #pragma unroll 1
-        for (int i = 0; i < ROW_LANES && base + i < most; i += AT_ONCE) {
+        for (int i = 0; i < WARP && base + i < many; i += AT_ONCE) {
             Vector row[AT_ONCE];
             float scale[AT_ONCE];
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
-                const int at = __shfl_sync(ALL_LANES, my_column, i + k, ROW_LANES);
-                scale[k] = __shfl_sync(ALL_LANES, my_value, i + k, ROW_LANES);
+                const int at = __shfl_sync(ALL_LANES, my_column, i + k);
+                scale[k] = __shfl_sync(ALL_LANES, my_value, i + k);
                 row[k].raw = make_uint4(0, 0, 0, 0);
                 if (base + i + k < many && j < n) row[k].raw = __ldg((const uint4*)(b + (long long)at * n + j));
             }

@@ -47,6 +47,7 @@ def test_what_is_found(dtype, rows, width, height):
     for version in (1, 2)[: 1 + (width % 8 == 0)]:
         cases.check_found(a, height, version)
     tiles = find_microtiles(a, height)
+    torch.use_deterministic_algorithms(False)  # with which torch writes another NaN than it is given
     assert tiles == find_microtiles(a.cpu(), height)
     assert torch.equal(tiles.to_dense().nan_to_num(7), a.nan_to_num(7))
 

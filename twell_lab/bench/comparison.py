@@ -15,6 +15,7 @@ from math import exp, log
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ..core.errors import InputError
 from ..formats import COO, CSR, ELL, TwELL
@@ -63,24 +64,27 @@ def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
     return lambda a: two_four.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
+def _searched(a: Tensor) -> Tensor:
+    return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1])
+
+
 def _down(packed: TwELL, b: Tensor) -> Tensor:
     return packed_down(packed, b.t(), down_t=b)
 
 
 def _versions() -> list[Method]:
     """The versions of this package's kernels for COO, CSR and ELL, by the kernels' names; the naive ones where little
-    is left, and all but the newest on one pattern."""
+    is left, and all but the third, which is taken for such rows, on one pattern."""
     made = []
     for form in (COO, CSR, ELL):
-        versions = spmm.COO_VERSIONS if form is COO else spmm.VERSIONS
-        for version in versions:
+        for version in spmm.VERSIONS:
             made.append(
                 Method(
                     f"{form.__name__.lower()}_v{version}",
                     lambda a, form=form: spmm.SparseOperand(form.from_dense(a)),
                     lambda held, b, version=version: held(b, version),
-                    _ANY if version == versions[-1] else (SCATTERED,),
-                    0.0 if version == versions[-1] else 0.99 if version == 1 else 0.9,
+                    _ANY if version == 3 else (SCATTERED,),
+                    {1: 0.99, 3: 0.0}.get(version, 0.9),
                     gpu=True,
                 )
             )
@@ -108,6 +112,7 @@ METHODS: tuple[Method, ...] = (
     Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
+    Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda held, x: linear(x, held), (TWO_FOUR,), turned=True),
     Method("micro-tiles 32 x 1", find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
 )

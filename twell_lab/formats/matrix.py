@@ -95,7 +95,8 @@ class Format:
         if self.geometry() != other.geometry():
             return False
         mine, theirs = (each.to_dense().detach().cpu() for each in (self, other))
-        return mine.dtype == theirs.dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        bits = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (mine, theirs))
+        return mine.dtype == theirs.dtype and torch.equal(*bits)
 
     __hash__ = None  # tensors can be written to
 

@@ -5,6 +5,8 @@ which cannot run the product."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -92,8 +94,14 @@ def product(
     (stripes, width, height), n = values.shape, b.shape[1]
     c = empty(rows, n, dtype=b.dtype, device=b.device)
     if c.numel():
-        defines = microtile(b.dtype, height)
-        shared = sources.number(PRODUCT, "STAGE_BYTES" if version == 1 else "SHARED_BYTES", defines)
-        made = launcher.kernel(PRODUCT, f"microtiles_v{version or 2}", defines, shared)
+        made = _product(version or 2, b.dtype, height)
         made.launch(b.device, (stripes, -(-n // COLUMNS)), (counts, columns, values, b, c, rows, width, n))
     return c
+
+
+@lru_cache
+def _product(version: int, dtype: torch.dtype, height: int) -> launcher.Kernel:
+    """The kernel, with the shared memory that its source says it needs; reading that takes half a millisecond."""
+    defines = microtile(dtype, height)
+    shared = sources.number(PRODUCT, "STAGE_BYTES" if version == 1 else "SHARED_BYTES", defines)
+    return launcher.kernel(PRODUCT, f"microtiles_v{version}", defines, shared)

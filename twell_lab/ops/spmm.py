@@ -28,15 +28,14 @@ from ..formats.matrix import dtype_names, row_pointers, rows_of
 from .checks import needs_gradient
 
 FILE, COO_FILE = "smxx_spmm.cu", "smxx_spmm_coo.cu"
-VERSIONS, COO_VERSIONS = (1, 2, 3, 4, 5), (1, 2, 3, 4)
+VERSIONS = (1, 2, 3, 4)
 _ANY_WIDTH = (1, 2)  # the versions that take any n and any alignment
-_HEAVY = 256  # entries of a row above which a block's warps share it
+_HEAVY, _TIMES = 256, 4  # a row is heavy that has more entries, and so many times the mean
 _MOST = 2**31 - 1  # rows, columns
 _BLOCK_WARPS, _WARP = sources.number("spmm.cuh", "BLOCK_WARPS"), sources.number("twell.cuh", "WARP")
 _THREADS = _BLOCK_WARPS * _WARP
-_FEW_LANES = sources.number(FILE, "FEW_LANES")
 _SHARE = sources.number(COO_FILE, "SHARE")
-_WIDEST = 65535 * _FEW_LANES * 4  # columns of B: blocks along y of a grid, and the fewest columns of one
+_WIDEST = 65535 * _WARP * 4  # columns of B: blocks along y of a grid, and the fewest columns of one
 _CHUNK = 2**22  # values that the product on a CPU makes at a time
 
 
@@ -46,8 +45,9 @@ def spmm(a: COO | CSR | ELL | SparseOperand, b: Tensor, version: int | None = No
     Args:
         a: a sparse matrix, which is checked and prepared anew in each call, or a SparseOperand, which is not.
         b: bfloat16, float16 or float32 as A, on its device; one that is not contiguous is copied.
-        version: of the kernel, 1 to 5 (of COO to 4) as its source lists them; from 3 on n has to be a whole number of
-            16 bytes, and B to lie on a 16-byte boundary (`SparseOperand.versions`). None: the newest that takes B.
+        version: of the kernel, 1 to 4 as its source lists them; from 3 on n has to be a whole number of 16 bytes, and B
+            to lie on a 16-byte boundary (`SparseOperand.versions`). None: 2 where it has to be, 4 where a row is heavy
+            (more than 256 entries and four times the mean), else 3.
 
     Raises:
         InputError: for an A that `SparseOperand` does not take, and for another B or version.
@@ -59,7 +59,7 @@ def every_version(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """The product A B by each format's kernels in each version that takes B, for those who compare or time them.
 
     Returns:
-        By the kernel's name ("csr_v4"), rising within a format, a function without arguments that returns C. What is
+        By the kernel's name ("csr_v3"), rising within a format, a function without arguments that returns C. What is
         prepared for a format is prepared once, before.
 
     Raises:
@@ -98,12 +98,15 @@ class SparseOperand:
         self.dtype, self.device = a.value.dtype, a.value.device
         if isinstance(a, COO):
             self.row, self.column, self.value = _sorted_coo(a, self.shape)
+            counts = self.row.bincount(minlength=self.shape[0])
+        else:
+            counts = _check_csr(a, self.shape) if isinstance(a, CSR) else _check_ell(a, self.shape)
+        self.heavy = int((counts > max(_HEAVY, _TIMES * int(counts.sum()) / max(1, self.shape[0]))).sum())
+        if isinstance(a, COO):
             return
-        counts = _check_csr(a, self.shape) if isinstance(a, CSR) else _check_ell(a, self.shape)
         self.where = a.pointer.long().contiguous() if isinstance(a, CSR) else counts.to(torch.int32).contiguous()
         self.column, self.value = a.column.to(torch.int32).contiguous(), a.value.detach().contiguous()
         self.order = counts.argsort(descending=True, stable=True).to(torch.int32)
-        self.heavy = int((counts > _HEAVY).sum())
 
     @property
     def nnz(self) -> int:
@@ -111,9 +114,9 @@ class SparseOperand:
         return self.value.numel()
 
     def versions(self, b: Tensor) -> tuple[int, ...]:
-        """The versions of the kernel that take this B, the newest one last."""
+        """The versions of the kernel that take this B."""
         vectors = b.shape[1] * b.itemsize % 16 == 0 and launcher.aligned(b)
-        return _ANY_WIDTH if not vectors else COO_VERSIONS if self.format is COO else VERSIONS
+        return VERSIONS if vectors else _ANY_WIDTH
 
     def __call__(self, b: Tensor, version: int | None = None) -> Tensor:
         """C = A B, as `spmm`."""
@@ -136,7 +139,9 @@ class SparseOperand:
             return b.new_zeros(self.shape[0], b.shape[1])
         if b.device.type == "cpu" and version is None:
             return self._on_cpu(b)
-        return (coo_product if self.format is COO else rows_product)(self, b, version or taken[-1])
+        return (coo_product if self.format is COO else rows_product)(
+            self, b, version or (2 if taken == _ANY_WIDTH else 4 if self.heavy else 3)
+        )
 
     def _on_cpu(self, b: Tensor) -> Tensor:
         row, column, entry = self._entries()
@@ -167,9 +172,8 @@ def rows_product(a: SparseOperand, b: Tensor, version: int) -> Tensor:
     if version in _ANY_WIDTH:
         grid = _blocks(rows * n, _THREADS), 1
     else:
-        lanes = _FEW_LANES if version == 5 else _WARP
         heavy = 0 if version == 3 else a.heavy
-        grid = heavy + _blocks(rows - heavy, _THREADS // lanes), _slabs(b, lanes)
+        grid = heavy + _blocks(rows - heavy, _BLOCK_WARPS), _slabs(b)
     where = (a.where,) if a.format is CSR else (a.where, a.value.shape[1])
     arguments = (*where, a.column, a.value, b, c, rows, n, *((a.order, a.heavy) if version > 3 else ()))
     name = f"{'csr' if a.format is CSR else 'ell'}_v{version}"
@@ -202,8 +206,8 @@ def _blocks(many: int, each: int) -> int:
     return -(-many // each)
 
 
-def _slabs(b: Tensor, lanes: int = _WARP) -> int:
-    return _blocks(b.shape[1], lanes * 16 // b.itemsize)
+def _slabs(b: Tensor) -> int:
+    return _blocks(b.shape[1], _WARP * 16 // b.itemsize)
 
 
 # ---- what A may be ----

@@ -103,7 +103,7 @@ def _rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
     it is multiplied with, as values are 0 there."""
     wide = matrix.detach().float().contiguous()  # which a turned weight is not
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
-    # Times the reciprocal: what torch divides by a number on a GPU differs from a CPU's in the last place. Of tiny rows,
+    # Times the reciprocal, as a GPU divides by a number: a CPU would differ in the last place. Of tiny rows,
     # whose scale float32 could not hold as a normal number, nothing is left.
     scale = largest.mul(1 / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
     values = (wide / scale[:, None]).nan_to_num_(0.0)

@@ -227,8 +227,8 @@ class Products(Converted):
             beside = of(1, x)
             hidden = acts(of(0, x)) * (acts(beside) if both else beside)
         y = of(2, hidden)
-        # What multiplies no zeros does not see that 0 * inf is NaN, as the dense layer does.
-        return y.add_(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0)
+        # What multiplies no zeros does not see that 0 * inf is NaN, as the dense layer does. Some products lie turned.
+        return y.add_(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0).contiguous()
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         d_model, d_ff, gated = work.firing.d_model, work.firing.d_ff, work.firing.gated
