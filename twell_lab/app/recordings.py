@@ -30,7 +30,7 @@ from ..records.evidence import need_gpu
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
 _STARTUP = 15.0  # of these, how many `_startup` takes
-_AT_ONCE = 6  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
+_AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
 
 class TestsFailed(TwellError, RuntimeError):
