@@ -37,7 +37,7 @@ from .options import DTYPES, TourOptions, add_device, add_fields, given, path, p
 from .terminal import Answer
 
 # The options of `record` that not all recordings take.
-_LIMITED = ("attack", "inference", "model", "pruning", "thresholds", "training")
+_LIMITED = ("attack", "comparison", "inference", "model", "pruning", "thresholds", "training")
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED}
 
 

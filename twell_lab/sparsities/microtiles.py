@@ -115,7 +115,8 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     """a b, of a [rows, width] as its micro-tiles and b [width, n]: c [rows, n], without a gradient.
 
-    It is the dense product, row by row as exact as torch's, for every a (also NaN and infinities) and every finite b.
+    It is the dense product, by the kernel row by row as exact as torch's, for every a (also NaN and infinities) and
+    every finite b.
     Whether b is finite is not looked at, which would cost a pass over it and a wait (`weights.checked_weight` does it
     once, for weights): where a row of b that no tile of a stripe meets is not finite, the dense product has 0 * inf =
     NaN, and this one has not.
