@@ -29,10 +29,13 @@ STAGES = (plots.SKY, "#F3D58F", "#9BD8C4", "#E9C3D6")
 def chip() -> go.Figure:
     """An H100: memory, the L2 cache and its multiprocessors, and what is in one of these, with their sizes."""
     figure, gpu = go.Figure(), datasheet()
-    across = 12
-    for i in range(MULTIPROCESSORS):
-        colour = plots.BLUE if i == 6 else plots.FAINT
-        box(figure, 1 + 3.4 * (i % across), 54 - 3.4 * (i // across), 3, 3, colour)
+    across, side = 12, 3
+    small = [
+        {"x0": x, "x1": x + side, "y0": y, "y1": y + side, "fillcolor": plots.BLUE if i == 6 else plots.FAINT}
+        for i in range(MULTIPROCESSORS)
+        for x, y in [(1 + 3.4 * (i % across), 54 - 3.4 * (i // across))]
+    ]
+    figure.update_layout(shapes=[{"type": "rect", "line": {"width": 0}, **each} for each in small])
     for y, fill, text in (
         (10.5, PALE, f"<b>L2 cache</b>, {gpu['l2_mb']} MiB, shared by all"),
         (2, plots.FAINT, f"<b>memory</b> (HBM), {gpu['memory_gb']} GB, {gpu['bandwidth_gb_s'] / 1e3:.2f} TB/s"),
@@ -165,28 +168,30 @@ def pipeline() -> go.Figure:
     titles = ["v1, v2: a tile is packed when it is done", "v3: it is packed in pieces beside the next tile's products"]
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.2, subplot_titles=titles)
     lanes = (PACKING, TENSOR, PRODUCER)
-    end = 0.0
+    shapes, numbers = [], []
     for row, beside in enumerate((False, True), 1):
+        axes = {"xref": f"x{row}", "yref": f"y{row}"}
         for part in tile.schedule(beside):
-            at, end = lanes.index(part["who"]), max(end, part["end"])
-            fill = plots.RED if part["stage"] is None else STAGES[part["stage"]]
-            shape = {"type": "rect", "x0": part["start"], "x1": part["end"], "y0": at - 0.36, "y1": at + 0.36}
-            figure.add_shape(**shape, fillcolor=fill, line={"color": "white", "width": 1}, row=row, col=1)
+            at, packs = lanes.index(part["who"]), part["stage"] is None
+            fill = plots.RED if packs else STAGES[part["stage"]]
+            place = {"x0": part["start"], "x1": part["end"], "y0": at - 0.36, "y1": at + 0.36, **axes}
+            shapes.append({"type": "rect", **place, "fillcolor": fill, "line": {"color": "white", "width": 1}})
+            font = {"size": 10, "color": "white" if packs else plots.INK}
+            middle = {"x": (part["start"] + part["end"]) / 2, "y": at, **axes}
             if part["what"]:
-                middle = (part["start"] + part["end"]) / 2
-                colour = "white" if part["stage"] is None else plots.INK
-                say_in = {"x": middle, "y": at, "text": part["what"], "showarrow": False, "font": {"size": 10}}
-                figure.add_annotation(**say_in | {"font": {"size": 10, "color": colour}}, row=row, col=1)
+                numbers.append({**middle, "text": part["what"], "showarrow": False, "font": font})
         figure.add_scatter(x=[0], y=[0], mode="markers", marker={"opacity": 0}, hoverinfo="skip", row=row, col=1)
+    captions = [caption.to_plotly_json() for caption in figure.layout.annotations]
+    left = {"font": {"size": 12}, "x": 0, "xanchor": "left"}
+    figure.layout.shapes = shapes
+    figure.layout.annotations = [*(each | left for each in captions), *numbers]
+    end = max(shape["x1"] for shape in shapes)
     figure.update_xaxes(range=[0, end + 0.2], showgrid=False, zeroline=False)
     figure.update_xaxes(title_text="time, in steps of a product", row=2, col=1)
     ticks = {"tickvals": [0, 1, 2], "ticktext": list(lanes), "range": [-0.6, 2.6]}
     figure.update_yaxes(showgrid=False, zeroline=False, **ticks)
     title = "Three tiles of 8 steps (really 32); colour: the stage, number: the step"
-    figure = plots.styled(figure, title, height=380).update_layout(showlegend=False, margin={"l": 125, "t": 85})
-    for caption in figure.layout.annotations[:2]:
-        caption.update(font_size=12, x=0, xanchor="left")
-    return figure
+    return plots.styled(figure, title, height=380).update_layout(showlegend=False, margin={"l": 125, "t": 85})
 
 
 def sums() -> go.Figure:

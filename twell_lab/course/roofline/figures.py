@@ -13,6 +13,14 @@ from ..drawing import BESIDE, nothing, squares
 from ..recorded import sources
 
 GROUPS = {"the gate, 16,384 tokens": plots.BLUE, "whole layer, 1 token": plots.GREEN}
+VERSIONS = {  # of data.versions, as the figure calls them
+    "sm80 gate_pack": "for older GPUs (mma.sync)",
+    "gate GEMM (torch), then pack": "torch's product, then pack",
+    "gate GEMM (torch)": "torch's product, not packed",
+    "sm90 gate_pack v1": "version 1: TMA, wgmma",
+    "sm90 gate_pack v2": "version 2: clusters",
+    "sm90 gate_pack v3": "version 3: packs beside",
+}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
 
 
@@ -92,7 +100,7 @@ def versions(found: list[dict], floor_ms: float) -> go.Figure:
     colour = {"gate GEMM (torch)": plots.GREY, "sm90 gate_pack v3": plots.BLUE}
     figure = go.Figure(
         go.Bar(
-            y=[row["path"] + " (packs nothing)" * (row["path"] == "gate GEMM (torch)") for row in found],
+            y=[VERSIONS.get(row["path"], row["path"]) for row in found],
             x=[row["ms"] for row in found],
             orientation="h",
             marker_color=[colour.get(row["path"], plots.SKY) for row in found],
@@ -107,7 +115,7 @@ def versions(found: list[dict], floor_ms: float) -> go.Figure:
     )
     figure.update_xaxes(title_text="ms", range=[0, 1.4 * found[0]["ms"]])
     where = f"{title}<br><sub>{sources(found)}</sub>"
-    return plots.styled(figure, where, height=360).update_layout(margin={"l": 210, "t": 95})
+    return plots.styled(figure, where, height=360).update_layout(margin={"l": 190, "t": 95})
 
 
 def pool_segment(rows: list[dict]) -> go.Figure:
