@@ -25,20 +25,13 @@ def test_all_rows_are_of_the_newest_record_that_times_the_gate(keep):
     found = hopper.recorded()
     assert len(found) == 7 and found[0]["ms"] == 1.0 and min(each["ms"] for each in found) == 0.4
     assert {each["where"] for each in found} == {"recorded on NVIDIA H100, 2026-01-02; stale: code has changed since"}
-    assert hopper.about(found).startswith("7 times of one record: recorded on NVIDIA H100, 2026-01-02; stale")
     assert hopper.recorded("A100") == []
     keep(record("inference", "2026-01-02T00:00:00Z", rows, kernels=()))
     assert hopper.recorded()[0]["where"] == "recorded on NVIDIA H100, 2026-01-02"
 
 
 def test_without_a_record_the_command_is_named_and_nothing_fails():
-    told = (
-        hopper.about([]),
-        hopper.parts_sentence([]),
-        hopper.crossing_sentence({}),
-        hopper.losses([]),
-        hopper.summary([]),
-    )
+    told = hopper.parts_sentence([]), hopper.crossing_sentence({}), hopper.losses([])
     assert set(told) == {hopper.MISSING} and hopper.COMMAND in hopper.MISSING
 
 
@@ -111,13 +104,6 @@ def test_twell_is_slower_between_two_points():
     )
     assert "nowhere than torch's" in hopper.crossing_sentence(hopper.by_nnz(compared(8)))
     assert hopper.crossing({}) is None
-
-
-def test_the_summary_names_the_worst_and_the_best_cell():
-    told = hopper.summary([*compared(8), *compared(300, twell=2.5)])
-    assert (
-        "from 1.11 times as fast as dense (16,384 tokens, nnz 300) to 2.00" in told and "below 0.97 in 0 of 2" in told
-    )
 
 
 def test_cells_compare_like_with_like():

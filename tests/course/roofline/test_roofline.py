@@ -35,7 +35,8 @@ def test_what_each_version_gained():
     assert found[0]["path"] == "sm80 gate_pack" and found[-1]["path"] == "sm90 gate_pack v3"
     assert roofline.gained(found, 1) == "620 -> 580 us, 6.5% less"
     assert roofline.gained(roofline.versions(gates(v3=0.6)), 3) == "560 -> 600 us, 7.1% more"
-    assert "recorded" in roofline.gained([], 2)
+    assert roofline.of_the_peak(found, 0.4) == "sm90 gate_pack v3: 80% of the tensor cores' peak."
+    assert roofline.gained([], 2) == roofline.of_the_peak([], 0.4) == roofline.MISSING
     with pytest.raises(InputError, match="version is 4"):
         roofline.gained(found, 4)
 

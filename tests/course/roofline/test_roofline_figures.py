@@ -12,7 +12,8 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     found = roofline.points(everything())
     figure = figures.roofline(found, gpu)
     points = [trace for trace in figure.data if trace.mode == "markers"]
-    assert [trace.name for trace in points] == [p["name"] for p in found]
+    assert [trace.name for trace in points] == [figures.VERSIONS.get(p["name"], p["name"]) for p in found]
+    assert WHERE in figure.layout.title.text
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
     assert len({(trace.marker.symbol, trace.marker.color) for trace in points}) == len(points)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import records
 from ...ops import measure
 from ..notebook import dtype_for
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, extremes, rows_of, select, sources, timed_here
+from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, timed_here
 from ..roofline.data import floors, peaks, work
 
 NAME = "inference"  # how the names of the records begin
@@ -40,11 +40,6 @@ def recorded(device: str = "H100") -> list[dict]:
             old = records.stale(record)
             return [{**row, "where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
     return []
-
-
-def about(rows: list[dict]) -> str:
-    """Where rows come from, in a sentence; if there are none, which command makes them."""
-    return f"{len(rows):,} times of one record: {sources(rows)}." if rows else MISSING
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dict]:
@@ -213,10 +208,3 @@ def losses(found: list[dict]) -> str:
         here = [cell["x"] for cell in found if cell["path"] == path]
         said.append(f"{name} in {sum(x < LEAST for x in here)} of {len(here)} cells")
     return f"Slower than torch's dense layer: {', '.join(said)}."
-
-
-def summary(rows: list[dict]) -> str:
-    """The worst and the best figure of the planned layer over all cells, in a sentence; MISSING for no rows."""
-    planned = [cell for cell in cells(rows) if cell["path"] == PLANNED]
-    at = lambda cell: f"{cell['tokens']:,} token{'s' * (cell['tokens'] > 1)}, nnz {cell['nnz']:.0f}"  # noqa: E731
-    return extremes("The planned layer", planned, at, "cells") if planned else MISSING

@@ -157,7 +157,7 @@ def cluster() -> go.Figure:
         ((55, 12.3), (91.3, 28.7), plots.GREEN),
     ):
         arrow(figure, start, end, colour)
-    say(figure, 14, 14, "blue: each its own x<br>red: block 0 fetches for both", size=11)
+    say(figure, 14, 14, "blue: each its own x<br>orange: block 0 fetches for both", size=11)
     say(figure, 86, 14, "green: block 1<br>fetches for both", size=11)
     title = f"A cluster: a block asks the L2 for {of_x + half} KiB a step, not {of_x + of_w}"
     return sheet(figure, title, 100, 58, 330)

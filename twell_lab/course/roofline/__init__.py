@@ -6,6 +6,7 @@ from .data import (
     floors,
     gained,
     header_line,
+    of_the_peak,
     peaks,
     points,
     pool_table,

@@ -113,6 +113,7 @@ def datasheet(name: str = "H100 SXM") -> dict:
 
 # ---- versions of the gate GEMM ----
 
+MISSING = "No version of the packing kernel is recorded in this checkout."
 BEFORE = "gate GEMM (torch), then pack"
 STEPS = {  # each version, and what it is compared with
     "sm90 gate_pack v1": BEFORE,
@@ -133,10 +134,17 @@ def gained(found: list[dict], version: int) -> str:
         raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
     ms = {row["path"]: row["ms"] for row in found}
     if not {name, STEPS[name]} <= set(ms):
-        return "No version of the packing kernel is recorded in this checkout."
+        return MISSING
     before, after = ms[STEPS[name]], ms[name]
     change = 1 - after / before
     return f"{1e3 * before:.0f} -> {1e3 * after:.0f} us, {abs(change):.1%} {'less' if change >= 0 else 'more'}"
+
+
+def of_the_peak(found: list[dict], floor_ms: float) -> str:
+    """How much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their peak."""
+    if not found:
+        return MISSING
+    return f"{found[-1]['path']}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."
 
 
 def header_line(file: str, name: str) -> str:

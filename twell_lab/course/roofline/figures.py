@@ -64,7 +64,7 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
             x=[p["operations"] / p["bytes"]],
             y=[rate],
             mode="markers",
-            name=p["name"],
+            name=VERSIONS.get(p["name"], p["name"]),
             legendgroup=p["group"],
             legendgrouptitle_text=p["group"],
             marker={
@@ -86,8 +86,8 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
     figure.update_yaxes(
         title_text="10<sup>12</sup> operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3]
     )
-    figure = plots.styled(figure, title, height=520)
-    return figure.update_layout(legend=BESIDE | {"groupclick": "toggleitem"}, margin_r=250)
+    figure = plots.styled(figure, f"{title}<br><sub>{sources(points)}</sub>", height=480)
+    return figure.update_layout(legend=BESIDE | {"groupclick": "toggleitem"}, margin={"r": 230, "t": 95})
 
 
 def versions(found: list[dict], floor_ms: float) -> go.Figure:
