@@ -46,30 +46,6 @@ def compared(nnz, tokens=16384, twell=1.0, workload=roofline.LOGNORMAL, **more):
             rows[-1]["choice"] = "twell"
         if tokens <= hopper.FEW and "compiled" not in path:
             rows.append(row(f"{path} (graph)", ms / 100, 0.02, nnz=nnz, tokens=tokens, workload=workload, **more))
-    rows.append(
-        row(
-            "plan: twell",
-            twell,
-            nnz=nnz,
-            tokens=tokens,
-            workload=workload,
-            kind="plan",
-            predicted_ms=0.9 * twell,
-            chosen=True,
-        )
-    )
-    rows.append(
-        row(
-            "plan: hot_cold 768",
-            1.5,
-            nnz=nnz,
-            tokens=tokens,
-            workload=workload,
-            kind="plan",
-            predicted_ms=1.8,
-            chosen=False,
-        )
-    )
     return rows
 
 
@@ -90,27 +66,7 @@ def everything():
     rows = [*compared(8), *compared(29.1, twell=1.2), *compared(120, twell=3.0), *gates()]
     for tokens in (1, 4, 16, 64):
         rows += compared(27 + tokens % 4, tokens=tokens)
-        rows += [
-            row(f"{path} (graph of 8 layers)", ms, 0.03, nnz=28, tokens=tokens)
-            for path, ms in (("dense eager", 0.03), ("forced twell", 0.012))
-        ]
-    for layer in (0, 1):
-        rows += compared(
-            40,
-            workload=f"trained, L1 0.001, layer {layer}",
-            l1=0.001,
-            layer=layer,
-            validation_bits_per_byte=1.5,
-            nnz_curve=[[1, 900.0], [50, 55.0], [99, 41.0]],
-        )
-    for label, slow in (("no overflow", 1.0), ("every row beyond the pool", 2.4)):
-        rows += compared(60, twell=slow, workload=f"overflow: {label}")
-    rows += [
-        each | {"d_model": 1024, "d_ff": 4096, "gated": False}
-        for tokens in (1, 2048)
-        for each in compared(21, tokens=tokens)
-    ]
-    return rows
+    return [*rows, *compared(60, twell=2.4, workload="overflow: every row beyond the pool")]
 
 
 def record(name, date, rows, kernels=("gone",)):

@@ -1,5 +1,6 @@
 """What the figures share: colours without blending, rows by number, and figures that have nothing to show."""
 
+import plotly.graph_objects as go
 import pytest
 
 from twell_lab.core.errors import InputError
@@ -21,3 +22,15 @@ def test_a_row_that_is_not_there_is_refused_by_name(index):
 def test_an_empty_figure_says_so():
     figure = drawing.nothing("a title")
     assert figure.layout.annotations[0].text.startswith("nothing is recorded") and figure.layout.title.text == "a title"
+
+
+def test_a_drawing_is_boxes_texts_and_arrows_on_a_sheet():
+    figure = go.Figure()
+    drawing.box(figure, 1, 2, 4, 6, "red", "in it", size=9)
+    drawing.say(figure, 0, 0, "beside", "left")
+    drawing.arrow(figure, (1, 2), (3, 4), "blue")
+    drawing.sheet(figure, "a title", 10, 20, 300)
+    (box,), (text, beside, arrow) = figure.layout.shapes, figure.layout.annotations
+    assert (box.x0, box.x1, box.y0, box.y1) == (1, 5, 2, 8) and (text.x, text.y, text.font.size) == (3, 5, 9)
+    assert beside.xanchor == "left" and (arrow.ax, arrow.ay, arrow.x, arrow.y) == (1, 2, 3, 4)
+    assert figure.layout.xaxis.range == (0, 10) and figure.layout.yaxis.range == (0, 20) and figure.layout.height == 300

@@ -28,7 +28,7 @@ def upward(path: Path, source: str | None = None) -> set[str]:
     """What a file of one of the course's folders must not import: drawing where it computes, widgets where it draws."""
     names = imports(path, source)
     found = {name for name in names if name.startswith("twell_lab.course.") and name.endswith(".widget")}
-    if path.stem == "figures":
+    if path.stem in ("figures", "drawings"):
         return found | {name for name in names if name.split(".")[0] in DRAWING[1:]}
     if path.stem in ("widget", "__init__"):
         return found

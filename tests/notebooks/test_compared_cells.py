@@ -16,7 +16,7 @@ COMPARED = {
     "04-train-with-l1.ipynb": 12,
     "07-pack-it.ipynb": 12,
     "08-first-kernels.ipynb": 14,
-    "09-hopper-kernels.ipynb": 11,
+    "09-hopper-kernels.ipynb": 9,
     "11-train-with-the-kernels.ipynb": 18,
     "03-a-map-of-sparsity.ipynb": 12,
     "06-cuda-puzzles.ipynb": 3,

@@ -10,6 +10,7 @@ import torch
 import twell_lab
 from twell_lab import simulator
 from twell_lab.course import exercises
+from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
 from twell_lab.sparsities import microtiles, two_four, weights
@@ -249,6 +250,39 @@ WRONG = {
     "turns": [
         lambda tokens, d_ff: tokens * d_ff // (256 * 256 * 66),  # parts of tiles and of turns left out
         lambda tokens, d_ff: -(-tokens // 128) * -(-d_ff // 256) // 66,
+    ],
+    "stages": [
+        lambda rows, columns, depth, shared, kept: (shared - kept) // (depth * (rows + columns)),  # a byte a value
+        lambda rows, columns, depth, shared, kept: shared // (2 * depth * (rows + columns)),  # nothing for the epilogue
+        lambda rows, columns, depth, shared, kept: (shared - kept) / (2 * depth * (rows + columns)),  # parts of stages
+        lambda rows, columns, depth, shared, kept: (
+            (shared - kept) // (2 * rows * columns)
+        ),  # the sums, not the operands
+        lambda rows, columns, depth, shared, kept: 4,
+    ],
+    "sum_place": [
+        lambda row, column: tuple(int(each[row, column]) for each in hopper_tile.sums()),  # the library's
+        lambda row, column: (row // 16, row % 8 * 4 + column % 4, column // 8 * 4 + row % 16 // 8 * 2 + column % 2),
+        lambda row, column: (row // 16, row % 8 * 4 + column % 8 // 2, column // 8 * 2 + column % 2),  # one row a lane
+        lambda row, column: (row % 16, row % 8 * 4 + column % 8 // 2, column // 8 * 4 + row % 16 // 8 * 2 + column % 2),
+        lambda row, column: (
+            row // 16,
+            row % 8 * 4 + column % 8 // 2,
+            column // 8 * 4 + column % 2 * 2 + row % 16 // 8,
+        ),
+    ],
+    "neuron_at": [
+        lambda place: place,  # as the hardware deals them
+        lambda place: next(n for n in range(256) if 64 * (n % 8 // 2) + 2 * (n // 8) + n % 2 == place),  # the way back
+        lambda place: 64 * (place % 4) + place // 4,  # a column each, not a pair
+        lambda place: 64 * (place % 8 // 2) + place // 8 + 32 * (place % 2),  # not ascending by register
+        lambda place: hopper_tile.neuron_at(place),  # the library's
+    ],
+    "l2_bytes": [
+        lambda tokens, d_model, d_ff, cluster: tokens // 128 * (d_ff // 256) * 2 * d_model * 384,  # nothing shared
+        lambda tokens, d_model, d_ff, cluster: tokens // 128 * (d_ff // 256) * 2 * d_model * 384 // cluster,  # x too
+        lambda tokens, d_model, d_ff, cluster: tokens // 128 * (d_ff // 256) * d_model * (128 + 256 // cluster),
+        lambda tokens, d_model, d_ff, cluster: 2 * d_model * (tokens + d_ff),  # as if each value came once
     ],
     "pool_starts": [
         lambda counts: [

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from twell_lab.core import folders
-from twell_lab.course import roofline
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "kernels"
 KERNELS = sorted(folders.kernels_dir().glob("*.cu"))
@@ -36,4 +35,3 @@ def test_a_header_is_short_and_leads_to_the_page(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))]
     assert len(header) <= MOST_LINES and f"docs/kernels/{file.stem}.md" in " ".join(header)
-    assert (PAGES / f"{file.stem}.md").read_text(encoding="utf-8") in roofline.story(file.name)

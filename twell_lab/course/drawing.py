@@ -82,3 +82,34 @@ def nothing(title: str) -> go.Figure:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return plots.styled(figure, title, height=160)
+
+
+def box(figure: go.Figure, x: float, y: float, wide: float, high: float, fill: str, text: str = "", **looks) -> None:
+    """Draw a rectangle from its lower left corner, with a text in its middle. looks: other options of `say`."""
+    line = {"color": "white", "width": 1}
+    figure.add_shape(type="rect", x0=x, x1=x + wide, y0=y, y1=y + high, fillcolor=fill, line=line)
+    if text:
+        say(figure, x + wide / 2, y + high / 2, text, **looks)
+
+
+def say(figure: go.Figure, x: float, y: float, text: str, anchor: str = "center", size: int = 12, **looks) -> go.Figure:
+    """Write a text around a point; anchor "left": to the right of it. looks: other options of plotly's annotation."""
+    font = {"size": size, "color": plots.INK}
+    return figure.add_annotation(x=x, y=y, text=text, showarrow=False, xanchor=anchor, align=anchor, font=font, **looks)
+
+
+def arrow(figure: go.Figure, start: tuple[float, float], end: tuple[float, float], colour: str = plots.INK) -> None:
+    """Draw an arrow between two points (x, y)."""
+    (ax, ay), (x, y) = start, end
+    refs = {"xref": "x", "yref": "y", "axref": "x", "ayref": "y"}
+    figure.add_annotation(
+        x=x, y=y, ax=ax, ay=ay, showarrow=True, arrowhead=2, arrowwidth=1.5, arrowcolor=colour, **refs
+    )
+
+
+def sheet(figure: go.Figure, title: str, wide: float, high: float, height: int) -> go.Figure:
+    """The figure as a drawing: no axes, from (0, 0) to (wide, high), `height` pixels."""
+    figure.update_xaxes(visible=False, range=[0, wide])
+    figure.update_yaxes(visible=False, range=[0, high])
+    figure = plots.styled(figure, title, height=height)
+    return figure.update_layout(template="none", plot_bgcolor="white", margin={"l": 10, "r": 10, "t": 50, "b": 10})

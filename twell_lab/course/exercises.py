@@ -20,6 +20,7 @@ from ..formats.twell import TwELL
 from ..ops import reference
 from .capstone import checks as capstone
 from .choosing import checks as choosing
+from .hopper import checks as hopper
 from .hopper.calls import timeline
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
@@ -326,6 +327,7 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "crossing": _crossing,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
+    **hopper.CHECKS,
     **choosing.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

@@ -1,19 +1,31 @@
-"""The figures of what is recorded show the numbers they were given, and say so where there are none."""
+"""The plots of what is recorded show the numbers they were given, and say so where there are none."""
 
 import pytest
 
-from tests.course.recorded_rows import RATES, WHERE, compared, everything
+from tests.course.recorded_rows import WHERE, compared, everything
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures
 
 
-def test_speedups_are_named_by_where_they_are_from():
-    own = [cell | {"where": "yours, now, on My GPU"} for cell in hopper.cells(compared(8, twell=1.0))]
-    figure = figures.speedups(hopper.cells(everything()), own, 16384)
-    names = [trace.name for trace in figure.data]
-    assert names[0] == f"planned, {WHERE}" and names[-1] == "TwELL, forced, yours, now, on My GPU"
-    assert list(figure.data[0].x) == [8, 29.1, 120] and figure.data[0].y[0] == 2.0
-    assert [trace.line.dash for trace in figure.data[:3]] == ["dot"] * 3
+def test_the_parts_are_drawn_with_their_factors_and_the_readers_times():
+    own = hopper.parts([each | {"where": "yours, now, on My GPU"} for each in compared(28, twell=0.9)])
+    figure = figures.parts(hopper.parts(everything()), own)
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    points = [trace for trace in figure.data if trace.type == "scatter"]
+    assert [trace.name for trace in bars] == ["torch's dense layer", "fused dense layer", "planned"]
+    assert list(bars[0].x) == ["8", "29", "120"] and list(bars[2].y) == [1.0, 1.2, 1.8]
+    assert bars[1].text[0] == "1.05x" and bars[2].text[0] == "1.90x" and not any(bars[0].text)
+    assert [list(trace.x) for trace in points] == [["29"]] * 3 and points[2].y == (0.9,)
+    assert WHERE in figure.layout.title.text and "yours, now, on My GPU" in figure.layout.title.text
+    assert not [trace for trace in figures.parts(hopper.parts(everything())).data if trace.type == "scatter"]
+
+
+def test_times_stand_beside_floor_and_estimate():
+    figure = figures.against_nnz(everything())
+    floor, estimate, *lines = figure.data
+    assert floor.y[0] == floor.y[-1] == hopper.estimate(8)[0] and estimate.y[0] == hopper.estimate(8)[1]
+    assert {line.name: list(line.y) for line in lines}["TwELL"] == [1.0, 1.2, 3.0]
+    assert len({line.marker.symbol for line in lines}) == len(lines) == 4
 
 
 def test_the_map_holds_every_cell():
@@ -22,10 +34,7 @@ def test_the_map_holds_every_cell():
     shown = [text for panel in figure.data for line in panel.text for text in line if text]
     assert sorted(shown) == sorted(f"{cell['x']:.2f}" for cell in cells)
     assert [note.text for note in figure.layout.annotations] == ["1", "4", "16", "64", "16,384", "tokens"]
-    assert (
-        list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"]
-        and len(figure.layout.xaxis.tickvals) == 7
-    )
+    assert list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"]
     assert WHERE in figure.layout.title.text
 
 
@@ -33,27 +42,13 @@ def test_drawn_workloads_that_nearly_meet_share_a_column():
     assert figures._columns([{"nnz": 30.1}, {"nnz": 29.0}, {"nnz": 8.0}]) == [(8.0, 8.0), (29.0, 30.1)]
 
 
-def test_predictions_trained_layers_and_decode():
-    rows = everything()
-    figure = figures.predicted_against_measured(hopper.plan_points(rows))
-    assert {trace.name for trace in figure.data if trace.name} == {"twell, chosen", "hot_cold"}
-    assert sum(len(trace.x) for trace in figure.data if trace.name) == len(hopper.plan_points(rows))
-    figure = figures.trained_layers(hopper.trained(rows))
-    assert [trace.name for trace in figure.data] == ["planned", "TwELL, forced", "hot/cold, forced", "dense, forced"]
-    assert list(figure.data[0].y) == [2.0, 2.0]
-    figure = figures.decode(hopper.decode(rows, RATES), WHERE)
-    assert list(figure.data[0].y) == pytest.approx([20] * 4) and list(figure.data[2].y) == pytest.approx([10] * 4)
+def test_legends_stand_below_the_plot_and_not_over_a_title():
+    for figure in (figures.parts(hopper.parts(everything())), figures.against_nnz(everything())):
+        assert figure.layout.legend.y < 0 and figure.layout.legend.yanchor == "top"
 
 
 @pytest.mark.parametrize(
-    "figure",
-    [
-        lambda: figures.speedups([], [], 16384),
-        lambda: figures.loss_map([]),
-        lambda: figures.predicted_against_measured([]),
-        lambda: figures.trained_layers([]),
-        lambda: figures.decode([], ""),
-    ],
+    "figure", [lambda: figures.parts([]), lambda: figures.against_nnz([]), lambda: figures.loss_map([])]
 )
 def test_a_figure_without_a_record_says_so(figure):
     assert "nothing is recorded" in figure().layout.annotations[0].text

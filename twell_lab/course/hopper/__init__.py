@@ -1,26 +1,5 @@
-"""Notebook 09, measured: recorded layers on Hopper GPUs, the planner's trials, and the reader's own times."""
+"""Notebook 09: the Hopper kernels drawn and computed, recorded layers, and the reader's own times."""
 
-from . import calls, figures
-from .data import (
-    UNIFORM,
-    about,
-    cells,
-    decode,
-    decode_table,
-    estimates,
-    headline,
-    headline_table,
-    losses,
-    overflow_rows,
-    overflow_table,
-    plan_points,
-    plan_sentences,
-    recorded,
-    shapes,
-    shapes_table,
-    summary,
-    trained,
-    trained_sentences,
-    ways,
-    yours,
-)
+from . import calls, drawings, figures
+from .data import by_nnz, cells, crossing_sentence, losses, parts, parts_sentence, recorded, yours
+from .tile import overflow, pack_row

@@ -1,5 +1,5 @@
-"""The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, tiles and turns, the pool, hot and
-cold neurons.
+"""The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, the versions of the gate kernel,
+tiles and turns, the pool.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as
 `course.hopper.recorded` returns them.
@@ -7,17 +7,14 @@ Data in, data out, nothing drawn. Rows are those of the "inference" record (twel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from ... import records
 from ...core import folders
+from ...core.errors import InputError
 from ...core.files import read_json
-from ...formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ...formats.twell import POOL_WORDS, TILE, WORDS
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
 
@@ -62,6 +59,13 @@ def rates(rows: list[dict]) -> Rates:
     )
 
 
+def peaks(name: str = "H100 SXM") -> Rates:
+    """The rates that nothing on this GPU can exceed, by its datasheet: notebook 09's one floor. That of the L2 cache is
+    in no datasheet: it is what reads that the L2 serves have reached."""
+    gpu = datasheet(name)
+    return Rates(1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"], H100.l2_bytes_per_s, gpu["source"])
+
+
 def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
     """The work of a gated layer: operations, bytes from and to memory, bytes through the L2 cache.
 
@@ -101,26 +105,6 @@ def floors(steps: list[dict], reached: Rates) -> list[dict]:
     return found
 
 
-def floors_table(found: list[dict]) -> str:
-    """`floors` as text, with operations a byte."""
-    shown = [
-        {**row, "gop": row["operations"] / 1e9, "mb": row["memory"] / 1e6, "l2_mb": row["l2"] and row["l2"] / 1e6}
-        for row in found
-    ]
-    return records.table(
-        shown,
-        {
-            "step": "",
-            "gop": "10^9 operations",
-            "mb": "MB of memory",
-            "l2_mb": "MB through L2",
-            "intensity": "operations a byte",
-            "limit": "limit",
-            "floor_ms": "ms at that rate",
-        },
-    )
-
-
 def datasheet(name: str = "H100 SXM") -> dict:
     """The vendor's figures for a GPU (data/gpus.json)."""
     gpus = read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
@@ -129,64 +113,46 @@ def datasheet(name: str = "H100 SXM") -> dict:
 
 # ---- versions of the gate GEMM ----
 
-IDEAS = {
-    "gate GEMM (torch)": "the dense gate, nothing packed",
-    "gate GEMM (torch), then pack": "two kernels: the gate is written and read again",
-    "sm80 gate_pack": "mma.sync, what an older GPU has",
-    "sm90 gate_pack v1": "wgmma; each tile packed at its end",
-    "sm90 gate_pack v2": "+ two blocks share the weights they fetch",
-    "sm90 gate_pack v3": "+ packed during the next tile",
+MISSING = "No version of the packing kernel is recorded in this checkout."
+BEFORE = "gate GEMM (torch), then pack"
+STEPS = {  # each version, and what it is compared with
+    "sm90 gate_pack v1": BEFORE,
+    "sm90 gate_pack v2": "sm90 gate_pack v1",
+    "sm90 gate_pack v3": "sm90 gate_pack v2",
 }
 
 
 def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dict]:
-    """The rows of kind "gate" at this nnz and number of tokens, slowest first, each with `idea`."""
-    found = select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL)
-    return [{**row, "idea": IDEAS.get(row["path"], "")} for row in sorted(found, key=lambda row: -row["ms"])]
+    """The rows of kind "gate" at this nnz and number of tokens, slowest first."""
+    return sorted(select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL), key=lambda row: -row["ms"])
 
 
-def gained(found: list[dict]) -> str:
-    """What each version of `versions` gained over the one before, a line each."""
+def gained(found: list[dict], version: int) -> str:
+    """What this version of gate_pack (1 to 3) gained over the one before, in words. found: `versions`."""
+    name = f"sm90 gate_pack v{version}"
+    if name not in STEPS:
+        raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
     ms = {row["path"]: row["ms"] for row in found}
-    steps = [
-        ("gate GEMM (torch), then pack", "sm90 gate_pack v1", "one kernel instead of two"),
-        ("sm90 gate_pack v1", "sm90 gate_pack v2", "two blocks that share their weights"),
-        ("sm90 gate_pack v2", "sm90 gate_pack v3", "packing while the next tile multiplies"),
-    ]
-    lines = [
-        f"{what}: {1e3 * ms[a]:.0f} -> {1e3 * ms[b]:.0f} us, {_change(ms[a], ms[b])}"
-        for a, b, what in steps
-        if a in ms and b in ms
-    ]
-    if "gate GEMM (torch)" in ms and "sm90 gate_pack v3" in ms:
-        lines.append(
-            f"v3 against torch's GEMM, which packs nothing: {_change(ms['gate GEMM (torch)'], ms['sm90 gate_pack v3'])}"
-        )
-    return (
-        "\n".join(lines)
-        or "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
-    )
-
-
-def _change(before: float, after: float) -> str:
+    if not {name, STEPS[name]} <= set(ms):
+        return MISSING
+    before, after = ms[STEPS[name]], ms[name]
     change = 1 - after / before
-    return "no difference" if abs(change) < 0.005 else f"{abs(change):.1%} {'less' if change > 0 else 'more'} time"
+    return f"{1e3 * before:.0f} -> {1e3 * after:.0f} us, {abs(change):.1%} {'less' if change >= 0 else 'more'}"
 
 
-def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> str:
-    """How much longer v2 takes for a tile than v3, which hides the packing, in a sentence."""
-    ms = {row["path"]: row["ms"] for row in found}
-    if not {"sm90 gate_pack v2", "sm90 gate_pack v3"} <= set(ms):
-        return "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
-    turns, _ = waves(tokens, d_ff)
-    each = 1e6 * (ms["sm90 gate_pack v2"] - ms["sm90 gate_pack v3"]) / turns
-    whole = 1e6 * ms["sm90 gate_pack v3"] / turns
-    if each <= 0:
-        return f"v3 was not faster than v2 in this run: {whole:,.0f} ns a tile, v2 {-each:,.0f} ns less."
-    return (
-        f"A tile takes v3 {whole:,.0f} ns; v2 takes {each:,.0f} ns longer, {each / whole:.1%} of it: the packing "
-        "that v3 hides."
-    )
+def of_the_peak(found: list[dict], floor_ms: float) -> str:
+    """How much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their peak."""
+    if not found:
+        return MISSING
+    return f"{found[-1]['path']}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."
+
+
+def header_line(file: str, name: str) -> str:
+    """What the header of kernels/`file` says about one of its versions, without line breaks."""
+    found = re.search(rf"^//   ({name}  .*(?:\n//    .*)*)", (folders.kernels_dir() / file).read_text("utf-8"), re.M)
+    if found is None:
+        raise InputError(f"name is {name!r}; the header of {file} has no such line")
+    return " ".join(found[1].replace("//", "").split()).replace(name, f"{name}:", 1)
 
 
 def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> tuple[int, float]:
@@ -196,76 +162,29 @@ def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int
     return turns, tiles / (turns * pairs)
 
 
-def story(file: str) -> str:
-    """The comment at the top of a file of kernels/ and, in a checkout, its worklog in docs/kernels/."""
-    lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
-    end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
-    told = "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
-    log = folders.kernels_dir().parent / "docs" / "kernels" / f"{Path(file).stem}.md"
-    return f"{told}\n\n{log.read_text(encoding='utf-8')}" if log.is_file() else told
-
-
-def other_tokens(rows: list[dict]) -> str:
-    """Recorded times of trained layers, compared with the planner's trials of the same paths on other tokens."""
-    timed = {
-        (row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
-        for row in rows
-        if "l1" in row and row["path"].startswith("forced ")
-    }
-    ratios = []
-    for row in rows:
-        which = (row.get("l1"), row.get("layer"), row["path"].removeprefix("plan: "))
-        if row["kind"] == "plan" and which in timed:
-            ratios.append((row["ms"] / timed[which], f"{which[2]} in layer {which[1]}, L1 {which[0]:g}"))
-    if not ratios:
-        return "No trained layer is recorded."
-    far = sorted((pair for pair in ratios if not 0.9 <= pair[0] <= 1.1), reverse=True)
-    near = (
-        f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens "
-        "timed here"
-    )
-    return "\n".join(
-        [f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)]
-    )
-
-
 # ---- the roofline ----
 
 
-def points(rows: list[dict], fused: dict[str, dict], nnz: float = 29) -> list[dict]:
-    """Points of a roofline: name, group, operations, bytes (memory), seconds, where.
+def points(rows: list[dict], nnz: float = 29) -> list[dict]:
+    """Points of a roofline: name, group, operations, bytes (memory), seconds, where. The versions of the gate kernel at
+    16,384 tokens, and whole layers with one token.
 
-    rows: of `course.hopper`; fused: `course.first_kernels.recorded(16384)`, for the versions of the fused up and down
-    kernel.
-    """
+    rows: of `course.hopper`."""
     found = []
     for row in versions(rows, nnz):
         tokens, d_model, d_ff = row["tokens"], row["d_model"], row["d_ff"]
         _, gate, _ = work(tokens, d_model, d_ff, nnz)
         dense_gate = VALUE * tokens * d_ff
         words = 4 * tokens * (-(-d_ff // TILE) + nnz)
-        extra = {"gate GEMM (torch)": dense_gate - words, "gate GEMM (torch), then pack": 2 * dense_gate}.get(
-            row["path"], 0
-        )
-        found.append(_point(row, "gate GEMM", gate["operations"], gate["memory"] + extra))
-    _, _, sparse = work(nnz=nnz)
-    found += [
-        _point({**time, "path": name}, "fused up and down", sparse["operations"], sparse["memory"])
-        for name, time in fused.items()
-        if name in ("gated_v1", "gated_v2", "gated_v3")
-    ]
+        extra = {"gate GEMM (torch)": dense_gate - words, BEFORE: 2 * dense_gate}.get(row["path"], 0)
+        found.append(_point(row, "the gate, 16,384 tokens", gate["operations"], gate["memory"] + extra))
     for row in select(rows, nnz=nnz, tokens=1, workload=LOGNORMAL):
         dense, gate, sparse = work(1, row["d_model"], row["d_ff"], row["nnz"])
         parts = {f"dense eager{GRAPH}": [dense], f"forced twell{GRAPH}": [gate, sparse]}.get(row["path"], [])
-        name = row["path"].removesuffix(GRAPH).removeprefix("forced ") + ", 1 token"
-        if parts and all(point["name"] != name for point in found):  # an older run may have it too
-            found.append(
-                _point(
-                    {**row, "path": name},
-                    "whole layer, 1 token",
-                    *(sum(p[key] for p in parts) for key in ("operations", "memory")),
-                )
-            )
+        name = {"dense eager": "torch's dense layer", "forced twell": "TwELL"}.get(row["path"].removesuffix(GRAPH))
+        if parts and all(point["name"] != name for point in found):
+            totals = (sum(part[key] for part in parts) for key in ("operations", "memory"))
+            found.append(_point({**row, "path": name}, "whole layer, 1 token", *totals))
     return found
 
 
@@ -278,32 +197,6 @@ def _point(row: dict, group: str, operations: float, moved: float) -> dict:
         "seconds": row["ms"] / 1e3,
         "where": row["where"],
     }
-
-
-def of_the_roof(found: list[dict], gpu: dict) -> str:
-    """A table of the points, with the share that each reaches of its roof, by the datasheet's peaks."""
-    peak, bandwidth = 1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"]
-    shown = []
-    for p in found:
-        intensity = p["operations"] / p["bytes"]
-        roof = min(peak, bandwidth * intensity)
-        shown.append(
-            {
-                "name": p["name"],
-                "intensity": round(intensity, 1),
-                "rate": p["operations"] / p["seconds"] / 1e12,
-                "roof": "tensor cores" if roof == peak else "memory",
-                "share": f"{p['operations'] / p['seconds'] / roof:.0%}",
-            }
-        )
-    columns = {
-        "name": "",
-        "intensity": "operations a byte",
-        "rate": "TFLOP/s",
-        "roof": "under the roof of",
-        "share": "reached",
-    }
-    return records.table(shown, columns) if shown else "No time is recorded."
 
 
 # ---- overflow: the pool ----
@@ -332,87 +225,3 @@ def pool_table(counts: list[int]) -> list[dict]:
         )
         start += excess
     return rows
-
-
-def pool_text(rows: list[dict]) -> str:
-    """The rows of `pool_table` that overflow, as text."""
-    shown = [{**row, "is": "lost" if row["lost"] else "in the pool"} for row in rows if row["excess"]]
-    columns = {
-        "row": "row",
-        "count": "fires",
-        "words": "in its words",
-        "excess": "beyond",
-        "start": "pool from",
-        "end": "to",
-        "is": "",
-    }
-    return records.table(shown, columns)
-
-
-def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[int]]:
-    """(the gate, float32 [tokens, columns]; the lost rows), read from words and pool one word after the other.
-
-    packed: [tokens, tiles, 32], pool: [groups, tiles, 64], of bfloat16 values, as twell_lab.formats.pool makes them.
-    """
-    tokens, tiles = packed.shape[:2]
-    gate, lost = torch.zeros(tokens, columns), set()
-    for tile in range(tiles):
-        for first in range(0, tokens, POOL_ROWS):
-            group = pool_table(packed[first : first + POOL_ROWS, tile, 0].tolist())
-            for at in group:
-                row = first + at["row"]
-                words = packed[row, tile, 1 : 1 + at["words"]].tolist()
-                if at["lost"]:
-                    lost.add(row)
-                elif at["excess"]:
-                    words += pool[first // POOL_ROWS, tile, at["start"] : at["end"]].tolist()
-                for word in words:
-                    value = torch.tensor(word >> 16, dtype=torch.int16).view(torch.bfloat16)
-                    gate[row, tile * TILE + (word & 0xFFFF)] = value.float()
-    return gate, sorted(lost)
-
-
-# ---- hot and cold ----
-
-
-def break_even(reached: Rates) -> float:
-    """The share of tokens above which a neuron is cheaper dense, at these rates.
-
-    Dense, it costs 4 d_model operations at every token; sparse, 4 d_model bytes at each token where it fires.
-    """
-    return reached.l2 / reached.tensor
-
-
-def split(
-    frequency: Tensor, hots: Iterable[int], reached: Rates, tokens: int = 16384, d_model: int = 2048
-) -> list[dict]:
-    """Predicted ms of a layer that computes its `hot` most frequent neurons densely, for each of `hots`.
-
-    0 hot neurons are TwELL, d_ff are a dense layer. frequency: [d_ff], the share of tokens at which each neuron fires.
-    Rows: hot, gate, dense (up and down of the hot neurons), sparse, start (the sums of the hot part, float32, written
-    and read again), ms (of all four), cold_nnz.
-    """
-    ordered = frequency.double().sort(descending=True).values
-    d_ff, rows = len(ordered), []
-    for hot in hots:
-        cold = float(ordered[hot:].sum())
-        parts = {
-            "gate": 2 * d_ff / reached.tensor,
-            "dense": 4 * hot / reached.tensor,
-            "sparse": 4 * cold / reached.l2,
-            "start": 8 / reached.memory * (0 < hot < d_ff),
-        }
-        parts = {name: 1e3 * tokens * d_model * seconds for name, seconds in parts.items()}
-        rows.append({"hot": hot, **parts, "ms": sum(parts.values()), "cold_nnz": cold})
-    return rows
-
-
-def split_sentence(rows: list[dict]) -> str:
-    """The fastest of the rows of `split`, beside TwELL and dense, in a sentence."""
-    best = min(rows, key=lambda row: row["ms"])
-    d_ff = max(row["hot"] for row in rows)
-    twell, dense = (next(row["ms"] for row in rows if row["hot"] == hot) for hot in (0, d_ff))
-    what = {0: "TwELL, nothing hot", d_ff: "dense, all hot"}.get(
-        best["hot"], f"{best['hot']:,} neurons hot, {best['cold_nnz']:.0f} firing ones left"
-    )
-    return f"{what}: {best['ms']:.2f} ms; TwELL {twell:.2f}, dense {dense:.2f}"

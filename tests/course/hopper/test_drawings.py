@@ -1,0 +1,98 @@
+"""The drawings of notebook 09 say what the kernel's source and the computed layout say."""
+
+import re
+
+import pytest
+import torch
+
+from twell_lab.course.hopper import drawings, tile
+
+ALL = {
+    "chip": drawings.chip,
+    "levels": drawings.levels,
+    "way": drawings.way,
+    "cluster": drawings.cluster,
+    "pipeline": drawings.pipeline,
+    "sums": drawings.sums,
+    "row_of_words": lambda: drawings.row_of_words(some_row()),
+}
+
+
+def some_row() -> torch.Tensor:
+    row = torch.full((256,), -1.0, dtype=torch.bfloat16)
+    row[[3, 63, 64, 200, 255]] = 1.5
+    return row
+
+
+def texts(figure) -> str:
+    return " ".join(each.text or "" for each in figure.layout.annotations)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_drawing_has_a_title_and_fits_a_page(name):
+    figure = ALL[name]()
+    assert figure.layout.title.text and figure.layout.height <= 480
+    assert all(len(line) <= 90 for note in figure.layout.annotations for line in (note.text or "").split("<br>"))
+
+
+@pytest.mark.parametrize("name", ["chip", "levels", "way", "cluster"])
+def test_no_box_leaves_the_sheet_and_no_two_texts_have_one_place(name):
+    figure = ALL[name]()
+    (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
+    for box in figure.layout.shapes:
+        assert left <= min(box.x0, box.x1) and max(box.x0, box.x1) <= right
+        assert low <= min(box.y0, box.y1) and max(box.y0, box.y1) <= high
+    places = [(note.x, note.y) for note in figure.layout.annotations if note.text]
+    assert len(set(places)) == len(places)
+
+
+def test_the_chip_has_its_multiprocessors():
+    figure = drawings.chip()
+    small = [box for box in figure.layout.shapes if box.type == "rect" and box.x1 - box.x0 == pytest.approx(3)]
+    assert len(small) == drawings.MULTIPROCESSORS and "132 multiprocessors" in texts(figure)
+    assert "33 MiB of registers" in figure.layout.title.text and "50 of L2" in figure.layout.title.text
+
+
+def test_the_levels_are_those_of_the_kernel():
+    said, size = texts(drawings.levels()), tile.sizes()
+    assert f"{size.threads} threads" in said and "66 clusters" in said and "… 65" in said
+    assert said.count("consumer") == size.consumers and said.count("block ") >= size.cluster
+
+
+def test_the_way_and_the_cluster_have_the_bytes_of_a_stage():
+    said = texts(drawings.way())
+    assert "4 stages of 48 KiB" in said and "128 KiB of sums" in said and "32 a row, 16 KiB" in said
+    assert {"TMA", "wgmma", "epilogue"} <= set(re.findall(r"<b>(\w+)</b>", said))
+    assert "32 KiB a step, not 48" in drawings.cluster().layout.title.text
+
+
+def test_the_pipeline_draws_every_piece():
+    figure = drawings.pipeline()
+    parts = [part for beside in (False, True) for part in tile.schedule(beside)]
+    assert len(figure.layout.shapes) == len(parts)
+    assert {(box.x0, box.x1) for box in figure.layout.shapes} == {(part["start"], part["end"]) for part in parts}
+
+
+def test_the_sums_drawn_are_those_of_the_layout():
+    _, cells = drawings.sums().data
+    _, lane, register = tile.sums()
+    for row, column in ((0, 0), (8, 9), (15, 15), (3, 6)):
+        assert cells.text[row][column] == f"{lane[row, column]}·d{register[row, column]}"
+
+
+def test_a_row_is_drawn_with_its_words():
+    frame, firing, words = drawings.row_of_words(some_row()).data
+    assert [line.count(1) for line in map(list, frame.z)] == [2, 1, 0, 2]
+    assert [[x for x, one in enumerate(line) if one == q] for q, line in enumerate(firing.z)] == [
+        [3, 63],
+        [0],
+        [],
+        [8, 63],
+    ]
+    assert list(words.text[0][:7]) == ["<b>5</b>", "3", "63", "64", "200", "255", ""]
+    assert list(words.z[0][:7]) == [4, 0, 0, 1, 3, 3, None]
+
+
+def test_a_row_with_more_than_its_words_is_drawn_too():
+    *_, words = drawings.row_of_words(torch.ones(256, dtype=torch.float16)).data
+    assert words.text[0][0] == "<b>256</b>" and set(words.z[0][1:]) == {0}

@@ -1,0 +1,176 @@
+"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: its sizes, who holds which sum, how a row becomes
+words, and when the warpgroups work.
+
+Data in, data out, nothing drawn. Sizes are read from the kernel's source; the layout of the sums is that of the PTX ISA
+(wgmma.mma_async, accumulators of m64nNk16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InputError
+from ...cuda import sources
+from ...formats import pool
+from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
+
+FILE = "sm90_gate_pack.cu"
+ROWS = 64  # of a tile, for each consumer warpgroup: those of one wgmma
+QUAD = 4  # lanes that share a row
+VALUE = 2  # bytes of a 16-bit value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one version of the kernel: a block's tile is `rows` tokens by `columns` neurons, walked in steps of `depth`
+    along d_model. cluster: how many blocks share what they fetch; shared: bytes of shared memory of a block."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    consumers: int
+    threads: int
+    cluster: int
+    stage: int
+    shared: int
+
+
+_NAMES = ("BM", "BN", "BK", "STAGES", "CONSUMERS", "THREADS", "CLUSTER", "STAGE_BYTES", "SHARED_BYTES")
+
+
+def sizes(version: int = 3) -> Sizes:
+    """The sizes in the kernel's source, of version 1 to 3."""
+    if version not in (1, 2, 3):
+        raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
+    return Sizes(*(sources.number(FILE, name, {"VERSION": version, "VALUE_BF16": 1}) for name in _NAMES))
+
+
+def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int) -> int:
+    """How many stages of 16-bit values fit into `shared` bytes of which the epilogue keeps `kept`."""
+    return max(0, shared - kept) // (VALUE * depth * (rows + columns))
+
+
+def l2_bytes(tokens: int, d_model: int, d_ff: int, cluster: int) -> int:
+    """Bytes that all blocks ask the L2 cache for, at whole tiles: each its rows of x, and its part of the weights'."""
+    size = sizes()
+    tiles = tokens // size.rows * (d_ff // size.columns)
+    return VALUE * d_model * tiles * (size.rows + size.columns // cluster)
+
+
+# ---- who holds which sum ----
+
+
+def sums(columns: int = TILE) -> tuple[Tensor, Tensor, Tensor]:
+    """(warp of its warpgroup, lane, register) of each sum of a 64 x `columns` tile: int64 [64, columns] each.
+
+    columns: a multiple of 8, at most 256, as wgmma takes them."""
+    if columns % 8 or not 8 <= columns <= 256:
+        raise InputError(f"columns is {columns}; multiples of 8 from 8 to 256 are accepted")
+    row, column = torch.meshgrid(torch.arange(ROWS), torch.arange(columns), indexing="ij")
+    lane = row % 8 * QUAD + column % 8 // 2
+    register = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
+    return row // 16, lane, register
+
+
+def neuron_at(place: int, columns: int = TILE) -> int:
+    """The neuron of a tile whose weights the kernel puts at row `place` of them, so that each lane of a quad holds
+    neighbouring neurons in order."""
+    return columns // QUAD * (place % 8 // 2) + 2 * (place // 8) + place % 2
+
+
+# ---- how a row becomes words ----
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One row of a tile. held: for each lane of the quad the neurons that fire among its own; before: how many fire in
+    the lanes before it; words: those in use, as TwELL stores them."""
+
+    held: list[list[int]]
+    before: list[int]
+    words: list[int]
+
+
+def pack_row(gate: Tensor) -> PackedRow:
+    """Pack a row of a tile, a 16-bit value for each neuron, in the order of the kernel's steps.
+
+    gate: [256]. Each lane marks who fires among its 64, counts them, learns by shuffles how many there are before it,
+    and writes its own to the words from there on."""
+    if gate.shape != (TILE,) or gate.element_size() != VALUE:
+        raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; 16-bit values [{TILE}] are accepted")
+    quarters = gate.view(QUAD, -1)
+    marks = fires(quarters)  # a bit for each register of a lane
+    counts = marks.sum(1)  # __popc
+    before = (counts.cumsum(0) - counts).tolist()  # two __shfl_up_sync
+    words = [0] * WORDS
+    words[0] = int(counts.sum())
+    held = []
+    for lane in range(QUAD):
+        mine = marks[lane].nonzero()[:, 0] + lane * quarters.shape[1]
+        held.append(mine.tolist())
+        for rank, word in enumerate(join_words(gate[mine], mine).tolist(), 1 + before[lane]):
+            if rank < WORDS:
+                words[rank] = word
+    return PackedRow(held, before, words[: 1 + min(words[0], WORDS - 1)])
+
+
+def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[list[int], float]:
+    """(the rows listed as lost, the error of the others against float64, relative) of the kernels that read words and
+    pool, in the simulator, on 16 drawn rows of one tile.
+
+    counts: how many values each row keeps. Raises StackError without a C++ compiler."""
+    from ...ops import portable
+
+    if len(counts) != POOL_ROWS or not all(0 <= count <= TILE for count in counts):
+        raise InputError(f"counts is {counts}; {POOL_ROWS} of 0 to {TILE} are accepted")
+    gate = -torch.rand(POOL_ROWS, TILE)
+    for row, count in enumerate(counts):
+        gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01
+    gate = gate.to(dtype)
+    x, up, down_t = (torch.randn(rows, d_model).to(dtype) for rows in (POOL_ROWS, TILE, TILE))
+    packed, shared, _ = pool.packed_and_pool(gate)
+    listed, their_x = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
+    y = portable.gated_pooled(x, packed, shared, up, down_t, None, None, None, listed, their_x, None)
+    lost = sorted(listed[1 : 1 + listed[0]].tolist())
+    stored = [row for row in range(POOL_ROWS) if row not in lost]
+    exact = (gate.double().relu() * (x.double() @ up.double().T)) @ down_t.double()
+    return lost, float((y.double() - exact)[stored].norm() / exact[stored].norm())
+
+
+# ---- when the warpgroups work ----
+
+PRODUCER, TENSOR, PACKING = "copy engine", "tensor cores", "consumers' warps"
+
+
+def schedule(beside: bool, tiles: int = 3, steps: int = 8, load: float = 0.7, pack: float = 1.0) -> list[dict]:
+    """Who does what when, in a model of the pipeline: rows with who, what, stage (None: none), tile, start and end.
+
+    A step of a product takes 1, filling its stage `load`, packing a tile `pack`. The copy engine fills a stage as soon
+    as it was read; a step waits for its stage. beside: tiles are packed in pieces, one in each step of the next tile;
+    otherwise the tensor cores wait while a tile is packed."""
+    stages = sizes().stages
+    found: list[dict] = []
+    free, engine, now = [0.0] * stages, 0.0, 0.0
+    for tile in range(tiles):
+        for step in range(steps):
+            stage = (tile * steps + step) % stages
+            engine = max(engine, free[stage])
+            found.append(_piece(PRODUCER, f"{step}", stage, tile, engine, engine + load))
+            engine += load
+            start = max(now, engine)
+            now = free[stage] = start + 1
+            found.append(_piece(TENSOR, f"{step}", stage, tile, start, now))
+            if beside and tile:
+                found.append(_piece(PACKING, "", None, tile - 1, start, start + pack / steps))
+        if not beside or tile == tiles - 1:
+            found.append(_piece(PACKING, "pack", None, tile, now, now + pack))
+            now += pack
+    return found
+
+
+def _piece(who: str, what: str, stage: int | None, tile: int, start: float, end: float) -> dict:
+    return {"who": who, "what": what, "stage": stage, "tile": tile, "start": start, "end": end}
