@@ -266,9 +266,13 @@ def calls_sentence(rows: list[dict]) -> str:
     lines = []
     for where in dict.fromkeys(row["where"] for row in rows):
         mine = sorted((row for row in rows if row["where"] == where and row.get("wall_ms")), key=lambda r: r["tokens"])
-        for row in {id(each): each for each in (mine[0], mine[-1])}.values() if mine else []:
-            many = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
-            lines.append(f"{many}: the GPU works {ms(row['ms'])} of the {ms(row['wall_ms'])} of a call ({where})")
+        ends = [mine[0], mine[-1]] if len(mine) > 1 else mine
+        said = [
+            f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}: {ms(row['ms'])} of a call's {ms(row['wall_ms'])}"
+            for row in ends
+        ]
+        if said:
+            lines.append(f"The GPU works, {where}, with {', with '.join(said)}.")
     return "\n".join(lines) or "No plain calls on a GPU are recorded in this checkout."
 
 
@@ -376,9 +380,9 @@ def verdict(
         rounds: calls of each that are timed.
 
     Returns:
-        A `Verdict`, which prints as five lines: the result is right on random values; the products that ran are not the
-        dense ones; both ran on the same terms; the claimed times waited for the work; the difference is clear, and is
-        what was claimed.
+        A `Verdict`, which prints as five lines. right: the result, on random values. sparse: the products that ran are
+        not the dense ones. same terms: the dtype and device of both. waited: the claimed times are not those of calls
+        that had only been launched. clear: the difference is more than the spread, and is what was claimed.
     """
     if claimed is not None and not (len(claimed) == 2 and min(claimed) > 0):
         raise InputError(f"claimed is {claimed}; the milliseconds of dense and sparse, above zero, are accepted")
@@ -387,28 +391,29 @@ def verdict(
     y, like = sparse(fresh), dense(fresh)
     want = exact(fresh.double())
     error = relative_error(y.to(want.device), want) if y.shape == want.shape else float("inf")
-    right = Line("right on random values", error <= (1e-4 if x.dtype.itemsize > 2 else 0.02), f"off by {error:.1g}")
+    off = f"{error:.0%}" if error >= 0.01 else f"{error:.1g}"
+    right = Line("right", error <= (1e-4 if x.dtype.itemsize > 2 else 0.02), f"off by {off} on random values")
 
     whole, mine = dense_work(lambda: dense(x)), dense_work(lambda: sparse(x))
     share = mine / whole if whole else 0.0
-    skips = Line("skips the zeros", share < 0.95, f"{share:.0%} of the dense products ran")
+    skips = Line("sparse", share < 0.95, f"{share:.0%} of the dense products ran")
 
     ran = sorted({product.terms for product in operations(lambda: dense(x))[1]} | {terms(like)})
     mine_ran = sorted({terms(y)})
     same = ran == mine_ran == [terms(x)] and y.shape == like.shape
-    equal = Line("same terms", same, f"dense {', '.join(ran)}; sparse {', '.join(mine_ran)}")
+    equal = Line("same terms", same, f"{', '.join(ran)}, and {', '.join(mine_ran)}")
 
     samples = in_turns(
         {"dense": lambda: dense(x), "sparse": lambda: sparse(x)}, Queue("cuda" if x.is_cuda else "cpu"), rounds
     )
     here = [median(samples[name]) for name in ("dense", "sparse")]
-    waited = Line("waited for the work", True, f"{ms(here[0])} and {ms(here[1])} here")
+    waited = Line("waited", True, f"{ms(here[0])} and {ms(here[1])} here")
     if claimed is not None:
         waited.holds = all(said >= value / 2 for said, value in zip(claimed, here))
-        waited.found = f"sparse {ms(claimed[1])} claimed, {ms(here[1])} here"
+        waited.found = f"{ms(claimed[1])} claimed, {ms(here[1])} here"
 
     found = here[0] / here[1]
-    clear = Line("a clear difference", apart(samples["dense"], samples["sparse"]), times(found))
+    clear = Line("clear", apart(samples["dense"], samples["sparse"]), times(found))
     if claimed is not None:
         said = claimed[0] / claimed[1]
         clear.holds &= 2 / 3 <= said / found <= 3 / 2
