@@ -243,7 +243,7 @@ def test_three_lines_say_what_the_numbers_say():
     claims = clocks.Claims()
     claims.add("claimed", 100.0, 0.1)
     claims.add("the clock waits", 100.0, 50.0)
-    effects = {"a warm cache": 0.5, "leaving the first call in": 1.5}
+    effects = {"a warm cache": 0.5, "taking the first call": 1.5}
     for dense, sparse, words in (
         ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "Repaired: 3x, so faster than dense."),
         ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "Repaired: 0.5x, so slower than dense."),

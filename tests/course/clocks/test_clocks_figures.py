@@ -45,13 +45,15 @@ def test_calls_are_drawn_where_their_wall_time_is_known():
     assert "no run is recorded" in figures.calls([]).layout.title.text
 
 
-def test_readings_are_of_one_list():
-    read = figures.readings([1.0, 2.0, 6.0], first=9.0, asked=0.1)
+def test_readings_are_of_one_loop():
+    read = figures.readings([(0.5, 9.0), (0.1, 1.0), (0.2, 2.0), (0.3, 6.0)])
     assert read == {
         "median": [1.0, 2.0, 6.0],
         "mean": [3.0],
         "best": [1.0],
         "worst": [6.0],
         "first call": [9.0],
-        "stopped at the return": [0.1],
+        "stopped at the return": [0.2],
     }
+    with pytest.raises(InputError, match="two or more"):
+        figures.readings([(0.5, 9.0)])

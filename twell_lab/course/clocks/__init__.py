@@ -11,7 +11,6 @@ from .data import (
     dense_work,
     in_turns,
     left_behind,
-    one_by_one,
     operations,
     ratio,
     same_call_twice,

@@ -151,11 +151,6 @@ def asked_and_done(call: Call, queue: Queue, rounds: int = 9) -> tuple[float, fl
     return median(list(asked)), median(list(done))
 
 
-def one_by_one(call: Call, queue: Queue, rounds: int) -> list[float]:
-    """Milliseconds of each of so many calls in a row, the first included, each waited for."""
-    return [stop_watch(call, queue)[1] for _ in range(rounds)]
-
-
 def in_turns(calls: dict[str, Call], queue: Queue, rounds: int = 15, cold: bool = True) -> Samples:
     """Milliseconds of each call, the calls in turn, each waited for; one call of each before them is left out.
 

@@ -136,19 +136,18 @@ def calls(rows: list[dict]) -> go.Figure:
     )
 
 
-def readings(samples: list[float], first: float, asked: float) -> dict[str, list[float]]:
-    """One call by six clocks, as `measure.figures.bars` takes it: all from one loop. samples: waited for, after the
-    first call; first: that one; asked: the median time until a call returned."""
+def readings(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
+    """One call by six clocks, all from one loop, as `measure.figures.bars` takes it. pairs: of `stop_watch`, the first
+    call's first; the others are what median, mean, best and worst are of."""
+    if len(pairs) < 2:
+        raise InputError(f"there are {len(pairs)} calls; two or more are accepted")
+    (_, first), *later = pairs
+    samples = [done for _, done in later]
     return {
         "median": samples,
         "mean": [sum(samples) / len(samples)],
         "best": [min(samples)],
         "worst": [max(samples)],
         "first call": [first],
-        "stopped at the return": [asked],
+        "stopped at the return": [median([asked for asked, _ in later])],
     }
-
-
-def shown(samples: list[float]) -> str:
-    """Median and mean of samples, as text."""
-    return f"median {ms(median(samples))}, mean {ms(sum(samples) / len(samples))}"
