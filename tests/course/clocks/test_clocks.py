@@ -16,6 +16,8 @@ from twell_lab.course.measure.data import relative_error
 from twell_lab.formats import CSR
 from twell_lab.sparsities.weights import SparseLinear
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
+
 
 @pytest.fixture(scope="module")
 def case():
