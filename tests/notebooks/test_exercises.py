@@ -9,10 +9,10 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import exercises
+from twell_lab.course import clocks, exercises
+from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
-from twell_lab.course.measure import without_multiplying
-from twell_lab.formats import TwELL
+from twell_lab.formats import COO, TwELL
 from twell_lab.sparsities import microtiles, two_four, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -217,6 +217,23 @@ def route_short(scores, top_k):
     return chosen.argsort(stable=True), chosen.bincount(minlength=scores.shape[1])  # places, not tokens
 
 
+def clocked(call, queue, now, before=True, after=True) -> float:
+    """Milliseconds by a clock that waits before, and after."""
+    if before:
+        queue.synchronize()
+    start = now()
+    queue.launch(call)
+    if after:
+        queue.synchronize()
+    return 1000 * (now() - start)
+
+
+def agrees(product, draw=torch.randn, passes=lambda error: error < 0.01, exact=lambda a, b: a.double() @ b.double()):
+    a, b = draw(20, 30), draw(30, 10)
+    want = exact(a, b)
+    return bool(passes((product(a, b) - want).norm() / want.norm()))
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -226,6 +243,70 @@ WRONG = {
         lambda x, gate, up, down: (gate @ x).relu(),
     ],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
+    "to_coo": [
+        lambda matrix: [each.tolist() for each in matrix.nonzero().T] + [matrix.tolist()],
+        lambda matrix: (
+            [list(each) for each in zip(*(matrix.T.nonzero()[:, [1, 0]].tolist()))] + [matrix.T[matrix.T != 0].tolist()]
+        ),  # column after column
+        lambda matrix: [getattr(COO.from_dense(matrix), name).tolist() for name in ("row", "column", "value")],
+    ],
+    "row_pointers": [
+        lambda rows, count: [rows.index(i) if i in rows else 0 for i in range(count)] + [len(rows)],  # empty rows
+        lambda rows, count: [sum(row < i for row in rows) for i in range(count)],  # without the last
+        lambda rows, count: [rows.count(i) for i in range(count)] + [len(rows)],
+    ],
+    "csr_pays": [
+        lambda rows, columns, value_bytes: value_bytes / (4 + value_bytes),  # without the pointers
+        lambda rows, columns, value_bytes: 0.5,
+    ],
+    "ell_bytes": [
+        lambda counts, value_bytes: sum(counts) * (4 + value_bytes) + 4 * len(counts),  # as CSR
+        lambda counts, value_bytes: len(counts) * max(counts) * (4 + value_bytes),  # without the counts
+    ],
+    "ell_times_dense": [
+        lambda ell, b: ell.to_dense() @ b,
+        lambda ell, b: (ell.value[:, :, None] * b[ell.column.long()]).sum(1),  # trusts unused slots
+        lambda ell, b: torch.zeros(len(ell.count), b.shape[1]),
+    ],
+    "break_even_density": [
+        lambda dense_ms, slower, conversion_ms: 1 / slower,
+        lambda dense_ms, slower, conversion_ms: (1 - conversion_ms / dense_ms) / slower,  # above 1
+        lambda dense_ms, slower, conversion_ms: max(0, 1 - conversion_ms / dense_ms / slower),
+    ],
+    "timed_call": [
+        lambda call, queue, now: clocked(call, queue, now, before=False),
+        lambda call, queue, now: clocked(call, queue, now, after=False),
+        lambda call, queue, now: clocked(call, queue, now) / 1000,  # seconds
+        lambda call, queue, now: call() * 1000,
+    ],
+    "agrees": [
+        lambda product: agrees(product, torch.ones),
+        lambda product: agrees(product, passes=lambda error: not error > 0.01),  # NaN is not above anything
+        lambda product: agrees(product, passes=lambda error: error < 0.1),
+        lambda product: agrees(product, exact=lambda a, b: product(a, b).double()),
+        lambda product: True,
+    ],
+    "ran": [
+        lambda layer, x: [name for name, _ in layer.named_modules() if name],
+        lambda layer, x: ["t", "mm"],
+        lambda layer, x: clocks.operations(lambda: layer(x))[0],  # the library's
+    ],
+    "differences": [
+        lambda one, other: ["dtype"] * (one.dtype != other.dtype),
+        lambda one, other: [name for name in ("device", "shape") if getattr(one, name) != getattr(other, name)],
+        lambda one, other: ["shape"] * (one.numel() != other.numel()),
+    ],
+    "clearly_faster": [
+        lambda new, old: sum(new) < sum(old),
+        lambda new, old: sorted(new)[2] < sorted(old)[2],
+        lambda new, old: max(new) < min(old),
+        lambda new, old: min(new) < min(old),
+    ],
+    "times_in_turns": [
+        lambda calls, rounds, timed: {name: [timed(call) for _ in range(rounds)] for name, call in calls.items()},
+        lambda calls, rounds, timed: {name: [timed(call)] for name, call in calls.items()},
+        lambda calls, rounds, timed: {name: [timed(call)] * rounds for name, call in calls.items()},
+    ],
     "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b],
     "formula_l1": [
         lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),  # the other convention

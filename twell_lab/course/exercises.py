@@ -20,8 +20,10 @@ from ..formats.twell import TwELL
 from ..ops import reference
 from .capstone import checks as capstone
 from .choosing import checks as choosing
+from .clocks import checks as clocks
 from .hopper import checks as hopper
 from .hopper.calls import timeline
+from .measure import zeros_checks
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
 from .roofline.data import pool_table, waves
@@ -329,5 +331,7 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     **capstone.CHECKS,
     **hopper.CHECKS,
     **choosing.CHECKS,
+    **zeros_checks.CHECKS,
+    **clocks.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

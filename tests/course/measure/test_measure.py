@@ -1,8 +1,6 @@
 """The measurements of the first notebooks: right results whatever the clock says, verdicts from made-up numbers."""
 
 import math
-import threading
-import time
 
 import pytest
 import torch
@@ -13,17 +11,7 @@ from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
 from twell_lab.core.errors import InputError
 from twell_lab.course.measure import data as measure
-from twell_lab.formats import CSR
 from twell_lab.ops.reference import GatedFeedForward
-
-
-def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
-    a, b = scattered(9, 20, 6), torch.randn(20, 7)
-    ones = (a != 0).float()
-    assert torch.equal(measure.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
-    wrong = measure.without_multiplying(CSR.from_dense(a), b)
-    assert wrong.shape == (9, 7) and measure.relative_error(wrong, a @ b) > 0.3
-    assert torch.equal(wrong, measure.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
 
 
 def table(**speeds) -> list[dict]:
@@ -154,28 +142,6 @@ def test_pruned_weights_err_and_skipped_neurons_do_not():
     dense, half, most, skipped = rows
     assert dense["bytes"] == 4 * 30 * 200 and skipped["bytes"] == 4 * 30 * 4 and skipped["zeros"] == 0.98
     assert dense["error"] < 1e-5 and skipped["error"] < 1e-5 < half["error"] < most["error"]
-
-
-def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
-    queue, log = measure.Queue("cpu"), []
-    gate = threading.Event()
-    queue.launch(lambda: (gate.wait(5), log.append("done")))
-    assert log == []
-    gate.set()
-    queue.synchronize()
-    assert log == ["done"]
-
-
-def test_the_stop_watch_separates_asking_from_doing():
-    asked, done = measure.stop_watch(lambda: time.sleep(0.05), measure.Queue("cpu"))
-    assert asked < 40 < 50 <= done
-
-
-def test_an_error_in_the_queue_is_not_lost():
-    queue = measure.Queue("cpu")
-    queue.launch(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        queue.synchronize()
 
 
 def test_threshold_sweep_counts_what_it_says():

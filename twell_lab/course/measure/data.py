@@ -6,9 +6,6 @@ Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock`
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -59,16 +56,6 @@ def relative_error(y: Tensor, exact: Tensor) -> float:
     """|y - exact| / |exact|, as norms over everything, in float64."""
     y, exact = y.double(), exact.double()
     return float((y - exact).norm() / exact.norm())
-
-
-def without_multiplying(a: CSR, b: Tensor) -> Tensor:
-    """A wrong product on purpose: the sum of each row's stored values, in every column of a result shaped as a @ b.
-
-    Only the width of b is used, never its values. Such a kernel is easily written by mistake, and it is fast.
-    """
-    rows = torch.repeat_interleave(a.pointer.diff())
-    sums = torch.zeros(a.shape[0], dtype=b.dtype, device=b.device).index_add_(0, rows, a.value)
-    return sums[:, None].expand(-1, b.shape[1]).contiguous()
 
 
 # ---- where sparse begins to win ----
@@ -244,62 +231,6 @@ def weights_or_activations(
         for name, values in samples.items()
     ]
     return rows, samples
-
-
-# ---- timing done wrong, and right ----
-
-
-class Queue:
-    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place.
-
-    `launch(call)` returns at once on both; `synchronize()` waits until all launched calls are done.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._worker = None if device == "cuda" else ThreadPoolExecutor(max_workers=1)
-        self._pending: list[Future] = []
-
-    def launch(self, call: Callable[[], object]) -> None:
-        if self._worker is None:
-            call()
-        else:
-            self._pending.append(self._worker.submit(call))
-
-    def synchronize(self) -> None:
-        if self._worker is None:
-            torch.cuda.synchronize()
-        while self._pending:
-            self._pending.pop().result()
-
-
-def stop_watch(call: Callable[[], object], queue: Queue) -> tuple[float, float]:
-    """Milliseconds until the launch of `call` has returned, and until its work is done."""
-    queue.synchronize()
-    start = time.perf_counter()
-    queue.launch(call)
-    returned = time.perf_counter()
-    queue.synchronize()
-    return 1e3 * (returned - start), 1e3 * (time.perf_counter() - start)
-
-
-def one_by_one(call: Callable[[], object], queue: Queue, times: int) -> list[float]:
-    """Milliseconds of each of `times` calls in a row, the first included, each waited for."""
-    return [stop_watch(call, queue)[1] for _ in range(times)]
-
-
-def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> Samples:
-    """Milliseconds of a call right after another one ("warm"), and after other data has filled the caches ("cold")."""
-    queue = Queue(device)
-    filler = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
-    call()
-    samples: Samples = {"warm": [], "cold": []}
-    for _ in range(rounds):
-        call()
-        samples["warm"].append(stop_watch(call, queue)[1])
-        filler.add_(1)
-        samples["cold"].append(stop_watch(call, queue)[1])
-    return samples
 
 
 # ---- a threshold on a layer that was not trained for one ----

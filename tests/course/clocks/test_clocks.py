@@ -1,0 +1,268 @@
+"""The clocks of the course, on calls whose times are known, and the verdict, on benchmarks whose faults are."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from twell_lab.bench.density import scattered
+from twell_lab.core.errors import InputError
+from twell_lab.course.clocks import data as clocks
+from twell_lab.course.measure.data import relative_error
+from twell_lab.formats import CSR
+from twell_lab.sparsities.weights import SparseLinear
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
+
+
+@pytest.fixture(scope="module")
+def case():
+    torch.manual_seed(0)
+    return clocks.case("cpu", torch.float32, (96, 80, 24))
+
+
+def layers(case):
+    """(dense, exact) of the case."""
+    return (lambda x: linear(x, case.weight)), (lambda x: linear(x, case.weight.double()))
+
+
+def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
+    a, b = scattered(9, 20, 6), torch.randn(20, 7)
+    ones = (a != 0).float()
+    assert torch.equal(clocks.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
+    wrong = clocks.without_multiplying(CSR.from_dense(a), b)
+    assert wrong.shape == (9, 7) and relative_error(wrong, a @ b) > 0.3
+    assert torch.equal(wrong, clocks.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
+
+
+def test_a_case_holds_one_layer_in_all_its_forms(case):
+    assert torch.equal(case.stored.to_dense(), case.weight) and torch.equal(case.b, case.x.T)
+    assert (case.weight != 0).sum() == 96 * 4  # 95% of 80 are zero
+    assert relative_error(case.x @ case.weight.T, case.exact) < 1e-5
+    left = clocks.left_behind(case.weight)(case.x)
+    assert left.dtype == torch.float64 and relative_error(left, case.exact) < 1e-12
+
+
+# ---- the number ----
+
+
+def test_claims_keep_the_steps_and_name_the_largest_repair():
+    claims = clocks.Claims()
+    assert claims.add("claimed", 50.0, 0.01) == "claimed: 50 ms / 10 us = 5,000x"
+    with pytest.raises(InputError, match="1 steps"):
+        claims.largest()
+    claims.add("waits", 50.0, 5.0)
+    claims.add("fair", 20.0, 100.0)
+    assert claims.largest() == ("waits", 500.0)
+    claims.add("waits", 50.0, 0.02)  # the cell again
+    assert list(claims.steps) == ["claimed", "waits", "fair"] and claims.largest()[0] == "fair"
+
+
+@pytest.mark.parametrize("given", [(0.0, 1.0), (1.0, 0.0), (math.nan, 1.0)])
+def test_claims_refuse_what_is_no_time(given):
+    with pytest.raises(InputError, match="above zero"):
+        clocks.Claims().add("claimed", *given)
+
+
+# ---- clocks ----
+
+
+def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
+    queue, log = clocks.Queue("cpu"), []
+    gate = threading.Event()
+    queue.launch(lambda: (gate.wait(5), log.append("done")))
+    assert log == []
+    gate.set()
+    queue.synchronize()
+    assert log == ["done"] and "simulated" in queue.name
+
+
+def test_the_stop_watch_separates_asking_from_doing():
+    queue = clocks.Queue("cpu")
+    for asked, done in (
+        clocks.stop_watch(lambda: time.sleep(0.05), queue),
+        clocks.asked_and_done(lambda: time.sleep(0.05), queue, 2),
+    ):
+        assert asked < 40 < 50 <= done
+
+
+def test_an_error_in_the_queue_is_not_lost():
+    queue = clocks.Queue("cpu")
+    queue.launch(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        queue.synchronize()
+
+
+def test_turns_are_taken():
+    log = []
+    samples = clocks.in_turns(
+        {name: (lambda name=name: log.append(name)) for name in "ab"}, clocks.Queue("cpu"), 3, cold=False
+    )
+    assert "".join(log) == "ab" + "ababab" and {name: len(each) for name, each in samples.items()} == {"a": 3, "b": 3}
+
+
+def test_the_same_call_twice_is_disturbed_from_a_third_on_and_left_in_peace_afterwards(monkeypatch):
+    busy, log = [False], []
+
+    class Recorded:
+        def __enter__(self):
+            busy[0] = True
+
+        def __exit__(self, *_):
+            busy[0] = False
+
+    monkeypatch.setattr(clocks, "disturbed", lambda device: Recorded())
+    found = clocks.same_call_twice(lambda: log.append(busy[0]), "cpu", 9)
+    once = [False] * 6 + [True] * 12
+    assert log == [False, *once, *once]
+    assert {order: [len(each) for each in samples.values()] for order, samples in found.items()} == {
+        "one after the other": [9, 9],
+        "in turns": [9, 9],
+    }
+
+
+def test_the_disturbance_ends_also_where_the_call_fails():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), clocks.disturbed("cpu"):
+        raise ZeroDivisionError
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "clear"),
+    [
+        ([1, 1, 1, 1, 9], [2, 2, 2, 2], True),
+        ([2, 2, 2, 2], [1, 1, 1, 1], True),
+        ([1, 2, 3, 4], [2, 3, 4, 5], False),
+        ([1, 1, 1], [1, 1, 1], False),
+    ],
+)
+def test_apart(one, other, clear):
+    assert clocks.apart([float(each) for each in one], [float(each) for each in other]) == clear
+
+
+# ---- what ran ----
+
+
+def test_a_masked_layer_is_the_dense_one_and_a_sparse_one_is_not(case):
+    dense, _ = layers(case)
+    whole = 24 * 80 * 96
+    names, products = clocks.operations(lambda: linear(case.x, case.weight * (case.weight != 0)))
+    assert names[-1] == "mm" and "mul" in names
+    assert [(each.name, each.work, each.dense, each.terms) for each in products] == [
+        ("mm", whole, True, "float32 on cpu")
+    ]
+    sparse = sparse_layer(case)
+    assert clocks.dense_work(lambda: sparse(case.x)) == 0 < len(clocks.operations(lambda: sparse(case.x))[1])
+    with torch.inference_mode():
+        assert clocks.dense_work(lambda: dense(case.x)) == whole
+
+
+def sparse_layer(case, bias=False):
+    plain = nn.Linear(80, 96, bias=bias).requires_grad_(False)
+    plain.weight.copy_(case.weight)
+    return SparseLinear.from_linear(plain, product="csr")
+
+
+@pytest.mark.parametrize(
+    ("call", "work"),
+    [
+        (lambda: torch.randn(3, 4) @ torch.randn(4), 12),
+        (lambda: torch.addmm(torch.zeros(5), torch.randn(3, 4), torch.randn(4, 5)), 60),
+        (lambda: torch.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 5)), 120),
+        (lambda: torch.randn(4) @ torch.randn(4), 4),
+        (lambda: torch.sparse.mm(torch.randn(3, 4).to_sparse_coo(), torch.randn(4, 5)), 0),
+        (lambda: torch.randn(3, 4) * 2, 0),
+    ],
+)
+def test_work_is_counted_for_every_kind_of_product(call, work):
+    assert clocks.dense_work(call) == work
+
+
+# ---- the verdict ----
+
+
+def failing(verdict) -> list[str]:
+    return [line.asked for line in verdict.lines if not line.holds]
+
+
+def test_a_sound_benchmark_has_nothing_against_it(case):
+    dense, exact = layers(case)
+    found = clocks.verdict(sparse_layer(case), dense, case.x, exact, rounds=3)
+    assert set(failing(found)) <= {"clear"}  # what the clock says here is not ours to say
+    assert len(str(found).splitlines()) == 5 and found.x > 0
+
+
+def test_the_kernel_that_does_not_multiply_is_wrong_and_the_masked_layer_dense(case):
+    dense, exact = layers(case)
+    kernel = clocks.verdict(lambda x: clocks.without_multiplying(case.stored, x.T).T, dense, case.x, exact, rounds=3)
+    assert "right" in failing(kernel) and "sparse" not in failing(kernel)
+    masked = clocks.verdict(lambda x: linear(x, case.weight * (case.weight != 0)), dense, case.x, exact, rounds=3)
+    assert "sparse" in failing(masked) and "right" not in failing(masked)
+
+
+@pytest.mark.parametrize(
+    ("sparse", "named"),
+    [
+        (lambda x: torch.full((24, 96), torch.nan), "right"),
+        (lambda x: torch.zeros(24, 95), "right"),
+        (lambda x: torch.zeros(24, 96), "right"),
+        (lambda x: torch.zeros(24, 96, dtype=torch.float64), "same terms"),
+        (lambda x: torch.zeros(24, 95), "same terms"),
+    ],
+)
+def test_wrong_results_are_named(case, sparse, named):
+    dense, exact = layers(case)
+    assert named in failing(clocks.verdict(sparse, dense, case.x, exact, rounds=2))
+
+
+def test_a_baseline_left_behind_is_named(case):
+    _, exact = layers(case)
+    for behind in (
+        clocks.left_behind(case.weight),
+        lambda x: linear(x.double(), case.weight.double()).float(),  # and hides it
+    ):
+        found = clocks.verdict(sparse_layer(case), behind, case.x, exact, rounds=2)
+        assert "same terms" in failing(found) and "float64 on cpu" in str(found)
+
+
+def test_claims_that_did_not_wait_are_named(case):
+    dense, exact = layers(case)
+    sparse = sparse_layer(case)
+    found = clocks.verdict(sparse, dense, case.x, exact, claimed=(1e3, 1e-6), rounds=2)
+    assert {"waited", "clear"} <= set(failing(found)) and "0.001 us claimed" in str(found)
+    slow = clocks.verdict(sparse, dense, case.x, exact, claimed=(1e3, 1e3), rounds=2)
+    assert "waited" not in failing(slow)
+    with pytest.raises(InputError, match="claimed is"):
+        clocks.verdict(sparse, dense, case.x, exact, claimed=(0.0, 1.0))
+
+
+def test_three_lines_say_what_the_numbers_say():
+    claims = clocks.Claims()
+    claims.add("claimed", 100.0, 0.1)
+    claims.add("the clock waits", 100.0, 50.0)
+    effects = {"a warm cache": 0.5, "taking the first call": 1.5}
+    for dense, sparse, words in (
+        ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "Repaired: 3x, so faster than dense."),
+        ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "Repaired: 0.5x, so slower than dense."),
+        ([3.0, 4.0, 5.0], [3.1, 4.1, 5.1], "so slower than dense, which is no clear difference."),
+    ):
+        x = clocks.ratio({"dense": dense, "sparse": sparse}, "dense", "sparse")
+        first, second, third = clocks.three_lines(
+            claims, clocks.Verdict([], x, {"dense": dense, "sparse": sparse}), effects
+        )
+        assert first.startswith("Claimed: 1,000x") and words in first
+        assert '"the clock waits", by 500x' in second and "a warm cache" in third and "by 2x" in third
+
+
+def test_calls_are_told_at_both_ends_of_each_run():
+    rows = [{"where": "there", "tokens": tokens, "ms": 0.02, "wall_ms": 0.05} for tokens in (1, 16, 4096)]
+    said = clocks.calls_sentence([*rows, {"where": "yours, now", "tokens": 1, "ms": 0.01, "wall_ms": 0.03}])
+    there, yours = said.splitlines()
+    assert "1 token: 20 us of a call's 50 us" in there and "4,096 tokens" in there and "16 tokens" not in there
+    assert "10 us of a call's 30 us" in yours
+    assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])
