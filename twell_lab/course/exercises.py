@@ -20,6 +20,7 @@ from ..formats.twell import TwELL
 from ..ops import reference
 from .capstone import checks as capstone
 from .choosing import checks as choosing
+from .conversion import checks as conversion
 from .hopper.calls import timeline
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
@@ -327,5 +328,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
     **choosing.CHECKS,
+    **conversion.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}
