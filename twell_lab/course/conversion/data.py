@@ -36,6 +36,7 @@ from ..sweep.data import checkpoints, where
 from ..training.data import SMALL
 
 HERE = "here, now"
+SAME = 0.01  # of the logits' size: kernels add in another order, and a value at its threshold may fall on either side
 THEN_CUT = "with L1, then cut"
 CHEAP = 1.0  # percent of the loss that a cut may cost
 # The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as
@@ -86,9 +87,9 @@ def cut(judged: Judged, sparsities: Sequence[float]) -> list[dict]:
             after = losses(judged.model, judged.windows)
         finally:
             found.remove(judged.model)
-        what = "as it is" if _left(judged.calibration, sparsity) == judged.density else f"cut by {sparsity:.0%}"
+        left = _left(judged.calibration, sparsity)
         change = LossChange.of(judged.alone, after, judged.windows.shape[1] - 1)
-        points.append(_point("cut", judged.what, what, _left(judged.calibration, sparsity), change))
+        points.append(_point("cut", judged.what, f"cut {sparsity:.0%}", left, change))
     return points
 
 
@@ -249,48 +250,44 @@ def _newest(name: str) -> records.Record | None:
 # ---- what it comes to ----
 
 
-def table(points: Sequence[dict]) -> str:
-    """Points as lines of text: what fires, what it cost, and for how many steps of training."""
-    rows = [
-        {
-            "model": point["model"],
-            "what": point["what"],
-            "fires": f"{point['density']:.2%}",
-            "loss": f"{point['change']:+.2f}%",
-            "between": "" if point["low"] is None else f"{point['low']:+.2f} and {point['high']:+.2f}",
-        }
-        for point in points
-    ]
-    return records.table(rows, {name: name for name in rows[0]})
+def table(points: Sequence[dict], cuts: Sequence[dict] = ()) -> str:
+    """Points as lines of text: what fires, and the interval of what it costs; beside it that of the cut of the same
+    model to as few, where `cuts` has one."""
+    rows = []
+    for point in points:
+        other = _nearest(point, cuts)
+        rows.append(
+            {
+                "what": point["what"],
+                "fires": f"{point['density']:.2%}",
+                "loss": _span(point),
+                "cut": _span(other) if other else "",
+            }
+        )
+    columns = {"what": "what", "fires": "fires", "loss": "loss, %"} | ({"cut": "cut to as few, %"} if cuts else {})
+    return records.table(rows, columns)
 
 
 def costs(points: Sequence[dict]) -> str:
-    """What each way takes, as lines of text: steps of training, whether it is lossy, and the fewest neurons within
-    CHEAP percent of the loss. A point counts by the upper end of its interval, where it has one."""
+    """What each way takes, as lines of text: steps of training, whether it is lossy, and the fewest neurons that a
+    point within CHEAP percent of the loss has, by the upper end of its interval where it has one."""
     rows = []
-    for way, lossy in (("cut", "yes, by name"), ("convert", "no"), ("train", "no")):
+    for way in ("cut", "convert", "train"):
         mine = [point for point in points if point["way"] == way and point["what"] != THEN_CUT]
-        cheap = [point for point in mine if _most(point) <= CHEAP]
-        best = min(cheap, key=lambda point: point["density"], default=None)
         rows.append(
             {
                 "way": way,
                 "steps": max((point["steps"] for point in mine), default=0),
-                "lossy": lossy,
-                "fires": f"{best['density']:.1%}" if best else "none",
-                "of": f"{best['model']}, {best['what']}" if best else "",
+                "lossy": "lossy" if way == "cut" else "exact",
+                "fires": _fewest(mine),
             }
         )
-    return records.table(
-        rows,
-        {
-            "way": "way",
-            "steps": "steps",
-            "lossy": "another function",
-            "fires": f"fewest within {CHEAP:g}%",
-            "of": "which",
-        },
-    )
+    return records.table(rows, {"way": "way", "steps": "steps", "lossy": "kind", "fires": f"neurons within {CHEAP:g}%"})
+
+
+def _fewest(points: Sequence[dict]) -> str:
+    cheap = [point["density"] for point in points if _most(point) <= CHEAP]
+    return f"{min(cheap):.1%}" if cheap else "none"
 
 
 def _most(point: dict) -> float:
@@ -305,8 +302,8 @@ def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str
     judged.calibration.at(sparsity).apply(model)
     lossy, cut_logits = len(lossy_parts(model)), _logits(model, tokens)
     pairs = {
-        "cut, against the model it was cut from": (cut_logits, before),
-        "cut and swapped, against the cut model": (_logits(sparsify(model, "twell"), tokens), cut_logits),
+        "cut, against the model as it was": (cut_logits, before),
+        "cut and swapped, against the cut one": (_logits(sparsify(model, "twell"), tokens), cut_logits),
         "converted and swapped, against itself": (
             _logits(sparsify(copy.deepcopy(relu), "twell"), tokens),
             _logits(relu, tokens),
@@ -314,8 +311,8 @@ def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str
     }
     for what, (got, wanted) in pairs.items():
         off[what] = float((got - wanted).norm() / wanted.norm())
-    lines = [f"{what}: {'the same' if error < 1e-4 else 'something else'}" for what, error in off.items()]
-    return [f"parts of the cut model that say they are lossy: {lossy}", *lines]
+    lines = [f"{what}: {'same' if error < SAME else 'other'}" for what, error in off.items()]
+    return [f"lossy layers, by name: {lossy}", *lines]
 
 
 @torch.no_grad()
@@ -326,22 +323,22 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 def three_lines(points: Sequence[dict]) -> list[str]:
     """Which way at which density, from points that were measured here: how far a cut is cheap; and, at the density of
     each other way, whether its interval or that of the cut to as few lies lower."""
-    here = [point for point in points if point["where"] == HERE]
+    here = [point for point in points if point["where"] == HERE and point["what"] != THEN_CUT]
     cuts = [point for point in here if point["way"] == "cut"]
-    first = []
-    for model in dict.fromkeys(point["model"] for point in cuts):
-        cheap = [point["density"] for point in cuts if point["model"] == model and point["high"] <= CHEAP]
-        first.append(f"{model} to {min(cheap):.1%}" if cheap else f"{model} nowhere")
-    lines = [f"Cut, without a step: within {CHEAP:g}% of the loss, {'; '.join(first)}."]
+    cheap = [
+        f"{model} to {_fewest([point for point in cuts if point['model'] == model])}"
+        for model in dict.fromkeys(point["model"] for point in cuts)
+    ]
+    lines = [f"Within {CHEAP:g}% of the loss a cut takes {', '.join(cheap)} of the neurons."]
     for way in ("convert", "train"):
-        mine = [point for point in here if point["way"] == way and point["what"] != THEN_CUT]
-        said = [f"{point['density']:.1%} {_beside(point, _nearest(point, cuts))}" for point in mine]
-        steps = max((point["steps"] for point in mine), default=0)
-        lines.append(f"{way.capitalize()}, {steps:,} steps: {'; '.join(said)}." if said else f"{way}: nothing here.")
+        pairs = [(point, _nearest(point, cuts)) for point in here if point["way"] == way]
+        said = [f"at {point['density']:.1%} {_better(point, other)}" for point, other in pairs if other]
+        steps = max((point["steps"] for point, _ in pairs), default=0)
+        lines.append(f"{way.capitalize()} ({steps:,} steps) or cut: {', '.join(said) or 'nothing was measured here'}.")
     return lines
 
 
-def _nearest(point: dict, cuts: list[dict]) -> dict | None:
+def _nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
     """The cut of the same model that leaves about as many neurons."""
     of = [each for each in cuts if each["model"] == point["model"]]
     return min(
@@ -351,14 +348,11 @@ def _nearest(point: dict, cuts: list[dict]) -> dict | None:
     )
 
 
-def _beside(point: dict, other: dict | None) -> str:
-    if other is None:
-        return f"costs {_span(point)}"
-    better = point["high"] < other["low"]
-    worse = point["low"] > other["high"]
-    todo = point["way"] if better else "cut" if worse else "either will do"
-    return f"costs {_span(point)}, a cut {_span(other)}: {todo}"
+def _better(point: dict, other: dict) -> str:
+    if point["high"] < other["low"]:
+        return point["way"]
+    return "cut" if point["low"] > other["high"] else "either"
 
 
 def _span(point: dict) -> str:
-    return f"{point['low']:+.1f} to {point['high']:+.1f}%"
+    return f"{point['low']:+.1f}..{point['high']:+.1f}"

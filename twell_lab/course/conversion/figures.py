@@ -17,7 +17,8 @@ TOP = 12.0  # percent: points above are said in the title, not drawn
 
 def cut(points: list[dict]) -> go.Figure:
     """Loss over the share of neurons that thresholds leave, a line for each model."""
-    return picture(points, "What a cut costs on held-out text (95% intervals)")
+    figure = picture(points, "What a cut costs on held-out text (95% intervals)")
+    return figure.update_layout(height=380, margin_b=60, showlegend=False)
 
 
 def training_on(histories: dict[str, list[dict]]) -> go.Figure:
@@ -50,12 +51,7 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
         figure.add_scatter(
             x=[100 * point["density"] for point in mine],
             y=[point["change"] for point in mine],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [_reach(point, "high") for point in mine],
-                "arrayminus": [_reach(point, "low") for point in mine],
-            },
+            error_y=_bars(mine) if here else None,
             name=f"{way}: {model}" + ("" if here else ", recorded"),
             mode="lines+markers",
             line={"color": COLOURS[way], "dash": _DASHES[models.index(model) % len(_DASHES)], "width": 1.5},
@@ -64,17 +60,24 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
             hovertemplate="%{customdata[0]}: %{x:.2f}% fire, %{y:+.2f}% loss, %{customdata[1]}<extra></extra>",
         )
     figure.add_hline(y=0, line={"color": plots.GREY, "width": 1})
-    figure.update_xaxes(title_text="neurons that fire for a token, % (log scale)", type="log", tickformat="~g", dtick=1)
+    figure.update_xaxes(
+        title_text="neurons that fire for a token, % (log scale)", type="log", tickformat="~g", dtick="D2"
+    )
     figure.update_yaxes(title_text="change of the loss, %", range=[-1.5, TOP])
     sources = [point["where"] for point in points if point["where"] != HERE]
     said = ["filled: measured here"] + [f"open: {where}" for where in dict.fromkeys(sources)]
-    said += [f"{above} points above {TOP:g}% not drawn"] * (above > 0)
+    said += [f"not drawn: {above} above {TOP:g}%"] * (above > 0)
     figure = plots.styled(figure, f"{title}<br><sup>{'; '.join(said)}</sup>", height=480)
     return figure.update_layout(
         margin_t=90, margin_b=120, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
     )
 
 
-def _reach(point: dict, end: str) -> float:
-    """How far the interval reaches from the middle; 0 where there is none."""
-    return 0.0 if point[end] is None else abs(point[end] - point["change"])
+def _bars(points: list[dict]) -> dict:
+    """Error bars over the intervals of these points."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [point["high"] - point["change"] for point in points],
+        "arrayminus": [point["change"] - point["low"] for point in points],
+    }
