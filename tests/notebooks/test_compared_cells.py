@@ -14,7 +14,7 @@ COMPARED = {
     "00-start-here.ipynb": 7,
     "01-why-gpus-ignore-zeros.ipynb": 8,
     "04-train-with-l1.ipynb": 12,
-    "05-cut-convert-or-train.ipynb": 9,
+    "05-cut-convert-or-train.ipynb": 8,
     "07-pack-it.ipynb": 12,
     "08-first-kernels.ipynb": 14,
     "09-hopper-kernels.ipynb": 11,
