@@ -266,6 +266,27 @@ WRONG = {
         lambda counts, share: share,
         lambda counts, share: (int((counts.cumsum(0) >= share * counts.sum()).int().argmax()) + 1) / len(counts),
     ],
+    "gate_push": [
+        lambda gate, up, c: c * up.abs(),  # silent gates, too
+        lambda gate, up, c: c * up * (gate > 0),  # the sign of up
+        lambda gate, up, c: c * (gate > 0).float(),  # as if all were pushed alike
+    ],
+    "seed_verdict": [
+        lambda base, again, run: "better" if run < base else "worse",
+        lambda base, again, run: (
+            "no difference" if min(base, again) <= run <= max(base, again) else "worse" if run > base else "better"
+        ),  # one direction alone
+    ],
+    "silent_for": [
+        lambda fired: fired.sum(0),
+        lambda fired: fired.int().argmax(0),  # the first firing
+        lambda fired: fired.flip(0).int().argmax(0),  # 0 where it never fired
+    ],
+    "sparsest_within": [
+        lambda runs, twin, more: min(nnz for nnz, loss in runs),
+        lambda runs, twin, more: min(runs, key=lambda run: run[1])[0],  # the best, not the sparsest
+        lambda runs, twin, more: min((nnz for nnz, loss in runs if loss <= twin + more), default=None),
+    ],
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
