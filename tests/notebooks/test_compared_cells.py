@@ -15,6 +15,7 @@ COMPARED = {
     "01-why-gpus-ignore-zeros.ipynb": 12,
     "02-clocks.ipynb": 9,
     "04-train-with-l1.ipynb": 12,
+    "05-cut-convert-or-train.ipynb": 8,
     "07-pack-it.ipynb": 12,
     "08-first-kernels.ipynb": 14,
     "09-hopper-kernels.ipynb": 9,

@@ -201,6 +201,38 @@ def each_row_by_itself(layer, x, real):
     return torch.stack([padded_and_masked(layer, row, mask) for row, mask in zip(x, real)])
 
 
+def cut_densely(x, gate, up, down, threshold, hide=True):
+    activation = torch.nn.functional.silu(gate @ x)
+    kept = activation.abs() >= threshold
+    up, down = (up.nan_to_num(), down.nan_to_num()) if hide else (up, down)
+    return down @ (activation * kept * (up @ x))
+
+
+def cut_where(keeps):
+    def cut_token(x, gate, up, down, threshold):
+        activation = torch.nn.functional.silu(gate @ x)
+        kept = keeps(activation, gate @ x, threshold).nonzero()[:, 0]
+        return down[:, kept] @ (activation[kept] * (up[kept] @ x))
+
+    return cut_token
+
+
+def unpaired_interval(before, after):
+    reach = 1.96 * ((before.var() + after.var()) / len(before)).sqrt().item()
+    change = (after.mean() - before.mean()).item()
+    return change - reach, change, change + reach
+
+
+def wide_interval(before, after):
+    difference = after - before
+    change, reach = difference.mean().item(), 1.96 * difference.std().item()
+    return change - reach, change, change + reach
+
+
+def beaten_in_both(points):
+    return sorted(a for a in points if not any(b[0] < a[0] and b[1] < a[1] for b in points))
+
+
 def route_by_a_loop(scores, top_k):
     chosen = scores.topk(top_k).indices
     rows = [(chosen == expert).any(1).nonzero()[:, 0] for expert in range(scores.shape[1])]
@@ -316,6 +348,27 @@ WRONG = {
         lambda counts, share: share,
         lambda counts, share: (int((counts.cumsum(0) >= share * counts.sum()).int().argmax()) + 1) / len(counts),
     ],
+    "gate_push": [
+        lambda gate, up, c: c * up.abs(),  # silent gates, too
+        lambda gate, up, c: c * up * (gate > 0),  # the sign of up
+        lambda gate, up, c: c * (gate > 0).float(),  # as if all were pushed alike
+    ],
+    "seed_verdict": [
+        lambda base, again, run: "better" if run < base else "worse",
+        lambda base, again, run: (
+            "no difference" if min(base, again) <= run <= max(base, again) else "worse" if run > base else "better"
+        ),  # one direction alone
+    ],
+    "silent_for": [
+        lambda fired: fired.sum(0),
+        lambda fired: fired.int().argmax(0),  # the first firing
+        lambda fired: fired.flip(0).int().argmax(0),  # 0 where it never fired
+    ],
+    "sparsest_within": [
+        lambda runs, twin, more: min(nnz for nnz, loss in runs),
+        lambda runs, twin, more: min(runs, key=lambda run: run[1])[0],  # the best, not the sparsest
+        lambda runs, twin, more: min((nnz for nnz, loss in runs if loss <= twin + more), default=None),
+    ],
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
@@ -429,6 +482,30 @@ WRONG = {
             3 * chosen * d_model * size,  # as if guessing were free
         ),
     ],
+    "threshold_for": [
+        lambda values, sparsity: float(values.sort().values[round(sparsity * len(values))]),  # signs count
+        lambda values, sparsity: sparsity * float(values.abs().max()),
+        lambda values, sparsity: float(values[values != 0].abs().quantile(sparsity)),  # zeros do not count
+        lambda values, sparsity: float(values.abs().max()) + 1,  # everything
+    ],
+    "cut_token": [
+        cut_densely,
+        lambda x, gate, up, down, threshold: cut_densely(x, gate, up, down, threshold, hide=False),
+        cut_where(lambda activation, gate, threshold: activation >= threshold),  # drops the negative ones
+        cut_where(lambda activation, gate, threshold: gate.abs() >= threshold),  # not what the SiLU gives
+    ],
+    "paired_interval": [unpaired_interval, wide_interval, lambda before, after: float((after - before).mean())],
+    "l1_at": [
+        lambda step, l1, delay, ramp: l1 * min(1.0, step / max(delay + ramp, 1)),
+        lambda step, l1, delay, ramp: l1 if step > delay else 0.0,
+        lambda step, l1, delay, ramp: l1 * min(1.0, (step - delay) / max(ramp, 1)),  # below zero at first
+    ],
+    "won_back": [
+        lambda before, at_once, after, twin: (at_once - after) / (at_once - before),  # as if the twin stood still
+        lambda before, at_once, after, twin: (after - twin) / (at_once - before),
+        lambda before, at_once, after, twin: 1 - (after - twin) / (at_once - twin),
+    ],
+    "front": [sorted, beaten_in_both, lambda points: [min(points)], lambda points: [min(points, key=lambda p: p[1])]],
     "keep_largest": [
         lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)],  # all ties
         lambda sizes, count: sizes > sizes.flatten().sort(descending=True).values[min(count, sizes.numel() - 1)],

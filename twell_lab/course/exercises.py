@@ -21,6 +21,7 @@ from ..ops import reference
 from .capstone import checks as capstone
 from .choosing import checks as choosing
 from .clocks import checks as clocks
+from .conversion import checks as conversion
 from .hopper import checks as hopper
 from .hopper.calls import timeline
 from .measure import zeros_checks
@@ -29,7 +30,7 @@ from .puzzles.data import judge
 from .roofline.data import pool_table, waves
 from .sparsity_map import checks as sparsity_map
 from .speedups.data import amdahl, crossing, layer_needed, share_from
-from .training.data import firing_share
+from .training import checks as training
 from .verdicts import NotYet, close, near, same, same_list, skipping, written
 
 RIGHT = "Right"
@@ -94,32 +95,6 @@ def _csr_times_dense(answer) -> str:
         asked, csr = f"csr_times_dense at {share:.0%} density", CSR.from_dense(a)
         close(skipping(answer, (csr, b), 2 * csr.nnz * 9, asked), exact, asked)
     return "it agrees with float64 on random matrices, empty rows included."
-
-
-def _formula_l1(answer) -> str:
-    for layers, shape, l1 in ((1, (4, 8), 0.5), (3, (2, 5, 24), 1e-3)):
-        hidden = [torch.randn(shape) for _ in range(layers)]
-        exact = l1 * torch.stack(hidden).double().abs().mean()
-        close(answer(hidden, l1), exact, f"formula_l1 for {layers} layer(s) of {list(shape)} and l1 {l1:g}")
-    return "averaged over layers, tokens and neurons."
-
-
-def _firing_share(answer) -> str:
-    cases = [
-        (torch.tensor(counts), share)
-        for counts, share in (
-            ([1, 1, 1, 1], 0.5),
-            ([8, 0, 1, 1], 0.8),
-            ([0, 0, 7, 90, 3], 0.95),
-            ([5, 4, 3, 2, 1, 0, 0, 0], 1.0),
-        )
-    ]
-    cases += [(torch.randint(0, 50, (60,)) ** 2, 0.8) for _ in range(3)]
-    for counts, share in cases:
-        asked = f"firing_share({counts.tolist()}, {share})"
-        got = answer(counts, share)
-        close(torch.as_tensor(written(got)).double(), torch.tensor(firing_share(counts, share)).double(), asked)
-    return "the busiest first, added up, until the share is reached."
 
 
 _PACKS = ("from_gate", "from_dense")
@@ -312,8 +287,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "one_token": _one_token,
     "csr_bytes": _csr_bytes,
     "csr_times_dense": _csr_times_dense,
-    "formula_l1": _formula_l1,
-    "firing_share": _firing_share,
     "pack_tile": _pack_tile,
     "fewest_words": _fewest_words,
     "sectors": _sectors,
@@ -327,11 +300,13 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "layer_needed": _layer_needed,
     "share_from": _share_from,
     "crossing": _crossing,
+    **training.CHECKS,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
     **hopper.CHECKS,
     **choosing.CHECKS,
     **zeros_checks.CHECKS,
     **clocks.CHECKS,
+    **conversion.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

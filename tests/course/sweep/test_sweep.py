@@ -79,19 +79,6 @@ def test_where_it_was_recorded():
     assert course.where(record(machine={"cpu": "a CPU"})) == "recorded on a CPU, 2026-11-21"
 
 
-def test_the_table_goes_from_no_l1_up():
-    lines = course.table(ROWS).splitlines()
-    assert [line[:25].strip() for line in lines[1:]] == [
-        "no L1, lr 1 (the twin)",
-        "no L1, seed 1",
-        "no L1, lr 2",
-        "L1 1",
-        "L1 1, dead rows renewed",
-        "L1 2",
-    ]
-    assert "+1.0%" in lines[4] and "98.00%" in lines[4] and "20%" in lines[4]
-
-
 def test_the_verdict_is_computed():
     said = " ".join(course.verdict(ROWS))
     assert "Best sparse point, L1 1: 2.0 fire (98.0% zeros), 2.0200 bits per byte, +1.00% against the twin." in said
@@ -105,13 +92,16 @@ def test_the_verdict_is_computed():
     assert "Most zeros within 2%, L1 2: 0.5 fire (99.5% zeros), +1.50%." in course.verdict(more)
 
 
-def test_what_has_not_settled_is_said():
-    moving = copy.deepcopy(ROWS)
-    for row in moving:
-        row["history"] |= {"step": list(range(1, 25)), "nnz": [2.0] * 24}
-    assert course.settled_sentence(moving).endswith("5% or less in 3 of 3 runs.")
-    moving[2]["history"]["nnz"] = [2.0] * 21 + [1.0] * 3
-    assert course.settled_sentence(moving).endswith("5% or less in 2 of 3 runs; by more in L1 2 (-50% of 0.5).")
+def test_the_three_lines_are_computed():
+    seed, within, renewed = course.three_lines(ROWS)
+    assert seed.startswith("Within what another seed does (0.5%): ") and within.startswith(
+        "Within 2% of the twin's loss"
+    )
+    assert renewed == "Renewed, 95% of the dead neurons or more fire again; the loss moves by at most 0.5%."
+    assert len(course.three_lines(ROWS, more=-1.0)) == 2
+    assert len(course.three_lines([row for row in ROWS if "renewed" not in row["label"]])) == 2
+    alone = [row for row in ROWS if "renewed" not in row["label"] and "seed" not in row["label"]]
+    assert len(course.three_lines(alone)) == 1
 
 
 def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
@@ -119,23 +109,11 @@ def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
     assert "Best sparse point, L1 1: " in " ".join(course.verdict(rows))
 
 
-def test_size_tokens_and_quality_are_said():
-    said = " ".join(course.quality(record()))
-    assert "0.0 million parameters" in said and "50% of the training part of novels" in said and "xz 2.20" in said
-
-
 def test_renewed_runs_stand_beside_theirs():
     assert [(a["label"], b["label"]) for a, b in course.renewed(ROWS)] == [("L1 1", "L1 1, dead rows renewed")]
-    (said,) = course.renewed_sentences(ROWS)
-    assert "20.0% of the neurons dead without, 1.0% with" in said and "+1.00% and +1.50%" in said
 
 
-def test_first_tokens_and_bytes():
-    assert course.first_token(ROWS[0]) == [2.0, 0.5]
-    assert (
-        "wakes 7.0 neurons a layer, one in the last half 6.5; it stands out most in layer 0, where it wakes 2.0 times "
-        "as many." in course.position_sentence(ROWS[0])
-    )
+def test_the_bytes_with_the_fewest_and_the_most():
     assert course.extremes(ROWS[0], each=1) == [("line feed", 1.0), ("space", 9.0)]
     assert [name for name, _ in course.extremes(ROWS[0])] == ["line feed", "'a'", "byte 200", "space"]
 

@@ -52,14 +52,6 @@ def test_over_time_has_the_validations_and_every_logged_step(rows):
     assert len({trace.line.color for trace in figure.data}) == len(runs)
 
 
-def test_layers_over_time(rows):
-    row = sweep.pressed(rows)[2]
-    figure = figures.layer_over_time(rows, 2, "")
-    assert [list(trace.y) for trace in figure.data] == [
-        [value or None for value in layer] for layer in zip(*row["history"]["nnz_layers"])
-    ]
-
-
 def test_where_it_fires_is_by_position_from_one_and_by_byte(rows):
     row = sweep.pressed(rows)[3]
     figure = figures.where_it_fires(rows, 3, "")
@@ -77,7 +69,7 @@ def test_dead_neurons_with_and_without(rows):
         figures.dead_by_layer(sweep.pressed(rows), "")
 
 
-@pytest.mark.parametrize("draw", [figures.picked, figures.layer_over_time, figures.where_it_fires])
+@pytest.mark.parametrize("draw", [figures.picked, figures.where_it_fires])
 @pytest.mark.parametrize("index", [-1, 99])
 def test_a_run_that_is_not_there_is_refused(rows, draw, index):
     with pytest.raises(InputError, match="there are runs 0 to"):

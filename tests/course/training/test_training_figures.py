@@ -20,17 +20,6 @@ def run(share: float, bits: float, layers: int = 2) -> dict:
 RUNS = {"no L1": run(0.5, 3.0), "seed": run(0.5, 3.1), "L1": run(0.02, 2.9)}
 
 
-def test_nnz_by_layer_is_in_neurons_on_a_log_axis():
-    figure = figures.nnz_by_layer(RUNS)
-    assert [list(trace.y) for trace in figure.data] == [[50, 50], [50, 50], [2, 2]]
-    assert figure.layout.yaxis.type == "log"
-
-
-def test_a_silent_layer_makes_the_axis_linear():
-    figure = figures.nnz_by_layer({"L1": run(0.0, 3.0)})
-    assert figure.layout.yaxis.type is None and list(figure.data[0].y) == [0, 0]
-
-
 def test_the_band_is_as_wide_as_what_the_seed_does():
     figure = figures.density_against_loss(RUNS, again="seed")
     assert list(figure.data[0].x) == [50, 50, 2] and list(figure.data[0].y) == [3.0, 3.1, 2.9]
@@ -45,11 +34,6 @@ def test_a_run_in_which_nothing_fires_still_has_a_point():
     assert min(figure.data[0].x) > 0
 
 
-def test_positions_are_cut_where_asked():
-    figure = figures.nnz_by_position({"layer 0": [9.0, 3.0, 2.0], "layer 1": [1.0, 1.0, 1.0]}, first=2)
-    assert [list(trace.y) for trace in figure.data] == [[9, 3], [1, 1]]
-
-
 def test_the_picked_run_stands_out():
     figure = figures.picked_run(RUNS, index=2)
     assert figure.layout.title.text == "L1: 2.0 of 100 neurons fire, 2.900 bits per byte"
@@ -60,6 +44,6 @@ def test_the_picked_run_stands_out():
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(InputError, match="0 to 2"):
         figures.picked_run(RUNS, index=3)
-    for draw in (figures.nnz_by_layer, figures.density_against_loss, figures.nnz_by_position, figures.picked_run):
+    for draw in (figures.density_against_loss, figures.picked_run):
         with pytest.raises(InputError, match="nothing to draw"):
             draw({})

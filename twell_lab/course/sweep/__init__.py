@@ -5,12 +5,8 @@ from .data import (
     awake,
     checkpoint,
     checkpoints,
-    position_sentence,
-    quality,
     recorded,
-    renewed_sentences,
-    settled_sentence,
-    table,
+    three_lines,
     verdict,
     where,
 )

@@ -12,7 +12,7 @@ from ...core.errors import InputError, RecordError, StackError
 from ...formats.twell import fires
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import LanguageModel
-from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
+from ...training.sweep import best_sparse, cost, pressed, seed_spread, twin
 from ..recorded import device_and_day
 
 # What a sparse point must have: this share of zeros, and a loss at most this far above its twin's.
@@ -32,22 +32,6 @@ def where(record: records.Record) -> str:
     gpus = record.machine.get("gpus")
     device = gpus[0]["name"] if gpus else record.machine.get("cpu") or "an unnamed machine"
     return f"recorded on {device_and_day(device, record.date)}"
-
-
-def table(rows: list[dict]) -> str:
-    """One line a run: its loss beside that of its seed's twin, firing and dead neurons, and the last change of nnz."""
-    neurons = rows[0]["config"]["d_ff"] * rows[0]["config"]["layers"]
-    lines = [
-        f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}"
-        f"{'zeros':>9}{'dead':>7}{'nnz, last quarter':>19}"
-    ]
-    for row in _ordered(rows):
-        dead = sum(layer["dead"] for layer in row["layers"]) / neurons
-        lines.append(
-            f"{name(row, rows):<28}{row['validation_bits_per_byte']:>14.3f}{cost(row, rows):>+11.1%}"
-            f"{row['mean_nnz']:>10.1f}{row['zeros']:>9.2%}{dead:>7.0%}{settled(row):>+19.1%}"
-        )
-    return "\n".join(lines)
 
 
 def name(row: dict, rows: list[dict]) -> str:
@@ -104,33 +88,25 @@ def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[
     return lines
 
 
-def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
-    """In how many runs nnz had settled by the end, and in which it had not."""
-    runs = pressed(rows)
-    moving = [
-        f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within
-    ]
-    return (
-        f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of "
-        f"{len(runs)} runs{'; by more in ' + ', '.join(moving) if moving else ''}."
-    )
-
-
-def quality(record: records.Record) -> list[str]:
-    """Size, training text and quality of the models of a sweep, a line each."""
-    base, notes = twin(record.rows), record.notes
-    config, text = base["config"], notes["text"]
-    lines = [
-        f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model "
-        f"{config['d_model']}, d_ff {config['d_ff']}.",
-        f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the "
-        f"training part of {text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
-    ]
-    if "compressors" in notes:
-        others = ", ".join(f"{name} {bits:.2f}" for name, bits in notes["compressors"].items())
+def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
+    """What the sweep comes to: the sparsest run whose loss another seed might explain, the sparsest within `more`, and
+    what renewing dead rows changed. Lines that these rows do not carry are left out."""
+    base, spread, lines = twin(rows), seed_spread(rows), []
+    for limit, said in ((spread, "Within what another seed does"), (more, f"Within {more:.0%} of the twin's loss")):
+        found = [row for row in pressed(rows) if limit is not None and cost(row, rows) <= limit]
+        if found:
+            best = min(found, key=lambda row: row["mean_nnz"])
+            fewer = base["mean_nnz"] / best["mean_nnz"]
+            lines.append(
+                f"{said} ({limit:.1%}): {best['mean_nnz']:.0f} of {best['config']['d_ff']} fire, "
+                f"{fewer:.1f} times fewer than without L1."
+            )
+    if pairs := renewed(rows):
+        dead = [[sum(layer["dead"] for layer in row["layers"]) for row in pair] for pair in pairs]
+        moved = max(abs(cost(after, rows) - cost(before, rows)) for before, after in pairs)
         lines.append(
-            f"Quality: {base['validation_bits_per_byte']:.2f} bits per byte on novels it has not seen; "
-            f"compressors on the same text: {others}."
+            f"Renewed, {1 - max(after / before for before, after in dead):.0%} of the dead neurons or more fire again; "
+            f"the loss moves by at most {moved:.1%}."
         )
     return lines
 
@@ -139,37 +115,6 @@ def renewed(rows: list[dict]) -> list[tuple[dict, dict]]:
     """Pairs (without, with) of runs that differ in re-initialisation alone, by L1."""
     without = {row["config"]["l1"]: row for row in pressed(rows)}
     return [(without[row["config"]["l1"]], row) for row in _ordered(rows) if row["config"].get("reinit")]
-
-
-def renewed_sentences(rows: list[dict]) -> list[str]:
-    """What re-initialising dead gate rows changed, one sentence a pair."""
-    lines = []
-    for before, after in renewed(rows):
-        neurons = before["config"]["d_ff"] * before["config"]["layers"]
-        dead = [sum(layer["dead"] for layer in row["layers"]) / neurons for row in (before, after)]
-        lines.append(
-            f"{before['label']}: {dead[0]:.1%} of the neurons dead without, {dead[1]:.1%} with; nnz "
-            f"{before['mean_nnz']:.1f} and "
-            f"{after['mean_nnz']:.1f}; loss {cost(before, rows):+.2%} and {cost(after, rows):+.2%} against the twin."
-        )
-    return lines
-
-
-def first_token(row: dict) -> list[float]:
-    """For each layer: nnz of a window's first token over the mean nnz of the window's last half."""
-    return [nnz[0] / nnz[-1] if nnz[-1] else float("inf") for nnz in row["positions"]["nnz"]]
-
-
-def position_sentence(row: dict) -> str:
-    """How many neurons fire for the first token of a window and for one in its last half, in a sentence."""
-    nnz = row["positions"]["nnz"]
-    first, later = (sum(layer[place] for layer in nnz) / len(nnz) for place in (0, -1))
-    ratios = first_token(row)
-    most = max(range(len(ratios)), key=lambda layer: ratios[layer])
-    return (
-        f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half "
-        f"{later:.1f}; it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
-    )
 
 
 def byte_name(value: int) -> str:

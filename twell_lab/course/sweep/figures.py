@@ -225,42 +225,6 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     ).update_layout(legend=BESIDE | {"tracegroupgap": 0})
 
 
-def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
-    """Firing neurons of one run during training, a line for each layer."""
-    figure = go.Figure()
-    layers = len(pressed(rows)[0]["layers"])
-    for layer in range(layers):
-        figure.add_scatter(
-            x=[],
-            y=[],
-            mode="lines",
-            name=f"layer {layer}",
-            line={"color": _shade(layer / max(layers - 1, 1))},
-            hovertemplate="step %{x}: %{y:.3g} neurons",
-        )
-    most = max(value for row in pressed(rows) for each in row["history"]["nnz_layers"] for value in each)
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(
-        title_text="neurons firing for a token (log scale)",
-        type="log",
-        tickformat="~g",
-        dtick=1,
-        range=[-1.5, math.log10(1.3 * most)],
-    )
-    figure = plots.styled(figure, "", height=420).update_layout(legend=BESIDE)
-    pick_layers(figure, rows, index, where)
-    return figure
-
-
-def pick_layers(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
-    """Pick another run in a figure that `layer_over_time` made."""
-    row = row_at(pressed(rows), index)
-    for layer, trace in enumerate(figure.data):
-        trace.x = row["history"]["step"]
-        trace.y = [each[layer] or None for each in row["history"]["nnz_layers"]]  # 0 has no place on a log axis
-    figure.layout.title.text = f"{short(row)}, layer by layer<br><sup>{where}</sup>"
-
-
 def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
     """One run: firing neurons of each layer by position in a window, and the bytes with the fewest and the most."""
     figure = make_subplots(

@@ -4,12 +4,7 @@ from . import figures
 from .data import (
     SMALL,
     dead_seen_in,
-    first_token_sentence,
     held_out,
-    nnz_by_position,
-    pull,
     skew_sentence,
     some_text,
-    table,
-    verdicts,
 )

@@ -6,16 +6,11 @@ within a minute, wide enough (d_ff 512) to show who fires.
 
 from __future__ import annotations
 
-import math
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from ...analysis.profile import LayerProfile, activations
+from ...analysis.profile import LayerProfile
 from ...core.errors import InputError
-from ...formats.twell import fires
-from ...training.config import TrainConfig, TrainResult
-from ...training.objective import l1_penalty
+from ...training.config import TrainConfig
 from ...training.text.source import Text, load, spread_windows
 
 SMALL = TrainConfig(
@@ -49,54 +44,7 @@ def held_out(text: Text, windows: int = 64, context: int = SMALL.context, device
 # ---- runs, compared ----
 
 
-def table(runs: dict[str, TrainResult]) -> str:
-    """One line a run: its loss on held-out text, its firing neurons, its dead ones by layer."""
-    lines = [f"{'run':<16}{'bits per byte':>15}{'mean nnz':>10}{'density':>10}{'dead by layer':>18}"]
-    for name, run in runs.items():
-        density = f"{run.mean_nnz / run.config.d_ff:.1%}"
-        lines.append(
-            f"{name:<16}{run.validation_bits_per_byte:>15.3f}{run.mean_nnz:>10.1f}{density:>10}"
-            f"{', '.join(map(str, run.dead)):>18}"
-        )
-    return "\n".join(lines)
-
-
-def verdicts(runs: dict[str, TrainResult], base: str, again: str) -> list[str]:
-    """What these runs say of L1 and the loss, one sentence a run.
-
-    again: the run that differs from `base` in its seed alone. A smaller change than between these two means nothing,
-    and the sentence says so.
-    """
-    noise = abs(runs[again].validation_bits_per_byte - runs[base].validation_bits_per_byte)
-    lines = [f"Another seed moves the loss by {noise:.3f} bits per byte: no smaller change means anything."]
-    for name, run in runs.items():
-        if name in (base, again):
-            continue
-        change = run.validation_bits_per_byte - runs[base].validation_bits_per_byte
-        fewer = runs[base].mean_nnz / max(run.mean_nnz, 1e-9)
-        if abs(change) <= noise:
-            says = f"{change:+.3f} bits: within what the seed does"
-        else:
-            says = f"{change:+.3f} bits: {'worse' if change > 0 else 'better'} than {base}, in this short run"
-        lines.append(f"{name}: {fewer:.1f}x fewer neurons fire; {says}.")
-    return lines
-
-
 # ---- the penalty, taken apart ----
-
-
-def pull(hidden: list[Tensor], l1: float = 1.0) -> tuple[float, float]:
-    """(smallest, largest) slope of the L1 term in |h| where h is not 0, in units of l1 / (layers * tokens).
-
-    hidden: one tensor [..., d_ff] a layer. Only the slope in each h itself is measured, not how one layer's h changes
-    the next layer's. |h| has the same slope everywhere, so both are 1.
-    """
-    leaves = [h.detach().requires_grad_() for h in hidden]
-    with torch.enable_grad():
-        slopes = torch.autograd.grad(l1 * l1_penalty(leaves), leaves)
-    scale = len(hidden) * hidden[0][..., 0].numel() / l1
-    felt = torch.cat([slope[h != 0].abs() for slope, h in zip(slopes, leaves, strict=True)]) * scale
-    return felt.min().item(), felt.max().item()
 
 
 # ---- who fires ----
@@ -126,24 +74,6 @@ def dead_seen_in(fired: Tensor, parts: int = 6) -> list[tuple[int, int]]:
     tokens = len(fired)
     sizes = sorted({max(1, tokens >> part) for part in range(parts)})
     return [(size, int((~fired[:size].any(0)).sum())) for size in sizes]
-
-
-def nnz_by_position(model: nn.Module, windows: Tensor, layer: int = 0) -> Tensor:
-    """Mean number of neurons firing at each position of a window: float64 [context]."""
-    _, gate = activations(model, windows, layer)
-    return fires(gate).sum(1).view(windows.shape).double().mean(0).cpu()
-
-
-def first_token_sentence(curves: list[Tensor], names: list[str]) -> str:
-    """A line for each layer: whether more neurons fire for a window's first token than in its later half."""
-    lines = []
-    for name, curve in zip(names, curves, strict=True):
-        later = curve[len(curve) // 2 :].mean().item()
-        ratio = curve[0].item() / later if later else math.inf
-        word = "more than" if ratio > 1.05 else "fewer than" if ratio < 0.95 else "about as many as"
-        wakes = f"{name}: the first token wakes {curve[0]:.1f} neurons"
-        lines.append(f"{wakes}, {word} a later one ({later:.1f}).")
-    return "\n".join(lines)
 
 
 def skew_sentence(layer: LayerProfile, name: str) -> str:

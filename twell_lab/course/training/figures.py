@@ -12,25 +12,6 @@ from ...core.errors import InputError
 from ..drawing import row_at
 
 
-def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
-    """Firing neurons in each layer, one line a run. runs: label -> TrainResult, or its summary()."""
-    figure = go.Figure()
-    for colour, (label, run) in zip(plots.COLOURS, _summaries(runs).items(), strict=False):
-        width, density = _width(run), run["density"]
-        figure.add_scatter(
-            x=[f"layer {number}" for number in range(len(density))],
-            y=[share * width for share in density],
-            name=label,
-            mode="lines+markers",
-            marker={"size": 9},
-            line={"color": colour},
-            hovertemplate="%{x}: %{y:.1f} neurons",
-        )
-    figure.update_xaxes(title_text="feed-forward layer", range=[-0.2, len(density) - 0.8])
-    figure.update_yaxes(**_counts(figure, f"neurons firing for a token, of {width}"))
-    return plots.styled(figure, "Neurons firing, layer by layer (held-out text)")
-
-
 def density_against_loss(runs: dict[str, object], again: str | None = None) -> go.Figure:
     """Loss over density, one point a run; the band shows how far another seed alone moves the loss.
 
@@ -81,28 +62,6 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
         range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach],
     )
     return plots.styled(figure, "Loss against the share of neurons firing: one short run each")
-
-
-def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) -> go.Figure:
-    """Mean number of neurons firing at each position of a window, one line a layer, on a log scale.
-
-    curves: label -> numbers by position, from 0. first: show that many positions only.
-    """
-    figure = go.Figure()
-    for colour, (label, values) in zip(plots.COLOURS, _some(curves).items(), strict=False):
-        values = [float(value) for value in values][:first]
-        figure.add_scatter(
-            x=list(range(len(values))),
-            y=values,
-            name=label,
-            mode="lines+markers",
-            marker={"size": 5},
-            line={"color": colour},
-            hovertemplate="position %{x}: %{y:.1f} neurons",
-        )
-    figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
-    figure.update_yaxes(**_counts(figure, "neurons firing, mean over windows"))
-    return plots.styled(figure, "Neurons firing by position in the window")
 
 
 def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:

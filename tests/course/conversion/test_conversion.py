@@ -1,0 +1,186 @@
+"""What notebook 05 computes: cuts, conversions and trainings as points, and the sentences made of them."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from twell_lab import records
+from twell_lab.core.errors import InputError, TwellError
+from twell_lab.course import conversion
+from twell_lab.course.conversion import data
+from twell_lab.course.training import held_out, some_text
+from twell_lab.layers.lossy import lossy_parts
+
+TINY = replace(conversion.MODEL, steps=4, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return some_text(200_000)
+
+
+@pytest.fixture(scope="module")
+def windows(text):
+    return held_out(text, 24, TINY.context)
+
+
+@pytest.fixture(scope="module")
+def smooth(text):
+    return conversion.smooth(text, TINY)
+
+
+@pytest.fixture(scope="module")
+def judged(smooth, windows):
+    return conversion.judge("tiny", smooth, windows[::2], windows[1::2])
+
+
+def point(way="cut", density=0.1, change=1.0, **more):
+    made = {"way": way, "model": "m", "what": "w", "density": density, "change": change, "steps": 0}
+    return made | {"low": change - 0.5, "high": change + 0.5, "where": data.HERE} | more
+
+
+def weights(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_a_smooth_model_has_a_silu_and_is_the_same_again(text, smooth):
+    assert sum(isinstance(module, nn.SiLU) for module in smooth.modules()) == TINY.layers and not smooth.training
+    again = conversion.smooth(text, TINY)
+    assert all(map(torch.equal, weights(smooth), weights(again)))
+
+
+def test_training_on_changes_the_model_and_tells_its_loss(text, smooth, windows):
+    model = copy.deepcopy(smooth)
+    history = conversion.further(model, text, replace(TINY, steps=11), windows)
+    assert [row["step"] for row in history] == [0, 10, 11]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert not model.training and not all(map(torch.equal, weights(smooth), weights(model)))
+    assert conversion.further(model, text, TINY) == []
+
+
+def test_l1_leaves_fewer_firing(text, smooth, windows, judged):
+    relu, config = conversion.to_relu(smooth), replace(TINY, steps=30, l1_delay=2, l1_warmup=2)
+    models = {"alone": copy.deepcopy(relu), "L1": copy.deepcopy(relu)}
+    conversion.further(models["alone"], text, config)
+    conversion.further(models["L1"], text, replace(config, l1=0.3))
+    alone, pressed = conversion.converted(models, judged, 30)
+    assert pressed["density"] < 0.8 * alone["density"] and (pressed["way"], pressed["steps"]) == ("convert", 30)
+
+
+def test_l1_wants_a_relu(text, smooth):
+    with pytest.raises(InputError, match="relufy"):
+        conversion.further(copy.deepcopy(smooth), text, replace(TINY, l1=0.1))
+
+
+def test_a_conversion_is_a_copy_with_the_same_weights_and_no_warning(smooth, recwarn):
+    relu = conversion.to_relu(smooth)
+    assert not any(isinstance(module, nn.SiLU) for module in relu.modules()) and not recwarn.list
+    assert any(isinstance(module, nn.SiLU) for module in smooth.modules())
+    assert all(map(torch.equal, weights(smooth), weights(relu)))
+
+
+def test_cuts_leave_what_was_asked_for_and_the_model_as_it_was(judged):
+    before = weights(judged.model)
+    none, some, most = conversion.cut(judged, (0.0, 0.5, 0.99))
+    assert none["change"] == none["low"] == none["high"] == 0
+    assert [round(each["density"], 2) for each in (none, some, most)] == [1.0, 0.5, 0.01]
+    assert most["low"] <= most["change"] <= most["high"] and some["what"] == "cut 50%"
+    assert not lossy_parts(judged.model) and all(map(torch.equal, before, weights(judged.model)))
+
+
+def test_a_cut_is_the_librarys(judged):
+    chosen = judged.calibration.at(0.9)
+    cost = chosen.loss(judged.model, judged.windows)
+    (found,) = conversion.cut(judged, (0.9,))
+    assert found["change"] == pytest.approx(100 * cost.change / cost.dense)
+    assert found["low"] == pytest.approx(100 * cost.low / cost.dense)
+
+
+@pytest.mark.parametrize("density", (0.9, 0.3, 0.02))
+def test_a_cut_to_a_density_has_it(judged, density):
+    assert conversion.cut_to(judged, density)["density"] == pytest.approx(density, rel=0.01)
+
+
+@pytest.mark.parametrize("density", (0, -0.1, 1.5, float("nan")))
+def test_a_density_that_no_cut_gives_is_refused(judged, density):
+    with pytest.raises(InputError, match="accepted: above 0"):
+        conversion.cut_to(judged, density)
+
+
+def test_a_model_that_is_cut_is_left_alone_where_its_loss_cannot_be_measured(judged, monkeypatch):
+    def broken(*_):
+        raise TwellError("no")
+
+    monkeypatch.setattr(data, "losses", broken)
+    with pytest.raises(TwellError):
+        conversion.cut(judged, (0.9,))
+    assert not lossy_parts(judged.model)
+
+
+def test_what_is_exact_is_said(judged):
+    lines = conversion.exact_sentence(judged, 0.95, conversion.to_relu(judged.model))
+    assert lines[0].endswith(f": {TINY.layers}")
+    assert [line.rpartition(": ")[2] for line in lines[1:]] == ["other", "same", "same"]
+    assert not lossy_parts(judged.model)
+
+
+def test_recorded_points_are_those_of_the_sweeps():
+    points = conversion.recorded()
+    small = [each for each in points if each["model"] == "l1-free"]
+    rows = next(record for record in records.load_all() if record.name == "sweep-small").rows
+    assert [each["density"] for each in small] == [1 - row["zeros"] for row in rows]
+    least, *_, last = (row["validation_bits_per_byte"] for row in rows)
+    assert small[0]["change"] == 0 and small[-1]["change"] == pytest.approx(100 * (last / least - 1))
+    assert len(points) > len(small) and all(each["where"].startswith("recorded on ") for each in points)
+    assert {each["steps"] for each in points} == {1900, 1200}
+
+
+def test_without_records_nothing_is_recorded(monkeypatch):
+    monkeypatch.setattr(data.records, "load_all", lambda: [])
+    assert conversion.recorded() == []
+
+
+def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypatch):
+    assert conversion.trained(judged, "") == []  # no model of data/checkpoints
+    free = replace(judged, what="l1-free")
+    sparse = replace(judged, what="sparse", alone=judged.alone - 5)
+    monkeypatch.setattr(data, "checkpoints", lambda: ["l1-free", "sparse"])
+    monkeypatch.setattr(data, "shipped", lambda name, text, device: sparse)
+    one, half = conversion.trained(free, "prose")
+    assert one["change"] == one["low"] == 0 and half["density"] == pytest.approx(one["density"] / 2, rel=0.01)
+    assert {one["way"], half["way"]} == {"train"} and {one["model"], half["model"]} == {"l1-free"}
+    assert half["what"] == data.THEN_CUT and half["steps"] == one["steps"] == 1900
+    monkeypatch.setattr(data, "checkpoints", lambda: ["small"])
+    assert conversion.trained(free, "prose") == []
+
+
+def test_a_table_has_a_line_a_point_and_the_cut_beside_it():
+    lines = conversion.table([point("convert", 0.1), point("convert", 0.3)], [point(change=2.0)]).splitlines()
+    assert len(lines) == 3 and "+0.5..+1.5" in lines[1] and "+1.5..+2.5" in lines[1] and "+1.5..+2.5" not in lines[2]
+    assert "cut" not in conversion.table([point("convert")])
+
+
+def test_costs_count_a_point_by_the_end_of_its_interval():
+    points = [point(density=0.3, change=0.2), point(density=0.1, change=0.8), point("convert", 0.2, 3.0, steps=60)]
+    points += [point("train", 0.02, 0.9, low=None, high=None, steps=1900, where="recorded on G")]
+    points += [point("train", 0.01, 0.1, what=data.THEN_CUT)]
+    _, cut, convert, train = conversion.costs(points).splitlines()
+    assert "30.0%" in cut and "lossy" in cut and "none" in convert and "60" in convert
+    assert "2.0%" in train and "1,900" in train and "exact" in train
+
+
+@pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "either")))
+def test_intervals_decide(change, said):
+    lines = conversion.three_lines([point(density=0.1, change=5.0), point("convert", 0.1, change, steps=60)])
+    assert lines[1] == f"Convert (60 steps) or cut: at 10.0% {said}." and len(lines) == 3
+
+
+def test_the_lines_say_how_far_a_cut_is_cheap_and_leave_records_out():
+    points = [point(density=0.3, change=0.2), point(density=0.1, change=0.8), point("train", 0.1, 0.1, where="rec")]
+    first, convert, train = conversion.three_lines(points)
+    assert "m to 30.0%" in first and "nothing" in convert and "nothing" in train
+    assert "m to none" in conversion.three_lines([point(change=3.0)])[0]
+    assert "nothing" in conversion.three_lines([point("train", 0.2, 0.5), point()])[2]  # no cut to as few

@@ -1,0 +1,49 @@
+"""The figures of notebook 05, on made-up points."""
+
+import pytest
+
+from twell_lab.course.conversion import figures
+from twell_lab.course.conversion.data import HERE
+
+
+def point(way, model, density, change, where=HERE):
+    interval = (change - 1, change + 1) if where == HERE else (None, None)
+    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "steps": 0, "where": where}
+    return made | dict(zip(("low", "high"), interval))
+
+
+POINTS = [
+    point("cut", "a", 0.1, 1.0),
+    point("cut", "a", 0.01, 20.0),
+    point("convert", "b", 0.2, 2.0),
+    point("train", "a", 0.02, 0.5, "recorded on G, 2026-01-01"),
+]
+
+
+def test_the_picture_has_a_line_a_way_a_model_and_a_source():
+    figure = figures.picture(POINTS)
+    cut, convert, train = figure.data
+    assert [trace.name for trace in figure.data] == ["cut: a", "convert: b", "train: a, recorded"]
+    assert list(cut.x) == [1.0, 10.0] and list(cut.y) == [20.0, 1.0] and list(cut.error_y.array) == [1.0, 1.0]
+    assert train.marker.symbol == "diamond-open" and train.error_y.array is None
+    assert cut.line.dash != convert.line.dash and cut.line.dash == train.line.dash  # a dash a model
+    assert len({trace.line.color for trace in figure.data}) == 3
+
+
+def test_the_picture_says_its_sources_and_what_it_leaves_out():
+    title = figures.picture(POINTS).layout.title.text
+    assert "recorded on G, 2026-01-01" in title and "not drawn: 1 above 12%" in title
+    assert "not drawn" not in figures.picture(POINTS[2:]).layout.title.text
+
+
+@pytest.mark.parametrize("draw", (figures.cut, figures.picture))
+def test_axes_have_units(draw):
+    layout = draw(POINTS[:2]).layout
+    assert "%" in layout.xaxis.title.text and "%" in layout.yaxis.title.text
+
+
+def test_training_on_has_a_line_a_copy():
+    rows = [{"step": 0, "loss": 2.0}, {"step": 10, "loss": 1.5}]
+    figure = figures.training_on({"SiLU": rows, "ReLU": rows})
+    assert [trace.name for trace in figure.data] == ["SiLU", "ReLU"] and list(figure.data[0].y) == [2.0, 1.5]
+    assert "nats" in figure.layout.yaxis.title.text

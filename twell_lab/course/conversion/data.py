@@ -1,0 +1,358 @@
+"""What notebook 05 computes: points of density and loss of models that were cut, converted or trained.
+
+A point is a dict: `way` ("cut", "convert" or "train"), `model` (what it was made of), `what` (in a word), `density`
+(the share of neurons that fire for a token, mean over layers), `change`, `low`, `high` (of the loss, in percent of that
+of the model it is held against, with its 95% interval; `low` and `high` are None where a record has none), `steps` (of
+training, with the new activation or penalty) and `where` (here, or recorded)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import records
+from ...analysis.profile import profile
+from ...core.errors import InputError
+from ...layers.anatomy import feed_forwards
+from ...layers.lossy import lossy_parts
+from ...models.relufy import relufy
+from ...models.swap import sparsify
+from ...models.thresholds import Calibration, LossChange, calibrate, losses
+from ...models.tiny import LanguageModel, ModelConfig
+from ...training.config import TrainConfig
+from ...training.objective import hidden_activations, l1_penalty
+from ...training.schedule import l1_coefficient, learning_rate
+from ...training.sweep import cost, pressed
+from ...training.text.source import Text, random_windows
+from ..own_model.data import Own, read, windows
+from ..sweep.data import checkpoints, where
+from ..training.data import SMALL
+
+HERE = "here, now"
+SAME = 0.01  # of the logits' size: kernels add in another order, and a value at its threshold may fall on either side
+THEN_CUT = "with L1, then cut"
+CHEAP = 1.0  # percent of the loss that a cut may cost
+# The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as
+# twell_lab.models.relufy says.
+MODEL = replace(SMALL, steps=150)
+ON = replace(SMALL, steps=60, lr=5e-3, warmup=10, l1_delay=10, l1_warmup=20, seed=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A model, what its layers did on some windows, and its loss on others.
+
+    model: left as it is. windows: int64 [n, context], of held-out text. alone: the loss of each, float64 [n]."""
+
+    what: str
+    model: nn.Module
+    calibration: Calibration
+    windows: Tensor
+    alone: Tensor
+
+    @property
+    def density(self) -> float:
+        """The share of values that are not zero without a threshold."""
+        return _left(self.calibration, 0.0)
+
+
+def judge(what: str, model: nn.Module, seen: Tensor, held_out: Tensor) -> Judged:
+    """Calibrate a model on some windows and measure its loss on others. what: its name in figures."""
+    return Judged(what, model, calibrate(model, seen.split(16), method="cats"), held_out, losses(model, held_out))
+
+
+def shipped(name: str, text: str, device: str = "cpu") -> Judged:
+    """One of data/checkpoints, judged on a text that it has not read."""
+    own: Own = read(name, device)
+    return judge(name, own.model, *windows(own, text))
+
+
+# ---- cut ----
+
+
+def cut(judged: Judged, sparsities: Sequence[float]) -> list[dict]:
+    """Points: thresholds (CATS) of these sparsities on all layers, held against the model without any. Lossy."""
+    points = []
+    for sparsity in sparsities:
+        found = judged.calibration.at(sparsity)
+        found.apply(judged.model)
+        try:
+            after = losses(judged.model, judged.windows)
+        finally:
+            found.remove(judged.model)
+        left = _left(judged.calibration, sparsity)
+        change = LossChange.of(judged.alone, after, judged.windows.shape[1] - 1)
+        points.append(_point("cut", judged.what, f"cut {sparsity:.0%}", left, change))
+    return points
+
+
+def cut_to(judged: Judged, density: float) -> dict:
+    """The point at which thresholds leave this share of the neurons. InputError for more than fire by themselves."""
+    if not 0 < density <= judged.density:
+        raise InputError(
+            f"density is {density!r}; accepted: above 0, up to {judged.density:.3g}, what fires without a cut"
+        )
+    low, high = 0.0, 1.0  # of sparsities: what is left only falls
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _left(judged.calibration, middle) > density else (low, middle)
+    return cut(judged, [low])[0]
+
+
+def _left(calibration: Calibration, sparsity: float) -> float:
+    sites = [layer.sites["activation"] for layer in calibration.layers]
+    return sum(site.density(site.threshold(sparsity)) for site in sites) / len(sites)
+
+
+def _point(way: str, model: str, what: str, density: float, change: LossChange, steps: int = 0) -> dict:
+    percent = {name: 100 * getattr(change, name) / change.dense for name in ("change", "low", "high")}
+    return {
+        "way": way,
+        "model": model,
+        "what": what,
+        "density": density,
+        **percent,
+        "steps": steps,
+        "where": HERE,
+    }
+
+
+# ---- convert ----
+
+
+def smooth(text: Text, config: TrainConfig = MODEL, device: str = "cpu") -> LanguageModel:
+    """A model whose feed-forward layers have a SiLU, trained on this text by `further`."""
+    torch.manual_seed(config.seed)
+    sizes = ModelConfig(
+        d_model=config.d_model, layers=config.layers, heads=config.heads, d_ff=config.d_ff, context=config.context
+    )
+    model = LanguageModel(sizes).to(device)
+    for layer in feed_forwards(model):
+        layer.module.act_fn = nn.SiLU()
+    further(model, text, config)
+    return model
+
+
+def to_relu(model: LanguageModel) -> LanguageModel:
+    """A copy with a ReLU in the place of each activation, and the same weights: `twell_lab.relufy`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the configuration of such a model says ReLU already, whatever was put in
+        return relufy(copy.deepcopy(model), only=lambda name, layer: True)
+
+
+def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Tensor | None = None) -> list[dict]:
+    """Train a model on, in place, as the config says, and leave it in evaluation mode.
+
+    TrainConfig's own loop counts who fires, which a SiLU does not let it do; this one needs the steps alone. With
+    L1 the model has to be a ReLU's.
+
+    Returns:
+        {step, loss (nats a token)} on the windows `held_out`, before the first step and after every tenth; none
+        without windows.
+    """
+    device, draw = next(model.parameters()).device, torch.Generator().manual_seed(config.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
+    data, history = text.split()[0].data, []
+    for step in range(1, config.steps + 1):
+        if held_out is not None and step % 10 == 1:
+            history.append({"step": step - 1, "loss": losses(model, held_out).mean().item()})
+        model.train()
+        tokens = random_windows(data, config.batch, config.context, draw).long().to(device)
+        caught: AbstractContextManager[list[Tensor]] = hidden_activations(model) if config.l1 else nullcontext([])
+        with caught as hidden:
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        if config.l1:
+            loss = loss + l1_coefficient(config, step) * l1_penalty(hidden)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+    model.eval()
+    if held_out is not None:
+        history.append({"step": config.steps, "loss": losses(model, held_out).mean().item()})
+    return history
+
+
+def converted(models: dict[str, nn.Module], against: Judged, steps: int) -> list[dict]:
+    """Points of ReLU models, by name, that were converted and trained on for `steps`, held against a SiLU model that
+    read as much."""
+    points = []
+    for what, model in models.items():
+        change = LossChange.of(against.alone, losses(model, against.windows), against.windows.shape[1] - 1)
+        points.append(_point("convert", against.what, what, _density(model, against.windows), change, steps))
+    return points
+
+
+def _density(model: nn.Module, tokens: Tensor) -> float:
+    layers = profile(model, [tokens]).layers
+    return sum(layer.mean_nnz / layer.d_ff for layer in layers) / len(layers)
+
+
+# ---- train ----
+
+
+def trained(l1_free: Judged, text: str, device: str = "cpu") -> list[dict]:
+    """The point of the shipped model "sparse", which was trained with L1, held against "l1-free" on the same windows,
+    and that of a cut of it to half as many neurons. None where these models are not here."""
+    if not {"sparse", "l1-free"} <= {*checkpoints()} or l1_free.what != "l1-free":
+        return []
+    sparse = replace(shipped("sparse", text, device), what=l1_free.what, alone=l1_free.alone)
+    sweep = _newest("sweep-small")
+    takes = {"way": "train", "steps": sweep.rows[0]["config"]["steps"] if sweep else 0}
+    (point,), halved = cut(sparse, [0.0]), cut_to(sparse, sparse.density / 2)
+    return [point | takes | {"what": "with L1"}, halved | takes | {"what": THEN_CUT}]
+
+
+def recorded() -> list[dict]:
+    """Points of the recorded sweeps, each run held against its twin without L1; none where no sweep is recorded.
+
+    `model` is "l1-free" for the sweep in which that model was trained, and the number of weights for the other."""
+    points = []
+    for record in (_newest("sweep-small"), _newest("sweep")):
+        rows = [row | {"label": _named(row)} for row in record.rows] if record else []
+        for row in pressed(rows) if rows else []:
+            points.append(
+                {
+                    "way": "train",
+                    "model": "l1-free" if record.name == "sweep-small" else f"{row['parameters'] / 1e6:.0f}M weights",
+                    "what": f"L1 {row['config']['l1']:g}",
+                    "density": 1 - row["zeros"],
+                    "change": 100 * cost(row, rows),
+                    "low": None,
+                    "high": None,
+                    "steps": row["config"]["steps"],
+                    "where": where(record),
+                }
+            )
+    return points
+
+
+def _named(row: dict) -> str:
+    """The label of a run as `twell_lab.training.sweep` reads it; the small sweep's say "small" first."""
+    said, l1 = row["label"].removeprefix("small, "), row["config"]["l1"]
+    return f"lr {row['config']['lr']:g}" if said != row["label"] and not l1 else said
+
+
+def _newest(name: str) -> records.Record | None:
+    found = [record for record in records.load_all() if record.name == name]
+    return found[-1] if found else None
+
+
+# ---- what it comes to ----
+
+
+def table(points: Sequence[dict], cuts: Sequence[dict] = ()) -> str:
+    """Points as lines of text: what fires, and the interval of what it costs; beside it that of the cut of the same
+    model to as few, where `cuts` has one."""
+    rows = []
+    for point in points:
+        other = _nearest(point, cuts)
+        rows.append(
+            {
+                "what": point["what"],
+                "fires": f"{point['density']:.2%}",
+                "loss": _span(point),
+                "cut": _span(other) if other else "",
+            }
+        )
+    columns = {"what": "what", "fires": "fires", "loss": "loss, %"} | ({"cut": "cut to as few, %"} if cuts else {})
+    return records.table(rows, columns)
+
+
+def costs(points: Sequence[dict]) -> str:
+    """What each way takes, as lines of text: steps of training, whether it is lossy, and the fewest neurons that a
+    point within CHEAP percent of the loss has, by the upper end of its interval where it has one."""
+    rows = []
+    for way in ("cut", "convert", "train"):
+        mine = [point for point in points if point["way"] == way and point["what"] != THEN_CUT]
+        rows.append(
+            {
+                "way": way,
+                "steps": max((point["steps"] for point in mine), default=0),
+                "lossy": "lossy" if way == "cut" else "exact",
+                "fires": _fewest(mine),
+            }
+        )
+    return records.table(rows, {"way": "way", "steps": "steps", "lossy": "kind", "fires": f"neurons within {CHEAP:g}%"})
+
+
+def _fewest(points: Sequence[dict]) -> str:
+    cheap = [point["density"] for point in points if _most(point) <= CHEAP]
+    return f"{min(cheap):.1%}" if cheap else "none"
+
+
+def _most(point: dict) -> float:
+    return point["change"] if point["high"] is None else point["high"]
+
+
+def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str]:
+    """Whether kernels give what the model gives: for a cut of this sparsity, and for a ReLU model."""
+    tokens = judged.windows[:4]
+    model, off = copy.deepcopy(judged.model), {}
+    before = _logits(model, tokens)
+    judged.calibration.at(sparsity).apply(model)
+    lossy, cut_logits = len(lossy_parts(model)), _logits(model, tokens)
+    pairs = {
+        "cut, against the model as it was": (cut_logits, before),
+        "cut and swapped, against the cut one": (_logits(sparsify(model, "twell"), tokens), cut_logits),
+        "converted and swapped, against itself": (
+            _logits(sparsify(copy.deepcopy(relu), "twell"), tokens),
+            _logits(relu, tokens),
+        ),
+    }
+    for what, (got, wanted) in pairs.items():
+        off[what] = float((got - wanted).norm() / wanted.norm())
+    lines = [f"{what}: {'same' if error < SAME else 'other'}" for what, error in off.items()]
+    return [f"lossy layers, by name: {lossy}", *lines]
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens.to(next(model.parameters()).device)).float().cpu()
+
+
+def three_lines(points: Sequence[dict]) -> list[str]:
+    """Which way at which density, from points that were measured here: how far a cut is cheap; and, at the density of
+    each other way, whether its interval or that of the cut to as few lies lower."""
+    here = [point for point in points if point["where"] == HERE and point["what"] != THEN_CUT]
+    cuts = [point for point in here if point["way"] == "cut"]
+    cheap = [
+        f"{model} to {_fewest([point for point in cuts if point['model'] == model])}"
+        for model in dict.fromkeys(point["model"] for point in cuts)
+    ]
+    lines = [f"Within {CHEAP:g}% of the loss a cut takes {', '.join(cheap)} of the neurons."]
+    for way in ("convert", "train"):
+        pairs = [(point, _nearest(point, cuts)) for point in here if point["way"] == way]
+        said = [f"at {point['density']:.1%} {_better(point, other)}" for point, other in pairs if other]
+        steps = max((point["steps"] for point, _ in pairs), default=0)
+        lines.append(f"{way.capitalize()} ({steps:,} steps) or cut: {', '.join(said) or 'nothing was measured here'}.")
+    return lines
+
+
+def _nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
+    """The cut of the same model that leaves about as many neurons."""
+    of = [each for each in cuts if each["model"] == point["model"]]
+    return min(
+        (each for each in of if abs(each["density"] / point["density"] - 1) < 0.05),
+        key=lambda each: abs(each["density"] - point["density"]),
+        default=None,
+    )
+
+
+def _better(point: dict, other: dict) -> str:
+    if point["high"] < other["low"]:
+        return point["way"]
+    return "cut" if point["low"] > other["high"] else "either"
+
+
+def _span(point: dict) -> str:
+    return f"{point['low']:+.1f}..{point['high']:+.1f}"
