@@ -68,7 +68,10 @@ def test_links_and_pictures_lead_somewhere(page, text):
     ("page", "table"),
     [
         (README, tables.headline),
-        *((PAGES["measured.md"], each) for each in (tables.attacks, tables.host, tables.calls, tables.model)),
+        *(
+            (PAGES["measured.md"], each)
+            for each in (tables.attacks, tables.host, tables.calls, tables.model, tables.comparison)
+        ),
     ],
 )
 def test_a_table_of_records_is_that_of_the_newest(page, table):

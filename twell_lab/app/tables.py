@@ -3,6 +3,8 @@ Markdown."""
 
 from __future__ import annotations
 
+from ..bench.comparison import TWO_FOUR, crossings
+from ..bench.rows import DENSE
 from ..records.record import Record, stale
 
 
@@ -68,7 +70,7 @@ def calls(recorded: list[Record]) -> str:
             [f"milliseconds a call, {_where(rows[0]['device'], record)}", *map(_tokens, counts)],
             ["torch's dense layer", *(_ms(each) for each in dense)],
             ["planned", *(_ms(each) for each in planned)],
-            ["it takes", *(_PATHS[found["planned", count]["choice"].split()[0]] for count in counts)],
+            ["it takes", *(_path(found["planned", count]) for count in counts)],
             ["times as fast", *times("dense eager", "planned")],
             ["times as fast, both under torch.compile", *times("dense compiled", "planned compiled")],
         ]
@@ -138,8 +140,43 @@ def pruning(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def comparison(recorded: list[Record]) -> str:
+    """Of the newest comparison: how many times as fast as torch's dense product each method is on each pattern, by the
+    device's time and, in brackets, by the wall time of plain calls; and from how many zeros on it is faster, by the
+    device's time, with what the quartiles of the samples make of that. The naive versions, which are measured at
+    few sparsities, are left out."""
+    record = _newest(recorded, "comparison")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") == "comparison"]
+    if record is None or not rows:
+        return _nothing("times as fast as dense")
+    of = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
+    zeros = sorted({share for *_, share in of}, key=lambda share: float(share.partition("%")[0]))
+    found = {(each.pattern, each.path): each for each in crossings(rows)}
+    most = max(sum((pattern, path, share) in of for share in zeros) for pattern, path in found)
+    where = f"times as fast as dense, {_where(rows[0]['device'], record)}"
+    lines = [[where, *(share.removesuffix(" zeros") for share in zeros), "faster from"]]
+    for (pattern, path), crossing in found.items():
+        there = [of.get((pattern, path, share)) for share in zeros]
+        if sum(row is not None for row in there) not in (1 if pattern == TWO_FOUR else most, most):
+            continue
+        dense = [of.get((pattern, DENSE, share)) for share in zeros]
+        shown = [
+            f"{row['x_dense']:.2f} ({beside['wall_ms'] / row['wall_ms']:.2f})" if row and beside else ""
+            for row, beside in zip(there, dense)
+        ]
+        density, low, high = crossing.density, crossing.low, crossing.high
+        spread = f" ({1 - high:.2%} to {1 - low:.2%})" if low and high else ""
+        lines.append([f"{pattern}: {path}", *shown, f"{1 - density:.2%}{spread}" if density else ""])
+    return _markdown(lines)
+
+
 _DRAWN = "independent, lognormal"  # the workload of the tables by numbers of tokens
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
+
+
+def _path(row: dict) -> str:
+    name = row["choice"].split()[0]
+    return _PATHS.get(name, name)
 
 
 def _newest(recorded: list[Record], name: str) -> Record | None:
