@@ -82,7 +82,8 @@ def occupied(rows: list[dict]) -> go.Figure:
 
 def products(rows: list[dict]) -> go.Figure:
     """Micro-tiles beside the dense product over the share of zeros, a line for each source and pattern, with and
-    without finding the tiles. rows: of kind "comparison", each with `where`."""
+    without finding the tiles. rows: each with `where`; those of kind "comparison" are drawn."""
+    rows = [row for row in rows if row["kind"] == "comparison"]
     made = [row for row in rows if row["path"].startswith("micro-tiles")]
     if not made:
         return nothing("Micro-tiles beside the dense product")
