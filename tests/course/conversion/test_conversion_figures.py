@@ -39,6 +39,7 @@ def test_the_picture_says_its_sources_and_what_it_leaves_out():
 @pytest.mark.parametrize("draw", (figures.cut, figures.picture))
 def test_axes_have_units(draw):
     layout = draw(POINTS[:2]).layout
+    assert layout.xaxis.autorange == "reversed"  # sparser to the right, as in notebook 04
     assert "%" in layout.xaxis.title.text and "%" in layout.yaxis.title.text
 
 

@@ -61,7 +61,11 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
         )
     figure.add_hline(y=0, line={"color": plots.GREY, "width": 1})
     figure.update_xaxes(
-        title_text="neurons that fire for a token, % (log scale)", type="log", tickformat="~g", dtick="D2"
+        title_text="neurons that fire for a token, % (log scale)",
+        type="log",
+        tickformat="~g",
+        dtick="D2",
+        autorange="reversed",
     )
     figure.update_yaxes(title_text="change of the loss, %", range=[-1.5, TOP])
     sources = [point["where"] for point in points if point["where"] != HERE]

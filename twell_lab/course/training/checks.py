@@ -32,7 +32,15 @@ def _formula_l1(answer) -> str:
 
 
 def _seed_verdict(answer) -> str:
-    cases = [(2.0, 2.1, 2.05), (2.0, 2.1, 2.15), (2.0, 2.1, 1.85), (2.0, 1.9, 1.95), (2.0, 1.9, 2.15), (3.0, 2.5, 2.4)]
+    cases = [
+        (2.0, 2.1, 2.05),
+        (2.0, 2.1, 1.95),
+        (2.0, 2.1, 2.15),
+        (2.0, 2.1, 1.85),
+        (2.0, 1.9, 1.95),
+        (2.0, 1.9, 2.15),
+        (3.0, 2.5, 2.4),
+    ]
     cases += [(2 + random.random(), 2 + random.random(), 2 + random.random()) for _ in range(6)]
     for base, again, run in cases:
         noise, change = abs(again - base), run - base
