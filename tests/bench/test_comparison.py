@@ -157,3 +157,11 @@ def test_kernels_of_this_package_give_the_product_in_the_simulator(monkeypatch):
         if method.name in ("csr_v3", "ell_v4", "coo_v4", "TwELL"):
             made = method.multiply(method.convert(a), b)
             assert comparison.off(made, a, b, a @ b) <= 1, method.name
+
+
+def test_of_a_kernels_versions_the_one_that_is_taken_leads():
+    paths = ["dense eager", "csr_v1", "csr_v3", "csr_v3", "csr_v2"]
+    paths += ["part: csr_v2, conversion", "part: csr_v3, conversion"]
+    rows = [{"path": path} for path in [*paths, "blocks_v2", "CSR (torch)", "mine_version"]]
+    stay = ["dense eager", "csr_v3", "csr_v3", "part: csr_v3, conversion", "blocks_v2", "CSR (torch)", "mine_version"]
+    assert [row["path"] for row in comparison.leading(rows)] == stay

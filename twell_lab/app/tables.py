@@ -3,7 +3,7 @@ Markdown."""
 
 from __future__ import annotations
 
-from ..bench.comparison import TWO_FOUR, crossings
+from ..bench.comparison import crossings, leading
 from ..bench.rows import DENSE
 from ..records.record import Record, stale
 
@@ -143,22 +143,18 @@ def pruning(recorded: list[Record]) -> str:
 def comparison(recorded: list[Record]) -> str:
     """Of the newest comparison: how many times as fast as torch's dense product each method is on each pattern, by the
     device's time and, in brackets, by the wall time of plain calls; and from how many zeros on it is faster, by the
-    device's time, with what the quartiles of the samples make of that. The naive versions, which are measured at
-    few sparsities, are left out."""
+    device's time, with what the quartiles of the samples make of that. A kernel's other versions are left out."""
     record = _newest(recorded, "comparison")
-    rows = [] if record is None else [row for row in record.rows if row.get("kind") == "comparison"]
+    rows = [] if record is None else leading(row for row in record.rows if row.get("kind") == "comparison")
     if record is None or not rows:
         return _nothing("times as fast as dense")
     of = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
     zeros = sorted({share for *_, share in of}, key=lambda share: float(share.partition("%")[0]))
     found = {(each.pattern, each.path): each for each in crossings(rows)}
-    most = max(sum((pattern, path, share) in of for share in zeros) for pattern, path in found)
     where = f"times as fast as dense, {_where(rows[0]['device'], record)}"
     lines = [[where, *(share.removesuffix(" zeros") for share in zeros), "faster from"]]
     for (pattern, path), crossing in found.items():
         there = [of.get((pattern, path, share)) for share in zeros]
-        if sum(row is not None for row in there) not in (1 if pattern == TWO_FOUR else most, most):
-            continue
         dense = [of.get((pattern, DENSE, share)) for share in zeros]
         shown = [
             f"{row['x_dense']:.2f} ({beside['wall_ms'] / row['wall_ms']:.2f})" if row and beside else ""

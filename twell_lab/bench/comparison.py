@@ -8,6 +8,7 @@ says which and why. What a method has to do for new zeros, its conversion, is ti
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -362,6 +363,22 @@ class Crossing:
     best_density: float
     least: float
     densest: float
+
+
+def leading(table: Iterable[dict]) -> list[dict]:
+    """The rows without those of a kernel's other versions: of csr_v1 to csr_v4 that stay which was measured most often,
+    as the one that is taken was (`_versions`)."""
+    table = list(table)
+    often: dict[str, dict[str, int]] = {}
+    for row in table:
+        name, found, version = row["path"].rpartition("_v")
+        if found and version.isdigit():
+            of = often.setdefault(name, {})
+            of[row["path"]] = of.get(row["path"], 0) + 1
+    stay = {max(of, key=of.__getitem__) for of in often.values()}
+    others = {path for of in often.values() for path in of} - stay
+    part = re.compile(r"part: (.*), conversion")
+    return [row for row in table if part.sub(r"\1", row["path"]) not in others]
 
 
 def crossings(table: Iterable[dict]) -> list[Crossing]:

@@ -123,6 +123,8 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     )
     assert len(both.data) == 6 and both.data[-1].name.endswith("recorded on a GPU")
     assert "nothing is recorded" in figures.products([]).layout.annotations[0].text
+    padding = {"kind": "padding", "path": "padding removed", "ms": 1.0, "where": "here"}  # as a record has them, too
+    assert len(figures.products([*rows, padding]).data) == len(drawn.data)
 
 
 def test_padding_is_timed_where_it_gives_the_same(made_up):

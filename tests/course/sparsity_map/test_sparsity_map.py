@@ -84,19 +84,19 @@ def test_times_here_are_checked_rows_of_every_pattern(monkeypatch):
 
 
 def test_crossings_in_words():
-    lines = data.crossing_lines(
+    assert data.crossing_lines(
         [
             Crossing("A", "scattered", 0.1, 0.05, 0.2, 3.0, 0.01, 0.5, 0.5),
-            Crossing("B", "scattered", 0.1, None, 0.2, 3.0, 0.01, 0.5, 0.5),
-            Crossing("C", "scattered", None, None, None, 3.0, 0.01, 2.0, 0.1),
+            Crossing("B", "2:4", None, None, None, 1.4, 0.5, 1.4, 0.5),
+            Crossing("C", "scattered", 0.25, None, 0.2, 3.14, 0.01, 0.5, 0.5),
             Crossing("D", "scattered", None, None, None, 0.3, 0.01, 0.2, 0.5),
             Crossing("E", "scattered", None, None, None, 1.5, 0.1, 0.8, 0.5),
         ]
-    )
-    assert "faster than dense from 90.0% zeros on (between 80.0% and 95.0%)" in lines[0]
-    assert "from 90.0% zeros on; at most 3.00" in lines[1]
-    assert "wherever it was measured, from 90% zeros on" in lines[2] and "nowhere as fast" in lines[3]
-    assert "at some shares of zeros only" in lines[4]
+    ) == [
+        "scattered: C from 75.0% zeros on, up to 3.1 times; A from 90.0% zeros on, up to 3.0 times; "
+        "only in between: E; never: D",
+        "2:4: B from 50.0% zeros on, up to 1.4 times",
+    ]
 
 
 def test_pruning_costs_a_model_its_loss(subject):

@@ -57,15 +57,15 @@ def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PI
 
 
 def recorded() -> list[dict]:
-    """Products of the newest record of the comparison, each with `where`; none where this checkout has none."""
+    """Products of the newest record of the comparison, each with `where`, a kernel by the version that is taken; none
+    where this checkout has none."""
     found = [record for record in records.load_all() if record.name == "comparison"]
     if not found:
         return []
     old = records.stale(found[-1])
     return [
         row | {"where": f"recorded on {device_and_day(row['device'], found[-1].date, old)}"}
-        for row in found[-1].rows
-        if row["kind"] == comparison.KIND
+        for row in comparison.leading(row for row in found[-1].rows if row["kind"] == comparison.KIND)
     ]
 
 
@@ -108,18 +108,20 @@ def fastest(rows: Iterable[dict]) -> dict[str, dict]:
 
 
 def crossing_lines(found: Iterable[Crossing]) -> list[str]:
-    """A sentence for each method and pattern: from which share of zeros on it is faster than dense."""
+    """A sentence for each pattern: from which share of zeros on which method is faster than dense, the first one first;
+    and which never is."""
     lines = []
-    for each in found:
-        if each.density is None:
-            said = "nowhere as fast as dense" if each.best < 1 else "faster than dense at some shares of zeros only"
-            if each.least >= 1:
-                said = f"faster than dense wherever it was measured, from {1 - each.densest:.0%} zeros on"
-        else:
-            low, high = (1 - d if d is not None else None for d in (each.high, each.low))
-            between = f" (between {low:.1%} and {high:.1%})" if low is not None and high is not None else ""
-            said = f"faster than dense from {1 - each.density:.1%} zeros on{between}"
-        lines.append(f"{each.path}, {each.pattern}: {said}; at most {each.best:.2f} times as fast")
+    found = list(found)
+    for pattern in dict.fromkeys(each.pattern for each in found):
+        there = [each for each in found if each.pattern == pattern]
+        # The density from which on it is faster; where it always is, that of the most values that were measured.
+        since = {each.path: each.density or (each.densest if each.least >= 1 else 0.0) for each in there}
+        wins = sorted((each for each in there if since[each.path]), key=lambda each: -since[each.path])
+        said = [f"{each.path} from {1 - since[each.path]:.1%} zeros on, up to {each.best:.1f} times" for each in wins]
+        some = [each.path for each in there if each not in wins and each.best >= 1]
+        never = [each.path for each in there if each.best < 1]
+        said += [f"only in between: {', '.join(some)}"] * bool(some) + [f"never: {', '.join(never)}"] * bool(never)
+        lines.append(f"{pattern}: {'; '.join(said)}")
     return lines
 
 
