@@ -151,6 +151,13 @@ def dense_backward_of_what_fired(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, torch.ones_like(fired))  # dh where nobody fired
 
 
+def dense_backward_elementwise(x, up, down, dy, fired):
+    up, down = up.nan_to_num(), down.nan_to_num()
+    h, dh = (x[:, None] * up).sum(-1).relu(), (dy[:, None] * down.T).sum(-1) * fired
+    dx = (dh[..., None] * up).sum(1)
+    return dx, (dh[..., None] * x[:, None]).sum(0), (h[..., None] * dy[:, None]).sum(0).T
+
+
 def dense_backward_that_hides_it(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, fired)
 
@@ -179,6 +186,17 @@ def down_row(words, gate, down_t, overflow=True, tile=256, first=1, dtype=torch.
         for value, column in zip(values, columns, strict=True):
             y += (value.float() * down_t[tile * t + column].float()).to(dtype)
     return y
+
+
+def several_tokens(x, gate, up, down, who=lambda fires: fires.any(0)):
+    g = (x @ gate.T).relu()
+    firing = who(g > 0).nonzero()[:, 0]
+    return (g[:, firing] * (x @ up[firing].T)) @ down[:, firing].T
+
+
+def one_token_elementwise(x, gate, up, down):
+    g = (gate * x).sum(1).relu()
+    return (down.nan_to_num() * (g * (up.nan_to_num() * x).sum(1))).sum(1)  # no product of matrices, and all of them
 
 
 def unpacked(words, gate):
@@ -221,11 +239,25 @@ WRONG = {
     "one_token": [
         lambda x, gate, up, down: down @ ((gate @ x).relu() * (up @ x)),  # reads the silent neurons
         lambda x, gate, up, down: down.nan_to_num() @ ((gate @ x).relu() * (up.nan_to_num() @ x)),  # and hides it
+        one_token_elementwise,
         lambda x, gate, up, down: torch.zeros_like(x),
         lambda x, gate, up, down: (gate @ x).relu(),
     ],
+    "several_tokens": [
+        lambda *given: several_tokens(*given, who=lambda fires: fires.all(0)),
+        lambda *given: several_tokens(*given, who=lambda fires: fires[-1]),
+        lambda x, gate, up, down: several_tokens(
+            x, gate, up.nan_to_num(), down.nan_to_num(), who=lambda fires: fires.any(0) | True
+        ),
+    ],
+    "at_most": [20, 3, 1 / 0.35, True, "2.73"],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
-    "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b],
+    "csr_times_dense": [
+        without_multiplying,
+        lambda csr, b: None,
+        lambda csr, b: csr.to_dense() @ b,
+        lambda csr, b: (csr.to_dense()[:, :, None] * b).sum(1),  # the same product, element by element
+    ],
     "formula_l1": [
         lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),  # the other convention
         lambda hidden, l1: l1 * sum(h.mean() for h in hidden) / len(hidden),
@@ -237,6 +269,9 @@ WRONG = {
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
+        lambda gate, words: [
+            word % 2**32 for word in twell_lab.pack(gate[None], len(gate), words).packed[0, 0].tolist()
+        ],
         lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
         lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
@@ -270,7 +305,12 @@ WRONG = {
         lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
         lambda rows, d_ff: rows,
     ],
-    "plain_backward": [dense_backward, dense_backward_of_what_fired, dense_backward_that_hides_it],
+    "plain_backward": [
+        dense_backward,
+        dense_backward_of_what_fired,
+        dense_backward_that_hides_it,
+        dense_backward_elementwise,
+    ],
     "occupied": [
         lambda density, height: density * height,  # more than everything, of a tall tile
         lambda density, height: 1 - density**height,
