@@ -14,7 +14,7 @@ COMPARED = {
     "00-start-here.ipynb": 8,
     "01-why-gpus-ignore-zeros.ipynb": 8,
     "04-train-with-l1.ipynb": 12,
-    "07-pack-it.ipynb": 12,
+    "07-pack-it.ipynb": 15,
     "08-first-kernels.ipynb": 14,
     "09-hopper-kernels.ipynb": 11,
     "11-train-with-the-kernels.ipynb": 18,

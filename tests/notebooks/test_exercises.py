@@ -9,7 +9,7 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import exercises
+from twell_lab.course import exercises, packing
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
 from twell_lab.sparsities import microtiles, two_four, weights
@@ -52,7 +52,7 @@ def test_every_check_belongs_to_an_exercise_and_back():
 @pytest.mark.parametrize("name", handed_out())
 def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     given, answer, function = handed_out()[name]
-    space = {"torch": torch, "tl": twell_lab, "exercises": exercises}
+    space = {"torch": torch, "tl": twell_lab, "exercises": exercises, "packing": packing}
     exec(given, space)
     assert verdict(capsys).startswith("Not yet: ")
     exec(answer, space)
@@ -234,6 +234,9 @@ def route_short(scores, top_k):
     return chosen.argsort(stable=True), chosen.bincount(minlength=scores.shape[1])  # places, not tokens
 
 
+TILES = torch.cat([packing.one_tile(firing) for firing in (0, 8, 8, 8, 31, 32, 256)])
+WITH_NAN = TILES.where(torch.arange(256) != 7, torch.nan)
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -275,6 +278,31 @@ WRONG = {
         lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
         lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "by_hand": [
+        [3, 0x40000001, 0x3F000003, 0x3F800005],  # the count of those with a slot
+        [4, 0x00014000, 0x00033F00, 0x00053F80],  # column and value the wrong way round
+        [4, 0x40000001, 0x3F000003, 0x3F800005, 0x40400006],  # as if there were a fourth slot
+        [4, 0x40000001, 0x3F000003, 0x80000004],  # -0.0 as a value
+        None,
+    ],
+    "lossless": [
+        lambda round_trip: True,
+        lambda round_trip: False,
+        lambda round_trip: packing.row_errors(round_trip(TILES), TILES.relu()).median().item() == 0,
+        lambda round_trip: packing.same_bits(round_trip(TILES), TILES.relu()),  # without a NaN
+        lambda round_trip: torch.equal(round_trip(WITH_NAN), WITH_NAN.relu()),  # NaN does not equal itself
+    ],
+    "larger_tile": [
+        {"bytes of words": "the same", "rows that overflow": "more", "values lost": "the same"},
+        {"bytes of words": "fewer", "rows that overflow": "more", "values lost": "more"},
+        {"bytes of words": "fewer"},
+        None,
+    ],
+    "warp_slot": [
+        lambda ballot, lane: (ballot & ((1 << lane) - 1)).bit_count(),  # over the count
+        lambda ballot, lane: 1 + (ballot >> lane).bit_count(),  # from the other end
+        lambda ballot, lane: 1 + lane,
     ],
     "sectors": [
         lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped

@@ -22,6 +22,7 @@ from .choosing import checks as choosing
 from .first_kernels import checks as first_kernels
 from .hopper.calls import timeline
 from .measure import checks as start
+from .packing import checks as packing
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
 from .roofline.data import pool_table, waves
@@ -277,6 +278,7 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "share_from": _share_from,
     "crossing": _crossing,
     **start.CHECKS,
+    **packing.CHECKS,
     "sectors": first_kernels.CHECKS["sectors"],
     "tile_counts": first_kernels.CHECKS["tile_counts"],
     **sparsity_map.CHECKS,
