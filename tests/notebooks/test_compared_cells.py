@@ -15,7 +15,7 @@ COMPARED = {
     "01-why-gpus-ignore-zeros.ipynb": 8,
     "04-train-with-l1.ipynb": 12,
     "07-pack-it.ipynb": 15,
-    "08-first-kernels.ipynb": 14,
+    "08-first-kernels.ipynb": 17,
     "09-hopper-kernels.ipynb": 11,
     "11-train-with-the-kernels.ipynb": 18,
     "03-a-map-of-sparsity.ipynb": 12,

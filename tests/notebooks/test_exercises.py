@@ -60,8 +60,11 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
-# What is handed out right, and slow: the others are empty.
-SLOW = {"tile_counts": "the counts are right. But the loads touch 4,096 sectors"}
+# What is handed out right, and slow, or with a fault: the others are empty.
+SLOW = {
+    "tile_counts": "the counts are right. But the loads touch 4,096 sectors",
+    "row_counts": "found a SharedRace: row_counts has a race",
+}
 
 
 @pytest.mark.parametrize("name", handed_out(kernels=True))
@@ -78,30 +81,51 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
-# name -> (a change to the folded answer, a word of what is said about it)
+# (exercise, what is wrong) -> (a change to the folded answer, a word of what is said about it)
 WRONG_KERNELS = {
-    "no bound": ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
-    "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
-    "every sector twice": (
+    ("tile_counts", "no bound"): ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
+    ("tile_counts", "every lane writes"): ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
+    ("tile_counts", "every sector twice"): (
         "base += WARP) {\n        const int c = base + threadIdx.x;",
         "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
         "touch 512 sectors, and the values lie in 256",
     ),
-    "last strip forgotten": ("base < width", "base + WARP <= width", "should be"),
-    "does not compile": ("const int c", "const int d", "does not compile"),
-    "another name": ("void tile_counts", "void count_tiles", "tile_counts"),
+    ("tile_counts", "last strip forgotten"): ("base < width", "base + WARP <= width", "should be"),
+    ("tile_counts", "does not compile"): ("const int c", "const int d", "does not compile"),
+    ("tile_counts", "another name"): ("void tile_counts", "void count_tiles", "tile_counts"),
+    ("row_counts", "the barrier before the write"): (
+        "if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;\n    __syncthreads();",
+        "__syncthreads();\n    if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;",
+        "found a SharedRace",
+    ),
+    ("row_counts", "a barrier of each warp alone"): ("__syncthreads()", "__syncwarp()", "found a SharedRace"),
+    ("row_counts", "last strip forgotten"): ("base < columns", "base + 128 <= columns", "should be"),
+    ("row_counts", "thread 0 does all of it"): (
+        "if (threadIdx.x == 0) counts[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
+        "if (threadIdx.x == 0) {\n        count = 0;\n        for (int c = 0; c < columns; ++c) count += fires(in[c]);\n"
+        "        counts[blockIdx.x] = count;\n    }",
+        "the counts are right. But the loads touch",
+    ),
+    ("unpack", "what lies past the count"): (" || threadIdx.x > words[0]", "", "found a GlobalRace"),
+    ("unpack", "the count as a value"): ("threadIdx.x == 0 || ", "", "found a GlobalRace"),
+    ("unpack", "columns within their tiles"): ("blockIdx.x * 256 + word_column", "word_column", "found a GlobalRace"),
+    ("unpack", "lane 0 does all of it"): (
+        "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;\n    const word_t word = words[threadIdx.x];\n   ",
+        "if (threadIdx.x) return;\n    for (int i = 1; i <= words[0]; ++i) { const word_t word = words[i];",
+        "the values are right. But a tile takes",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", WRONG_KERNELS)
+@pytest.mark.parametrize(("name", "mistake"), WRONG_KERNELS)
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-def test_wrong_kernels_are_told(change, tmp_path, capsys):
-    old, new, word = WRONG_KERNELS[change]
-    right = handed_out(kernels=True)["tile_counts"][1]
+def test_wrong_kernels_are_told(name, mistake, tmp_path, capsys):
+    old, new, word = WRONG_KERNELS[name, mistake]
+    right = handed_out(kernels=True)[name][1]
     assert right.count(old) == 1
-    file = tmp_path / "tile_counts.cu"
-    file.write_text(right.replace(old, new))
-    exercises.check("tile_counts", str(file))
+    file = tmp_path / f"{name}.cu"
+    file.write_text(right.replace(old, new) + ("}" if "for (int i" in new else ""))
+    exercises.check(name, str(file))
     said = verdict(capsys)
     assert said.startswith("Not yet: ") and word in said
 
@@ -278,6 +302,18 @@ WRONG = {
         lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
         lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "launch_of": [
+        lambda rows, columns, tile, block: (rows * columns // tile // block, 0),
+        lambda rows, columns, tile, block: (-(-rows * columns // tile // block), 0),
+        lambda rows, columns, tile, block: (-(-rows * -(-columns // tile) // block), 32),
+        lambda rows, columns, tile, block: 11,
+    ],
+    "every_other": [125, 500, 249, None],
+    "teams": [
+        {4: False, 8: False, 12: True, 16: True, 20: True},  # as if only the number of steps counted
+        dict.fromkeys((4, 8, 12, 16, 20), True),
+        True,
     ],
     "by_hand": [
         [3, 0x40000001, 0x3F000003, 0x3F800005],  # the count of those with a slot
