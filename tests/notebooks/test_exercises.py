@@ -96,7 +96,7 @@ WRONG_KERNELS = {
     ("row_counts", "the barrier before the write"): (
         "if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;\n    __syncthreads();",
         "__syncthreads();\n    if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;",
-        "found a SharedRace",
+        "found an UninitialisedRead",
     ),
     ("row_counts", "a barrier of each warp alone"): ("__syncthreads()", "__syncwarp()", "found a SharedRace"),
     ("row_counts", "last strip forgotten"): ("base < columns", "base + 128 <= columns", "should be"),
