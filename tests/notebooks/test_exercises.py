@@ -258,6 +258,18 @@ def route_short(scores, top_k):
     return chosen.argsort(stable=True), chosen.bincount(minlength=scores.shape[1])  # places, not tokens
 
 
+def factor_gradients(before, u, dh, c, sign=torch.sign):
+    g = before.relu()
+    dh = dh + c * sign(g * u)
+    return dh * u * (before > 0), dh * g
+
+
+def factor_gradients_by_autograd(before, u, dh, c):
+    before, u = before.requires_grad_(), u.requires_grad_()
+    h = before.relu() * u
+    return torch.autograd.grad((h * dh).sum() + c * h.abs().sum(), (before, u))
+
+
 TILES = torch.cat([packing.one_tile(firing) for firing in (0, 8, 8, 8, 31, 32, 256)])
 WITH_NAN = TILES.where(torch.arange(256) != 7, torch.nan)
 
@@ -302,6 +314,24 @@ WRONG = {
         lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
         lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "factor_gradients": [
+        lambda *given: factor_gradients(*given, sign=torch.ones_like),  # L1 of a sum that is never negative
+        lambda before, u, dh, c: factor_gradients(before, u, dh, 0.0),
+        lambda before, u, dh, c: factor_gradients(before, u, dh, c)[0],
+        factor_gradients_by_autograd,
+    ],
+    "share_left": [0.05, (3 + 6 * 0.05) / 9, 8 * 0.05 / 9],
+    "less_room": [
+        {"bytes kept": "fewer", "tokens lost": "more", "gradients": "fewer", "rows read": "more"},
+        {"bytes kept": "fewer", "tokens lost": "more", "gradients": "the same", "rows read": "fewer"},
+        {"bytes kept": "the same", "tokens lost": "more", "gradients": "the same", "rows read": "more"},
+    ],
+    "kept_bytes": [
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + d_ff), 8 * (128 * tokens + 16 * d_ff)),  # h alone
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + 3 * d_ff), 4 * (128 * tokens + 16 * d_ff)),
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + 3 * d_ff), 8 * 29 * tokens),  # as many as fire
+        lambda tokens, d_model, d_ff: 2 * tokens * (d_model + 3 * d_ff),
     ],
     "launch_of": [
         lambda rows, columns, tile, block: (rows * columns // tile // block, 0),

@@ -17,6 +17,7 @@ from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
 from . import progress
+from .backward import checks as backward
 from .capstone import checks as capstone
 from .choosing import checks as choosing
 from .first_kernels import checks as first_kernels
@@ -280,6 +281,7 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     **start.CHECKS,
     **packing.CHECKS,
     **first_kernels.CHECKS,
+    **backward.CHECKS,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
     **choosing.CHECKS,
