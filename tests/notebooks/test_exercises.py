@@ -12,6 +12,7 @@ from twell_lab import simulator
 from twell_lab.course import exercises, packing
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
+from twell_lab.ops import portable
 from twell_lab.sparsities import microtiles, two_four, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -39,6 +40,31 @@ def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
                     assert first == WRITEFILE + call[3], f"{path.name}: the cell before the check writes no {call[3]}"
                 found[call[1]] = text, answer[1], call[2] or call[3]
     return found
+
+
+# Exercises of a notebook, at least; the first one is read in a quarter of an hour.
+LEAST = {
+    "00-start-here.ipynb": 4,
+    "07-pack-it.ipynb": 6,
+    "08-first-kernels.ipynb": 6,
+    "11-train-with-the-kernels.ipynb": 6,
+}
+HEADING = re.compile(r"^### Exercise (\d+): ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_exercises_are_numbered_and_stand_beside_what_they_test(name):
+    cells = json.loads((FOLDER / name).read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    checks = [i for i, text in enumerate(texts) if CALL.search(text)]
+    numbers = []
+    for i in checks:
+        above = i - 1 if cells[i - 1]["cell_type"] == "markdown" else i - 2  # a kernel file lies in between
+        numbers.append(int(HEADING.findall(texts[above])[-1]))
+    assert numbers == list(range(1, len(checks) + 1)) and len(checks) >= LEAST[name]
+    assert sum(len(HEADING.findall(text)) for text in texts) == len(checks)
+    middle = len(cells) // 2
+    assert any(i < middle for i in checks) and any(i > middle for i in checks), "they are gathered in one place"
 
 
 def verdict(capsys) -> str:
@@ -308,6 +334,7 @@ WRONG = {
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
+        lambda gate, words: portable.pack(gate[None], len(gate), words, 1)[0, 0].tolist(),
         lambda gate, words: [
             word % 2**32 for word in twell_lab.pack(gate[None], len(gate), words).packed[0, 0].tolist()
         ],

@@ -15,7 +15,7 @@ import torch
 
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
-from ..ops import reference
+from ..ops import portable, reference
 from . import progress
 from .backward import checks as backward
 from .capstone import checks as capstone
@@ -35,11 +35,11 @@ from .verdicts import NotYet, close, near, same, same_list, skipping, written
 RIGHT = "Right"
 
 
-def check(name: str, answer: Callable | str) -> None:
+def check(name: str, answer: object) -> None:
     """Print whether an answer is right and, if not, an input for which it is wrong. A wrong answer never raises.
 
-    name: of the exercise. answer: the reader's function, or the path of the reader's kernel file. Raises KeyError for
-    an unknown name.
+    name: of the exercise. answer: the reader's function or prediction, or the path of the reader's kernel file. A right
+    answer is remembered (`progress`). Raises KeyError for an unknown name.
     """
     if name not in CHECKS:
         raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
@@ -138,8 +138,8 @@ def _pack_tile(answer) -> str:
             gate[0] = torch.nan
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        theirs = {name: mock.Mock(side_effect=NotYet("that is the library's own pack; write one.")) for name in _PACKS}
-        with mock.patch.multiple(TwELL, **theirs):
+        own = mock.Mock(side_effect=NotYet("that is the library's own pack; write one."))
+        with mock.patch.multiple(TwELL, **dict.fromkeys(_PACKS, own)), mock.patch.object(portable, "pack", own):
             got = answer(gate, words)
         same_list(got, want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
@@ -260,7 +260,7 @@ def _puzzle(name: str) -> Callable:
     return judged
 
 
-CHECKS: dict[str, Callable[[Callable], str]] = {
+CHECKS: dict[str, Callable] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
     "csr_bytes": _csr_bytes,

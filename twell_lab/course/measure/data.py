@@ -132,6 +132,8 @@ def calls_text(rows: list[dict], tables: bool = True) -> str:
         if timed:
             columns |= {"dense_wall_ms": "plain call: dense ms", "wall_ms": "SparseFFN ms", "x": "times as fast"}
         without = [row for row in mine if not row.get("wall_ms")]
+        if not (tables or timed):
+            continue
         if tables:
             told.append(f"{where}:\n{records.table(sorted(timed + without, key=lambda row: row['tokens']), columns)}")
         told.append(
