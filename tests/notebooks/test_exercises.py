@@ -9,10 +9,11 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import clocks, exercises
+from twell_lab.course import clocks, exercises, packing
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.formats import COO, TwELL
+from twell_lab.ops import portable
 from twell_lab.sparsities import microtiles, two_four, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -42,6 +43,31 @@ def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
     return found
 
 
+# Exercises of a notebook, at least; the first one is read in a quarter of an hour.
+LEAST = {
+    "00-start-here.ipynb": 4,
+    "07-pack-it.ipynb": 6,
+    "08-first-kernels.ipynb": 6,
+    "11-train-with-the-kernels.ipynb": 6,
+}
+HEADING = re.compile(r"^### Exercise (\d+): ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_exercises_are_numbered_and_stand_beside_what_they_test(name):
+    cells = json.loads((FOLDER / name).read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    checks = [i for i, text in enumerate(texts) if CALL.search(text)]
+    numbers = []
+    for i in checks:
+        above = i - 1 if cells[i - 1]["cell_type"] == "markdown" else i - 2  # a kernel file lies in between
+        numbers.append(int(HEADING.findall(texts[above])[-1]))
+    assert numbers == list(range(1, len(checks) + 1)) and len(checks) >= LEAST[name]
+    assert sum(len(HEADING.findall(text)) for text in texts) == len(checks)
+    middle = len(cells) // 2
+    assert any(i < middle for i in checks) and any(i > middle for i in checks), "they are gathered in one place"
+
+
 def verdict(capsys) -> str:
     return capsys.readouterr().out
 
@@ -53,7 +79,7 @@ def test_every_check_belongs_to_an_exercise_and_back():
 @pytest.mark.parametrize("name", handed_out())
 def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     given, answer, function = handed_out()[name]
-    space = {"torch": torch, "tl": twell_lab, "exercises": exercises}
+    space = {"torch": torch, "tl": twell_lab, "exercises": exercises, "packing": packing}
     exec(given, space)
     assert verdict(capsys).startswith("Not yet: ")
     exec(answer, space)
@@ -61,8 +87,11 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
-# What is handed out right, and slow: the others are empty.
-SLOW = {"tile_counts": "the counts are right. But the loads touch 4,096 sectors"}
+# What is handed out right, and slow, or with a fault: the others are empty.
+SLOW = {
+    "tile_counts": "the counts are right. But the loads touch 4,096 sectors",
+    "row_counts": "found a SharedRace: row_counts has a race",
+}
 
 
 @pytest.mark.parametrize("name", handed_out(kernels=True))
@@ -79,30 +108,51 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
-# name -> (a change to the folded answer, a word of what is said about it)
+# (exercise, what is wrong) -> (a change to the folded answer, a word of what is said about it)
 WRONG_KERNELS = {
-    "no bound": ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
-    "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
-    "every sector twice": (
+    ("tile_counts", "no bound"): ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
+    ("tile_counts", "every lane writes"): ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
+    ("tile_counts", "every sector twice"): (
         "base += WARP) {\n        const int c = base + threadIdx.x;",
         "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
         "touch 512 sectors, and the values lie in 256",
     ),
-    "last strip forgotten": ("base < width", "base + WARP <= width", "should be"),
-    "does not compile": ("const int c", "const int d", "does not compile"),
-    "another name": ("void tile_counts", "void count_tiles", "tile_counts"),
+    ("tile_counts", "last strip forgotten"): ("base < width", "base + WARP <= width", "should be"),
+    ("tile_counts", "does not compile"): ("const int c", "const int d", "does not compile"),
+    ("tile_counts", "another name"): ("void tile_counts", "void count_tiles", "tile_counts"),
+    ("row_counts", "the barrier before the write"): (
+        "if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;\n    __syncthreads();",
+        "__syncthreads();\n    if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;",
+        "found an UninitialisedRead",
+    ),
+    ("row_counts", "a barrier of each warp alone"): ("__syncthreads()", "__syncwarp()", "found a SharedRace"),
+    ("row_counts", "last strip forgotten"): ("base < columns", "base + 128 <= columns", "should be"),
+    ("row_counts", "thread 0 does all of it"): (
+        "if (threadIdx.x == 0) counts[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
+        "if (threadIdx.x == 0) {\n        count = 0;\n        for (int c = 0; c < columns; ++c) count += fires(in[c]);\n"
+        "        counts[blockIdx.x] = count;\n    }",
+        "the counts are right. But the loads touch",
+    ),
+    ("unpack", "what lies past the count"): (" || threadIdx.x > words[0]", "", "found a GlobalRace"),
+    ("unpack", "the count as a value"): ("threadIdx.x == 0 || ", "", "found a GlobalRace"),
+    ("unpack", "columns within their tiles"): ("blockIdx.x * 256 + word_column", "word_column", "found a GlobalRace"),
+    ("unpack", "lane 0 does all of it"): (
+        "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;\n    const word_t word = words[threadIdx.x];\n   ",
+        "if (threadIdx.x) return;\n    for (int i = 1; i <= words[0]; ++i) { const word_t word = words[i];",
+        "the values are right. But a tile takes",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", WRONG_KERNELS)
+@pytest.mark.parametrize(("name", "mistake"), WRONG_KERNELS)
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-def test_wrong_kernels_are_told(change, tmp_path, capsys):
-    old, new, word = WRONG_KERNELS[change]
-    right = handed_out(kernels=True)["tile_counts"][1]
+def test_wrong_kernels_are_told(name, mistake, tmp_path, capsys):
+    old, new, word = WRONG_KERNELS[name, mistake]
+    right = handed_out(kernels=True)[name][1]
     assert right.count(old) == 1
-    file = tmp_path / "tile_counts.cu"
-    file.write_text(right.replace(old, new))
-    exercises.check("tile_counts", str(file))
+    file = tmp_path / f"{name}.cu"
+    file.write_text(right.replace(old, new) + ("}" if "for (int i" in new else ""))
+    exercises.check(name, str(file))
     said = verdict(capsys)
     assert said.startswith("Not yet: ") and word in said
 
@@ -152,6 +202,13 @@ def dense_backward_of_what_fired(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, torch.ones_like(fired))  # dh where nobody fired
 
 
+def dense_backward_elementwise(x, up, down, dy, fired):
+    up, down = up.nan_to_num(), down.nan_to_num()
+    h, dh = (x[:, None] * up).sum(-1).relu(), (dy[:, None] * down.T).sum(-1) * fired
+    dx = (dh[..., None] * up).sum(1)
+    return dx, (dh[..., None] * x[:, None]).sum(0), (h[..., None] * dy[:, None]).sum(0).T
+
+
 def dense_backward_that_hides_it(x, up, down, dy, fired):
     return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, fired)
 
@@ -180,6 +237,17 @@ def down_row(words, gate, down_t, overflow=True, tile=256, first=1, dtype=torch.
         for value, column in zip(values, columns, strict=True):
             y += (value.float() * down_t[tile * t + column].float()).to(dtype)
     return y
+
+
+def several_tokens(x, gate, up, down, who=lambda fires: fires.any(0)):
+    g = (x @ gate.T).relu()
+    firing = who(g > 0).nonzero()[:, 0]
+    return (g[:, firing] * (x @ up[firing].T)) @ down[:, firing].T
+
+
+def one_token_elementwise(x, gate, up, down):
+    g = (gate * x).sum(1).relu()
+    return (down.nan_to_num() * (g * (up.nan_to_num() * x).sum(1))).sum(1)  # no product of matrices, and all of them
 
 
 def unpacked(words, gate):
@@ -266,14 +334,38 @@ def agrees(product, draw=torch.randn, passes=lambda error: error < 0.01, exact=l
     return bool(passes((product(a, b) - want).norm() / want.norm()))
 
 
+def factor_gradients(before, u, dh, c, sign=torch.sign):
+    g = before.relu()
+    dh = dh + c * sign(g * u)
+    return dh * u * (before > 0), dh * g
+
+
+def factor_gradients_by_autograd(before, u, dh, c):
+    before, u = before.requires_grad_(), u.requires_grad_()
+    h = before.relu() * u
+    return torch.autograd.grad((h * dh).sum() + c * h.abs().sum(), (before, u))
+
+
+TILES = torch.cat([packing.one_tile(firing) for firing in (0, 8, 8, 8, 31, 32, 256)])
+WITH_NAN = TILES.where(torch.arange(256) != 7, torch.nan)
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
         lambda x, gate, up, down: down @ ((gate @ x).relu() * (up @ x)),  # reads the silent neurons
         lambda x, gate, up, down: down.nan_to_num() @ ((gate @ x).relu() * (up.nan_to_num() @ x)),  # and hides it
+        one_token_elementwise,
         lambda x, gate, up, down: torch.zeros_like(x),
         lambda x, gate, up, down: (gate @ x).relu(),
     ],
+    "several_tokens": [
+        lambda *given: several_tokens(*given, who=lambda fires: fires.all(0)),
+        lambda *given: several_tokens(*given, who=lambda fires: fires[-1]),
+        lambda x, gate, up, down: several_tokens(
+            x, gate, up.nan_to_num(), down.nan_to_num(), who=lambda fires: fires.any(0) | True
+        ),
+    ],
+    "at_most": [20, 3, 1 / 0.35, True, "2.73"],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
     "to_coo": [
         lambda matrix: [each.tolist() for each in matrix.nonzero().T] + [matrix.tolist()],
@@ -339,7 +431,12 @@ WRONG = {
         lambda calls, rounds, timed: {name: [timed(call)] for name, call in calls.items()},
         lambda calls, rounds, timed: {name: [timed(call)] * rounds for name, call in calls.items()},
     ],
-    "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b],
+    "csr_times_dense": [
+        without_multiplying,
+        lambda csr, b: None,
+        lambda csr, b: csr.to_dense() @ b,
+        lambda csr, b: (csr.to_dense()[:, :, None] * b).sum(1),  # the same product, element by element
+    ],
     "formula_l1": [
         lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),  # the other convention
         lambda hidden, l1: l1 * sum(h.mean() for h in hidden) / len(hidden),
@@ -372,9 +469,68 @@ WRONG = {
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
+        lambda gate, words: portable.pack(gate[None], len(gate), words, 1)[0, 0].tolist(),
+        lambda gate, words: [
+            word % 2**32 for word in twell_lab.pack(gate[None], len(gate), words).packed[0, 0].tolist()
+        ],
         lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:],
         lambda gate, words: pack_by_hand(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "factor_gradients": [
+        lambda *given: factor_gradients(*given, sign=torch.ones_like),  # L1 of a sum that is never negative
+        lambda before, u, dh, c: factor_gradients(before, u, dh, 0.0),
+        lambda before, u, dh, c: factor_gradients(before, u, dh, c)[0],
+        factor_gradients_by_autograd,
+    ],
+    "share_left": [0.05, (3 + 6 * 0.05) / 9, 8 * 0.05 / 9],
+    "less_room": [
+        {"bytes kept": "fewer", "tokens lost": "more", "gradients": "fewer", "rows read": "more"},
+        {"bytes kept": "fewer", "tokens lost": "more", "gradients": "the same", "rows read": "fewer"},
+        {"bytes kept": "the same", "tokens lost": "more", "gradients": "the same", "rows read": "more"},
+    ],
+    "kept_bytes": [
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + d_ff), 8 * (128 * tokens + 16 * d_ff)),  # h alone
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + 3 * d_ff), 4 * (128 * tokens + 16 * d_ff)),
+        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + 3 * d_ff), 8 * 29 * tokens),  # as many as fire
+        lambda tokens, d_model, d_ff: 2 * tokens * (d_model + 3 * d_ff),
+    ],
+    "launch_of": [
+        lambda rows, columns, tile, block: (rows * columns // tile // block, 0),
+        lambda rows, columns, tile, block: (-(-rows * columns // tile // block), 0),
+        lambda rows, columns, tile, block: (-(-rows * -(-columns // tile) // block), 32),
+        lambda rows, columns, tile, block: 11,
+    ],
+    "every_other": [125, 500, 249, None],
+    "teams": [
+        {4: False, 8: False, 12: True, 16: True, 20: True},  # as if only the number of steps counted
+        dict.fromkeys((4, 8, 12, 16, 20), True),
+        True,
+    ],
+    "by_hand": [
+        [3, 0x40000001, 0x3F000003, 0x3F800005],  # the count of those with a slot
+        [4, 0x00014000, 0x00033F00, 0x00053F80],  # column and value the wrong way round
+        [4, 0x40000001, 0x3F000003, 0x3F800005, 0x40400006],  # as if there were a fourth slot
+        [4, 0x40000001, 0x3F000003, 0x80000004],  # -0.0 as a value
+        None,
+    ],
+    "lossless": [
+        lambda round_trip: True,
+        lambda round_trip: False,
+        lambda round_trip: packing.row_errors(round_trip(TILES), TILES.relu()).median().item() == 0,
+        lambda round_trip: packing.same_bits(round_trip(TILES), TILES.relu()),  # without a NaN
+        lambda round_trip: torch.equal(round_trip(WITH_NAN), WITH_NAN.relu()),  # NaN does not equal itself
+    ],
+    "larger_tile": [
+        {"bytes of words": "the same", "rows that overflow": "more", "values lost": "the same"},
+        {"bytes of words": "fewer", "rows that overflow": "more", "values lost": "more"},
+        {"bytes of words": "fewer"},
+        None,
+    ],
+    "warp_slot": [
+        lambda ballot, lane: (ballot & ((1 << lane) - 1)).bit_count(),  # over the count
+        lambda ballot, lane: 1 + (ballot >> lane).bit_count(),  # from the other end
+        lambda ballot, lane: 1 + lane,
     ],
     "sectors": [
         lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped
@@ -438,7 +594,12 @@ WRONG = {
         lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
         lambda rows, d_ff: rows,
     ],
-    "plain_backward": [dense_backward, dense_backward_of_what_fired, dense_backward_that_hides_it],
+    "plain_backward": [
+        dense_backward,
+        dense_backward_of_what_fired,
+        dense_backward_that_hides_it,
+        dense_backward_elementwise,
+    ],
     "occupied": [
         lambda density, height: density * height,  # more than everything, of a tall tile
         lambda density, height: 1 - density**height,

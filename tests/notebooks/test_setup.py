@@ -35,6 +35,19 @@ def test_setup_names_the_machine_and_returns_the_device(capsys):
 
 def test_dtype_on_a_cpu():
     assert notebook_module.dtype_for("cpu") == torch.float32
+    assert notebook_module.sixteen_bits("cpu") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_an_older_gpu_gets_the_16_bits_that_it_has(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert notebook_module.dtype_for("cuda") == notebook_module.sixteen_bits("cuda") == dtype
+
+
+def test_a_test_is_no_notebook(monkeypatch):
+    assert not notebook_module.is_running()
+    monkeypatch.setattr(notebook_module, "_shell", object)
+    assert notebook_module.is_running()
 
 
 @pytest.mark.parametrize(

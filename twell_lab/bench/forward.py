@@ -160,13 +160,19 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int],
 
 @torch.no_grad()
 def kernel_versions(
-    tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29, *, seed: int = 0
+    tokens: int = 16384,
+    d_model: int = 2048,
+    d_ff: int = 5632,
+    nnz: float = 29,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
 ) -> list[dict]:
-    """Rows of kind "kernel": every version of every portable kernel on one workload, bf16, on this GPU.
+    """Rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
 
     Each version is first compared with the newest one, which `check` has compared with float64.
     """
-    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cuda", seed=seed)
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", dtype, "cuda", seed=seed)
     sparse = SparseFFN.from_module(dense)
     check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]

@@ -129,10 +129,18 @@ def _describe(layer: nn.Module, inputs: list[Tensor], label: str) -> dict:
 
 
 def drawn(
-    tokens: int, d_model: int, d_ff: int, nnz: float, kind: str = "lognormal", *, gated: bool = True, seed: int = 0
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    nnz: float,
+    kind: str = "lognormal",
+    *,
+    gated: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
 ):
-    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.measure.workload), bf16; plain if not gated."""
-    layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, torch.bfloat16, "cuda", seed=seed)
+    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.measure.workload); plain if not gated."""
+    layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cuda", seed=seed)
     generator = torch.Generator("cuda").manual_seed(seed + 1000)
     inputs = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in seen]
     for x, like in zip(inputs, seen):

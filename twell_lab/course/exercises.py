@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
-from ..ops import reference
+from ..ops import portable, reference
+from . import progress
+from .backward import checks as backward
 from .capstone import checks as capstone
 from .choosing import checks as choosing
 from .clocks import checks as clocks
 from .conversion import checks as conversion
+from .first_kernels import checks as first_kernels
 from .hopper import checks as hopper
 from .hopper.calls import timeline
+from .measure import checks as start
 from .measure import zeros_checks
+from .packing import checks as packing
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
 from .roofline.data import pool_table, waves
@@ -36,20 +39,23 @@ from .verdicts import NotYet, close, near, same, same_list, skipping, written
 RIGHT = "Right"
 
 
-def check(name: str, answer: Callable | str) -> None:
+def check(name: str, answer: object) -> None:
     """Print whether an answer is right and, if not, an input for which it is wrong. A wrong answer never raises.
 
-    name: of the exercise. answer: the reader's function, or the path of the reader's kernel file. Raises KeyError for
-    an unknown name.
+    name: of the exercise. answer: the reader's function or prediction, or the path of the reader's kernel file. A right
+    answer is remembered (`progress`). Raises KeyError for an unknown name.
     """
     if name not in CHECKS:
         raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
     try:
-        print(f"{RIGHT}: {CHECKS[name](answer)}")
+        said = CHECKS[name](answer)
     except NotYet as reason:
         print(f"Not yet: {reason}")
     except Exception as error:  # whatever the reader's function raises is part of the answer
         print(f"Not yet: your function raised {type(error).__name__}: {error}")
+    else:
+        print(f"{RIGHT}: {said}")
+        progress.remember(name)
 
 
 def _weights_read(answer) -> str:
@@ -69,7 +75,8 @@ def _one_token(answer) -> str:
         if trial:  # a silent neuron's weights must not be touched: here they are not numbers
             up[silent], down[:, silent] = torch.nan, torch.nan
         asked = "one_token" + " with NaN in the silent neurons' weights" * bool(trial)
-        most = 2 * 24 * (60 + 2 * int((~silent).sum()))  # the whole gate, and up and down of who fires
+        # The whole gate, up and down of who fires, and a few products of as many values as there are neurons.
+        most = 2 * 24 * (60 + 2 * int((~silent).sum())) + 8 * 60
         close(skipping(answer, (x, gate, up, down), most, asked), exact, asked)
     return "the same output, and no silent neuron's weights were read."
 
@@ -109,8 +116,8 @@ def _pack_tile(answer) -> str:
             gate[0] = torch.nan
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        theirs = {name: mock.Mock(side_effect=NotYet("that is the library's own pack; write one.")) for name in _PACKS}
-        with mock.patch.multiple(TwELL, **theirs):
+        own = mock.Mock(side_effect=NotYet("that is the library's own pack; write one."))
+        with mock.patch.multiple(TwELL, **dict.fromkeys(_PACKS, own)), mock.patch.object(portable, "pack", own):
             got = answer(gate, words)
         same_list(got, want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
@@ -126,58 +133,6 @@ def _fewest_words(answer) -> str:
             f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},",
         )
     return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
-
-
-def _sectors(answer) -> str:
-    lanes = range(32)
-    for asked, addresses, size in (
-        ("32 lanes read floats, one after another", [4 * lane for lane in lanes], 4),
-        ("32 lanes read 2-byte values, one after another", [2 * lane for lane in lanes], 2),
-        ("the same, from address 6 on", [6 + 2 * lane for lane in lanes], 2),
-        ("all lanes read the same float", [128] * 32, 4),
-        ("32 lanes read 16 bytes each, one after another", [16 * lane for lane in lanes], 16),
-        ("32 lanes read 2-byte values 512 bytes apart", [512 * lane for lane in lanes], 2),
-        ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4),
-    ):
-        want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
-        same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
-    return "a sector counts once, however many lanes touch it."
-
-
-def _tile_counts(file) -> str:
-    """A reader's kernel file, in the simulator: its counts, its faults, and the sectors it touches."""
-    from .. import simulator  # not needed by the other exercises
-
-    try:
-        program = simulator.compile(Path(file), {"VALUE_BF16": True})
-        for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
-            gate = (torch.rand(rows, columns) + 0.01) * torch.where(torch.rand(rows, columns) < share, 1.0, -1.0)
-            gate[0, 1], gate[-1, 17] = torch.nan, -0.0
-            gate = gate.to(torch.bfloat16)
-            want = TwELL.from_gate(gate).counts
-            got = torch.full(want.shape, -1, dtype=torch.int32)
-            counts = program.launch(
-                "tile_counts", tuple(reversed(want.shape)), 32, (gate, got, columns), watch="counts"
-            ).counts
-            if not torch.equal(got, want.int()):
-                row, tile = (got != want).nonzero()[0].tolist()
-                raise NotYet(
-                    f"with {columns} columns, counts[{row}][{tile}] should be {want[row, tile]}; "
-                    f"yours is {got[row, tile]}."
-                )
-            moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
-            if columns % 256 == 0 and moved > least:  # rows of 600 columns begin in the middle of a sector
-                raise NotYet(
-                    f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
-                    "let neighbouring lanes read neighbouring values."
-                )
-    except simulator.Fault as fault:
-        kind = type(fault).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        raise NotYet(f"with {columns} columns the simulator found {article} {kind}: {fault}") from None
-    except (CompileError, InputError, StackError, simulator.Unsupported) as error:
-        raise NotYet(str(error)) from None
-    return "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
 
 
 def _turns(answer) -> str:
@@ -228,7 +183,8 @@ def _plain_backward(answer) -> str:
         fired = (leaves[0] @ leaves[1].T > 0).detach()
         silent = ~fired.any(0)
         up[silent], down[:, silent] = torch.nan, torch.nan
-        most = 5 * 2 * tokens * d_model * int((~silent).sum())  # h, dh and three gradients, of neurons that fire at all
+        # h, dh and three gradients, of neurons that fire at all, and a mask or two.
+        most = 5 * 2 * tokens * d_model * int((~silent).sum()) + 4 * tokens * d_ff
         got = written(skipping(answer, (x, up, down, dy, fired), most, "plain_backward"))
         for name, mine, each in zip(("dx", "dup", "ddown"), got, exact, strict=True):
             close(mine, each, f"{name} for {tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
@@ -282,15 +238,13 @@ def _puzzle(name: str) -> Callable:
     return judged
 
 
-CHECKS: dict[str, Callable[[Callable], str]] = {
+CHECKS: dict[str, Callable] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
     "csr_bytes": _csr_bytes,
     "csr_times_dense": _csr_times_dense,
     "pack_tile": _pack_tile,
     "fewest_words": _fewest_words,
-    "sectors": _sectors,
-    "tile_counts": _tile_counts,
     "turns": _turns,
     "pool_starts": _pool_starts,
     "wall_time": _wall_time,
@@ -301,6 +255,10 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "share_from": _share_from,
     "crossing": _crossing,
     **training.CHECKS,
+    **start.CHECKS,
+    **packing.CHECKS,
+    **first_kernels.CHECKS,
+    **backward.CHECKS,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
     **hopper.CHECKS,

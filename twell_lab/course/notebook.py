@@ -85,6 +85,11 @@ def _transform(each: Callable[[list[str]], list[str]], wanted: bool) -> None:
         shell.input_transformers_cleanup[:] = [*others, each] if wanted else others
 
 
+def is_running() -> bool:
+    """Whether this code runs in a notebook, or in IPython."""
+    return bool(_shell())
+
+
 def _shell():
     interactive = sys.modules.get("IPython")  # loaded wherever a notebook runs
     return interactive and interactive.get_ipython()
@@ -95,6 +100,11 @@ def dtype_for(device: str) -> torch.dtype:
     if device != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+
+
+def sixteen_bits(device: str) -> torch.dtype:
+    """The 16-bit dtype that kernels take here: float16 on a GPU older than bfloat16, else bfloat16, also on a CPU."""
+    return torch.bfloat16 if device != "cuda" else dtype_for(device)
 
 
 def use_renderer() -> str | None:

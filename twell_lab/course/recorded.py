@@ -86,7 +86,15 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
         return []
 
 
-def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
+def rows_of(
+    samples: dict[str, list[float]],
+    kind: str,
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    nnz: float,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict]:
     """Rows like a record's from milliseconds measured on this machine's GPU: one for each path, with "dense eager"."""
     device, (dense, _) = torch.cuda.get_device_name(), measure.quartiles(samples["dense eager"])
     shared = {
@@ -99,7 +107,7 @@ def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: in
         "gated": True,
         "nnz": nnz,
         "workload": LOGNORMAL,
-        "dtype": "bfloat16",
+        "dtype": str(dtype).removeprefix("torch."),
         "dense_ms": dense,
     }
     return [

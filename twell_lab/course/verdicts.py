@@ -17,7 +17,9 @@ class NotYet(Exception):
 
 
 def written(got):
-    """The result of the reader's function; NotYet if it is None."""
+    """The reader's prediction, or the result of their function; NotYet if it is None or still dots."""
+    if got is ...:
+        raise NotYet("the dots are still there; write your answer in their place.")
     if got is None:
         raise NotYet("the function gives None back; write its body first.")
     return got
@@ -56,10 +58,37 @@ def close(got, exact: Tensor, asked: str) -> None:
         raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {CLOSE:g} passes.")
 
 
-# What torch's counter of the operations in products leaves out: a matrix times a vector, and a vector times a vector.
+def number(got, want: float, asked: str, within: float = 0.02) -> None:
+    """NotYet unless a predicted number is near this one; the message says only which way it is off."""
+    if isinstance(got, bool) or not isinstance(written(got), (int, float)):
+        raise NotYet(f"{asked} should be a number; yours is {got!r}.")
+    if not math.isclose(got, want, rel_tol=within):
+        raise NotYet(f"{asked} is {'less' if got > want else 'more'} than {got:,}.")
+
+
+def said(got, want: dict[str, object], asked: str) -> None:
+    """NotYet unless a prediction in words is this one; the message names what is off, and not what is right."""
+    if not isinstance(got, dict) or set(got) != set(want):
+        raise NotYet(f"{asked} should be a dictionary with the keys {', '.join(map(repr, want))}.")
+    empty = [key for key in want if got[key] is None or got[key] is ...]
+    if empty:
+        raise NotYet(f"{asked} says nothing yet of {empty[0]!r}.")
+    off = [key for key in want if got[key] != want[key]]
+    if off:
+        raise NotYet(f"{asked} is off in {len(off)} of {len(want)}; one of these: {off[0]!r} is not {got[off[0]]!r}.")
+
+
+def _elementwise(a, b, *_, out_shape=None, **__) -> int:
+    return 2 * math.prod(out_shape) if isinstance(a, torch.Size) and isinstance(b, torch.Size) else 0
+
+
+# What torch's counter of the operations in products leaves out: a matrix times a vector, a vector times a vector, and
+# products of elements, which make a product of matrices as soon as they are summed.
 _PRODUCTS = {
     torch.ops.aten.mv: lambda a, b, *_, **__: 2 * a[0] * a[1],
     torch.ops.aten.dot: lambda a, b, *_, **__: 2 * a[0],
+    torch.ops.aten.mul: _elementwise,
+    torch.ops.aten.mul_: _elementwise,
 }
 
 

@@ -123,7 +123,6 @@ def test_seven_rows_for_each_kept_value():
 def test_floors_add_up_and_break_even_is_where_they_meet():
     floors = backward.floors(backward.parts(nnz=29), RATES)
     assert floors[0]["limit"] == "tensor cores" and {part["limit"] for part in floors[1:]} == {"L2 cache"}
-    assert f"{sum(part['ms'] for part in floors):.4g}" in backward.floors_table(floors).splitlines()[-1]
     meeting = backward.break_even(RATES)
     at = sum(part["ms"] for part in backward.floors(backward.parts(nnz=meeting), RATES))
     assert at == pytest.approx(backward.dense_floor(RATES))

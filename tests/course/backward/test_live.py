@@ -69,6 +69,16 @@ def test_the_average_of_some_steps_decides(begun):
         live.averaged([])
 
 
+@pytest.mark.parametrize(("limit", "path"), [(0.0, "dense"), (1e9, "twell")])
+def test_a_run_changes_layers_over_at_the_limit(begun, limit, path):
+    config = replace(begun[0], steps=5)
+    model, windows, history = live.train(config, "cpu", limit, every=2)
+    assert [row["step"] for row in history] == [2, 4] and all(row["bytes"] > 0 for row in history)
+    assert history[-1]["paths"] == [path, path] == [layer.module.learning for layer in feed_forwards(model)]
+    assert all(0 < nnz <= 32 for nnz in history[0]["nnz"]) and next(windows).shape == (2, 17)
+    assert not torch.equal(next(model.parameters()), next(begun[1].parameters()))  # it learned
+
+
 def test_the_break_even_is_the_librarys_as_a_share():
     share = live.break_even_share(RATES)
     assert 0.005 < share < 0.05

@@ -98,7 +98,6 @@ def test_the_tables_hold_each_path_in_its_column():
     rows = placed(compared() + compared(8.01) + compared(29.02, "overflow: 20% of rows"))
     head, first, second = measured.table(rows).splitlines()
     assert first.split()[:4] == ["8.01", "6", "3", "2"] and "1012" in second and "390" in second
-    assert len(measured.others_table(rows).splitlines()) == 2 and "overflow" in measured.others_table(rows)
     assert [each["column"] for each in measured.steps(rows)][::5] == ["8", "29"]
 
 
@@ -195,7 +194,6 @@ def test_a_whole_step_beside_its_layers():
         compiled.split()[4] == "1.3"
         and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
     )
-    assert "whole step" not in measured.others_table(rows)
     small = [
         each | {"workload": "whole step, small", "d_model": 768, "choice": "3 of 8 layers sparse"}
         for each in (*model, row("forced twell compiled", 100.0, 30.0) | {"x_compiled": 0.9, "peak_bytes": 2**29})
@@ -210,7 +208,7 @@ def test_without_a_record_everything_says_so(stored):
     rows = measured.recorded()
     assert rows == [] and measured.COMMAND in measured.about(rows) and measured.table(rows) == measured.MISSING
     assert measured.summary(rows) == "" and measured.dense_ms(rows) is None
-    assert "No other" in measured.others_table(rows) and "No peak" in measured.memory_sentence(rows)
+    assert "No peak" in measured.memory_sentence(rows)
     assert "No recorded step" in measured.beside_floor(rows, {}) and measured.series(rows) == {}
     assert measured.whole_step(rows).startswith("No whole step") and measured.meetings(rows).startswith(
         "Nothing recorded"

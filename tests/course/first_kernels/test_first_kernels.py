@@ -1,6 +1,7 @@
 """What the notebook on kernels computes: workloads, sources, altered copies, recorded times and predictions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,7 +158,8 @@ def test_predictions_stand_beside_the_times():
     rows = kernels.against_time(counts, times, {"pack_v1": {"ms": 7.0, "where": "yours, now"}})
     assert [row["measured_ms"] for row in rows] == [1.1 * slow, 3 * fast, None]
     assert [row["yours_ms"] for row in rows] == [7.0, None, None] and rows[0]["yours"] == "yours, now"
-    one, two, three, last = kernels.verdicts(rows).splitlines()
+    one, own, two, three, last = kernels.verdicts(rows).splitlines()
+    assert own == "  yours, now: 7.000 ms; nothing is predicted for it"
     assert "1.1 times that: the traffic explains it" in one and "3.0 times that: something else" in two
     assert (
         three.endswith("no time is recorded") and last == "Within a factor of 1.25 of the prediction: pack_v1 (1 of 2)."
@@ -170,9 +172,24 @@ def test_predictions_stand_beside_the_times():
         len(kernels.verdicts(kernels.against_time(counts, {})).splitlines()) == 3
     )  # nothing recorded, nothing summed up
 
-    table = kernels.table(rows, counts).splitlines()
-    assert "yours, now" in table[0] and table[1].split()[:2] == ["pack_v1", "0.064"]
-    assert "yours, now" not in kernels.table(kernels.against_time(counts, times), counts)
+
+def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
+    counts = {"pack_v1": counted(lines=10, unique=10**6)}  # what memory delivers is the limit
+    own = {"pack_v1": {"ms": 7.0, "where": "yours, now, on Tesla T4"}}
+    here = SimpleNamespace(name="Tesla T4", multi_processor_count=40, clock_rate=1_590_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    gpu = kernels.gpu_here()
+    assert (gpu.multiprocessors, gpu.clock_hz) == (40, 1.59e9) and 250e9 < gpu.memory_bytes_per_s < 320e9
+    (row,) = kernels.against_time(counts, {}, own, gpu)
+    assert row["yours_predicted_ms"] > 5 * max(row["predicted_ms"].values())
+    assert f"Tesla T4: 7.000 ms; predicted for it {row['yours_predicted_ms']:.3f}" in kernels.verdicts([row])
+    (row,) = kernels.against_time(counts, {}, own)
+    assert "7.000 ms; nothing is predicted for it" in kernels.verdicts([row])
+    here.name = "a GPU of next year"
+    assert kernels.gpu_here() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.gpu_here() is None
 
 
 def versus(version: str, limit: str, times: float | None, l1_hits: float | None = None) -> dict:
@@ -225,20 +242,6 @@ def test_the_counters_of_the_gpu_stand_with_its_times(keep):
     rows[1]["l1_hits_percent"] = 25.0
     keep(record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters)
     assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
-
-
-def test_what_a_load_costs():
-    turns = kernels.WARPS_AT_ONCE
-    counts = {"pack_v2": counted(1, requests=100 * turns), "pack_v3": counted(1, requests=10 * turns)}
-    alone = {"pack_v2": {"ms": 0.0085}, "pack_v3": {"ms": 0.005}}  # 3.5 us for 7 loads
-    said = kernels.waiting(counts, {"pack_v2": {"ms": 0.06}, "pack_v3": {"ms": 0.02}}, alone).splitlines()
-    assert (
-        said[0].endswith("0.50 us each")
-        and "100 loads" in said[1]
-        and "0.60 us each, 1.2 times that: mostly waiting" in said[1]
-    )
-    assert "10 loads" in said[2] and "2.00 us each, 4.0 times that: more than waiting" in said[2]
-    assert kernels.waiting(counts, {}, alone) == "No times are recorded for this."
 
 
 def test_tables_of_counts():

@@ -317,4 +317,8 @@ def test_the_readers_own_times_are_points():
     figure = drawn.predicted_against_measured(rows)
     own = figure.data[-1]
     assert own.x == ("v1",) and own.y == (0.7,) and own.name == "yours, now, on T4" and own.mode == "markers"
-    assert figure.layout.yaxis.range[1] > 0.7
+    assert figure.layout.yaxis.range[1] > 0.7 and figure.data[0].name == "predicted for an H100: device memory"
+    figure = drawn.predicted_against_measured([{**rows[0], "yours_predicted_ms": 0.9}, rows[1]])
+    predicted, own = figure.data[-2:]
+    assert predicted.y == (0.9,) and predicted.name == "predicted for your GPU" and own.y == (0.7,)
+    assert predicted.marker.symbol != own.marker.symbol and figure.layout.yaxis.range[1] > 0.9

@@ -122,6 +122,8 @@ def test_without_wall_times_no_number_stands_for_them(keep):
     assert yours == "yours, now:" and said.startswith("Plain calls, yours, now: from 0.75")
     assert "plain" not in head and one.split() == ["1", "0.04", "0.02", "2"]
     assert where.startswith("recorded on") and last == "The time of plain calls was not measured there."
+    told = measure.calls_text(own + measure.recorded_calls(2048, 5632, 29), tables=False)
+    assert told == said  # nothing of those that were not measured
     keep()
     assert measure.calls_text(measure.recorded_calls(2048, 5632, 29)).startswith("No inference run is recorded")
 

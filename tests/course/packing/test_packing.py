@@ -136,3 +136,16 @@ def test_other_wrong_arguments_are_refused():
         packing.one_tile(257)
     with pytest.raises(InputError, match="32 lanes"):
         packing.warp_slots(torch.zeros(31, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ([0.0, 0.0, 0.5], ["1 of 3 rows", "worst 50.00%", "median would have passed", "as it should"]),
+        ([0.2, 0.0, 0.5], ["2 of 3 rows", "Even the median", "as it should"]),
+        ([0.0, 0.0, 0.0], ["0 of 3 rows", "median would have passed", "only made-up tiles"]),
+    ],
+)
+def test_which_checks_find_a_lossy_packing(errors, words):
+    text = packing.found_by(torch.tensor(errors), 0.25)
+    assert all(word in text for word in [*words, "together 25.00%"])

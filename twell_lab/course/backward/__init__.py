@@ -14,7 +14,6 @@ from .data import (
     drawn,
     exact,
     floors,
-    floors_table,
     hybrid,
     memory_sentence,
     memory_table,

@@ -334,25 +334,6 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
     return timed
 
 
-def floors_table(found: list[dict]) -> str:
-    """The rows of `floors` as a table, with their sum."""
-    rows = [{**part, "gb": part["l2"] / 1e9 or None} for part in found]
-    rows.append(
-        {"part": "together", "ms": sum(part["ms"] for part in found), "gb": sum(part["l2"] for part in found) / 1e9}
-    )
-    return records.table(
-        rows,
-        {
-            "part": "",
-            "direction": "",
-            "reads": "a kept value reads",
-            "gb": "GB through L2",
-            "limit": "limit",
-            "ms": "ms",
-        },
-    )
-
-
 def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> float:
     """Least ms of the dense step: nine products, three forward and six backward, on the tensor cores."""
     return 1e3 * 9 * 2 * tokens * d_model * d_ff / reached.tensor

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ...analysis import costs
+from ...analysis import costs, switching
 from ...analysis.switching import break_even
 from ...core.errors import InputError
 from ...layers.anatomy import feed_forwards
@@ -22,8 +22,11 @@ from ...ops.reference import GatedFeedForward
 from ...training.config import TrainConfig
 from ...training.loop import initial_model
 from ...training.objective import cross_entropy
+from ...training.schedule import learning_rate
 from ...training.text.source import random_windows
+from .. import notebook
 from ..roofline.data import Rates
+from .data import saved_tensors
 
 
 def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:
@@ -52,8 +55,42 @@ def _windows(config: TrainConfig, device: str) -> Iterator[Tensor]:
 
 
 def sixteen_bits(device: str):
-    """torch.autocast to bfloat16 on a GPU, where the sparse kernels are; nothing on a CPU."""
-    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+    """torch.autocast to 16 bits on a GPU, where the sparse kernels are; nothing on a CPU."""
+    return torch.autocast("cuda", notebook.sixteen_bits(device)) if device == "cuda" else nullcontext()
+
+
+def train(
+    config: TrainConfig, device: str, limit: float, every: int = 10
+) -> tuple[nn.Module, Iterator[Tensor], list[dict]]:
+    """(model, windows, history): a run of config.steps in which a layer is sparse while fewer than `limit` fire.
+
+    Every `every` steps, `switching.switch` compares what the layers' terms counted since the last time with the limit.
+    history: rows {step, nnz and paths (by layer), bytes (kept by autograd in this step)}.
+    """
+    model, optimizer, windows = start(config, device)
+    history, recent = [], []
+    for step in range(1, config.steps + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+        with layer_terms(model) as terms, saved_tensors(model) as saved, sixteen_bits(device):
+            loss = cross_entropy(model, next(windows))
+        loss = loss + config.l1 * sum(term.l1 for term in terms) / len(terms)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(terms)
+        if step % every == 0:
+            mean, recent = averaged(recent), []
+            switching.switch(model, mean, below=limit)
+            history.append(
+                {
+                    "step": step,
+                    "nnz": [float(term.nnz) for term in mean],
+                    "bytes": sum(tensor["bytes"] for tensor in saved),
+                    "paths": [layer.module.learning for layer in feed_forwards(model)],
+                }
+            )
+    return model, windows, history
 
 
 def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:

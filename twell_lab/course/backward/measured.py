@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import records
 from ...ops import measure, train_rows
+from ..notebook import sixteen_bits
 from ..recorded import GRAPH, LOGNORMAL, extremes, newest, rows_of, same, sources, timed_here
 
 NAME, KIND = "training", "training"
@@ -97,22 +98,6 @@ def table(rows: list[dict]) -> str:
         f"{SPARSE} mib": "sparse",
     }
     return records.table(lines, columns) if lines else MISSING
-
-
-def others_table(rows: list[dict]) -> str:
-    """The other workloads: uniform firing, plain layers, rows that overflow, trained layers."""
-    lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL and not line["workload"].startswith(WHOLE)]
-    columns = {
-        "workload": "",
-        "nnz": "mean nnz",
-        "dense eager": "dense ms",
-        SPARSE: "sparse ms",
-        f"{SPARSE} x": "x dense",
-        "choice": "planned",
-        "planned x": "x dense",
-        "planned compiled x": "compiled: x dense",
-    }
-    return records.table(lines, columns) if lines else "No other workload is recorded."
 
 
 def whole_step(rows: list[dict]) -> str:
@@ -314,7 +299,7 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
     from ...bench import inference
 
     def rows(nnz: float) -> list[dict]:
-        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
+        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz, dtype=sixteen_bits("cuda"))
         return step_rows(layer, inputs, nnz)
 
     return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
@@ -347,5 +332,5 @@ def step_rows(
             raise measure.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: peak_bytes(call) for path, call in calls.items()}
     d_ff, d_model = layer.gate_proj.weight.shape
-    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz)
+    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz, layer.gate_proj.weight.dtype)
     return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]

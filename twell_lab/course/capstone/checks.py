@@ -29,7 +29,7 @@ def _read_word(answer) -> str:
 
 
 def _row_sectors(answer) -> str:
-    shapes = [(0, 2048), (7, 2048), (3, 40), (4, 40), (1, 8), (1, 20), (2, 20), (5, 100), (11, 260)]
+    shapes = [(0, 2048), (7, 2048), (3, 40), (4, 40), (1, 8), (1, 12), (1, 20), (2, 20), (5, 100), (11, 260)]
     for column, d_model in shapes + [(random.randrange(5000), random.randint(1, 2400)) for _ in range(4)]:
         want = cases.sectors_of(column * d_model, d_model)
         same(answer(column, d_model), want, f"row_sectors(column={column}, d_model={d_model})")

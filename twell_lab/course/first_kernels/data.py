@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import records
+from ...analysis.predict import rates_of
 from ...bench import forward
 from ...core import folders
 from ...core.errors import DeviceError, InputError, StackError
@@ -22,7 +23,8 @@ from ...ops import measure, portable
 from ...records import evidence
 from ...records.evidence import noise
 from ...simulator import Counts, Fault, available, predicted_time, watching
-from ...simulator.counts import SECTOR, LineCounts
+from ...simulator.counts import H100, SECTOR, Gpu, LineCounts
+from ..notebook import sixteen_bits
 from ..recorded import device_and_day, timed_here
 
 NO_TAIL = (None, None, None)
@@ -52,8 +54,9 @@ def on_the_gpu(gate: Tensor) -> str:
     """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
     if not torch.cuda.is_available():
         return "There is no GPU here: the simulator is all that runs them."
+    gate = gate.to("cuda", sixteen_bits("cuda"))
     try:
-        words = {f"v{version}": portable.pack(gate.cuda(), TILE, WORDS, version) for version in (1, 2, 3, 4)}
+        words = {f"v{version}": portable.pack(gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
     except (DeviceError, StackError) as error:
         return f"The GPU here runs none of them: {error}"
     wrong = [name for name, found in words.items() if not same_words(found, gate)]
@@ -293,14 +296,31 @@ def yours(tokens: int = 16384) -> Times:
     """kernel -> {ms, device, where}, measured now on this machine's GPU; {} where there is none that can do it."""
     return {
         row["path"]: {"ms": row["ms"], "device": row["device"], "where": f"yours, now, on {row['device']}"}
-        for row in timed_here(lambda: forward.kernel_versions(tokens))
+        for row in timed_here(lambda: forward.kernel_versions(tokens, dtype=sixteen_bits("cuda")))
     }
 
 
-def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None = None) -> list[dict]:
+def gpu_here() -> Gpu | None:
+    """What a prediction needs to know of this machine's GPU: its rates from data/gpus.json, scaled by what an H100
+    reaches of its own. None without a GPU, and for one that is not in there."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    try:
+        rates = rates_of(found.name)
+    except InputError:
+        return None
+    clock = 1e3 * getattr(found, "clock_rate", 0) or H100.clock_hz  # older versions of torch do not say it
+    return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled")
+
+
+def against_time(
+    counts: Mapping[str, Counts], times: Times, own: Times | None = None, gpu: Gpu | None = None
+) -> list[dict]:
     """Predicted and measured times, a row for each kernel, as figures.predicted_against_measured takes them.
 
-    counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`; own: `yours`.
+    counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`, on an H100, for which the
+    prediction is; own: `yours`, and gpu: `gpu_here`, for which there is a prediction of its own.
     """
     rows = []
     for version, each in counts.items():
@@ -315,6 +335,7 @@ def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None =
                 "recorded": time.get("where", ""),
                 "yours_ms": mine.get("ms"),
                 "yours": mine.get("where", ""),
+                "yours_predicted_ms": 1e3 * predicted_time(each, gpu).seconds if gpu and mine else None,
             }
         )
     return rows
@@ -334,6 +355,10 @@ def verdicts(rows: list[dict]) -> str:
         else:
             word = "the traffic explains it" if times <= NEAR else "something else takes the time"
             lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.1f} times that: {word}")
+        if row.get("yours_ms") is not None:
+            known = row["yours_predicted_ms"]
+            predicted = "nothing is predicted for it" if known is None else f"predicted for it {known:.3f}"
+            lines.append(f"  {row['yours']}: {row['yours_ms']:.3f} ms; {predicted}")
     return "\n".join(lines + summary(rows).splitlines())
 
 
@@ -388,52 +413,6 @@ def _times(row: dict) -> float | None:
     return round(row["measured_ms"] / _slowest(row["predicted_ms"])[1], 2)
 
 
-def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
-    """Rows of `against_time` as a table, with the bytes of the sectors touched. counts: what they were made from."""
-    columns = {
-        "version": "",
-        "moved": "MB in sectors",
-        "limit": "limit",
-        "predicted": "predicted ms",
-        "measured_ms": "recorded",
-        "yours_ms": "yours, now",
-    }
-    if all(row["yours_ms"] is None for row in rows):
-        del columns["yours_ms"]
-    shown = []
-    for row in rows:
-        limit, predicted = _slowest(row["predicted_ms"])
-        sectors = sum(each.sectors for each in counts[row["version"]].traffic.values())
-        shown.append({**row, "moved": SECTOR * sectors / 1e6, "limit": limit, "predicted": predicted})
-    return records.table(shown, columns)
-
-
 def _slowest(parts: Mapping[str, float]) -> tuple[str, float]:
     limit = max(parts, key=parts.__getitem__)
     return limit, parts[limit]
-
-
-WARPS_AT_ONCE = 132 * 64  # of an H100: its multiprocessors, and the warps that each can hold
-
-
-def waiting(counts: Mapping[str, Counts], times: Times, alone: Times) -> str:
-    """In lines: what a load costs pack_v2 and pack_v3 on a full GPU, and what it costs on an idle one.
-
-    counts: scaled to the size of `times`. alone: the times for 1 token, where all warps run at once, pack_v2 makes 8
-    loads one after another, and pack_v3 one.
-    """
-    if not {"pack_v2", "pack_v3"} <= set(times) & set(alone):
-        return "No times are recorded for this."
-    one = 1e3 * (alone["pack_v2"]["ms"] - alone["pack_v3"]["ms"]) / 7
-    lines = [
-        f"1 token: pack_v2 takes {7 * one:.1f} us longer than pack_v3, for 7 more loads in a row: {one:.2f} us each"
-    ]
-    for name in ("pack_v2", "pack_v3"):
-        turns = counts[name].global_reads.requests / WARPS_AT_ONCE
-        each = 1e3 * times[name]["ms"] / turns
-        word = "mostly waiting" if each < 2 * one else "more than waiting"
-        lines.append(
-            f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, "
-            f"{each / one:.1f} times that: {word}"
-        )
-    return "\n".join(lines)

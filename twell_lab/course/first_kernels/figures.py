@@ -166,13 +166,16 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
     """The time that each part of the GPU would need by itself, beside the time that was measured.
 
     rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}. The reader's
-    own times are drawn as points if rows have them: yours_ms, yours (what to call them).
+    own times are drawn as points if rows have them: yours_ms, yours (what to call them), yours_predicted_ms (for the
+    reader's GPU, or None). The bars then say that they are an H100's.
     """
     if not rows:
         raise InputError("there are no rows; at least one version is accepted")
     versions = [row["version"] for row in rows]
     places = sorted({row["recorded"] for row in rows if row.get("measured_ms") is not None})
     figure = go.Figure()
+    own = [row for row in rows if row.get("yours_ms") is not None]
+    whose = "predicted for an H100" if own else "predicted"
     bounds = list(dict.fromkeys(bound for row in rows for bound in row["predicted_ms"]))
     for (colour, pattern), bound in zip(BOUND_LOOKS, bounds, strict=False):
         times = [row["predicted_ms"].get(bound) for row in rows]
@@ -180,7 +183,7 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
         figure.add_bar(
             x=versions,
             y=times,
-            name=f"predicted: {bound}",
+            name=f"{whose}: {bound}",
             textposition="outside",
             cliponaxis=False,
             textangle=0,
@@ -200,16 +203,21 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
         customdata=[row.get("recorded", "") for row in rows],
         hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>",
     )
-    if own := [row for row in rows if row.get("yours_ms") is not None]:
-        figure.add_scatter(
-            x=[row["version"] for row in own],
-            y=[row["yours_ms"] for row in own],
-            name=own[0]["yours"],
-            mode="markers",
-            marker={"symbol": "diamond", "size": 12, "color": plots.RED},
-            hovertemplate="%{x}: %{y:.4f} ms<extra></extra>",
-        )
-    times = [t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms"), row.get("yours_ms"))]
+    for key, name, symbol in (
+        ("yours_predicted_ms", "predicted for your GPU", "diamond-open"),
+        ("yours_ms", own[0]["yours"] if own else "", "diamond"),
+    ):
+        if points := [row for row in own if row.get(key) is not None]:
+            figure.add_scatter(
+                x=[row["version"] for row in points],
+                y=[row[key] for row in points],
+                name=name,
+                mode="markers",
+                marker={"symbol": symbol, "size": 12, "color": plots.RED},
+                hovertemplate="%{x}: %{y:.4f} ms<extra></extra>",
+            )
+    more = ("measured_ms", "yours_ms", "yours_predicted_ms")
+    times = [t for row in rows for t in (*row["predicted_ms"].values(), *map(row.get, more))]
     most = max(t for t in times if t is not None)
     figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
     figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=400)

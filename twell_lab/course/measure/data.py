@@ -106,11 +106,11 @@ def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])
 
 
-def calls_text(rows: list[dict]) -> str:
+def calls_text(rows: list[dict], tables: bool = True) -> str:
     """For each `where` of the rows a table by tokens: the GPU's time of the dense layer and of SparseFFN, and beside it
     that of plain calls, as far as it is known; and what comes of it.
 
-    rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`."""
+    rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`. tables: False for what comes of it alone."""
     told = []
     for where in dict.fromkeys(row["where"] for row in rows):
         mine = [row for row in rows if row["where"] == where]
@@ -119,7 +119,10 @@ def calls_text(rows: list[dict]) -> str:
         if timed:
             columns |= {"dense_wall_ms": "plain call: dense ms", "wall_ms": "SparseFFN ms", "x": "times as fast"}
         without = [row for row in mine if not row.get("wall_ms")]
-        told.append(f"{where}:\n{records.table(sorted(timed + without, key=lambda row: row['tokens']), columns)}")
+        if not (tables or timed):
+            continue
+        if tables:
+            told.append(f"{where}:\n{records.table(sorted(timed + without, key=lambda row: row['tokens']), columns)}")
         told.append(
             extremes("Plain calls", timed, lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}", "counts")
             if timed

@@ -3,6 +3,7 @@
 from . import figures
 from .data import (
     forms,
+    found_by,
     geometries,
     geometry_sentence,
     one_tile,

@@ -78,6 +78,20 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
     return torch.where(off == 0, 0.0, off / size)
 
 
+def found_by(errors: Tensor, together: float) -> str:
+    """Which checks find a packing that loses values, in lines. errors: `row_errors` [rows]; together: of all values."""
+    wrong, median, worst = int((errors > 0).sum()), float(errors.median()), float(errors.max())
+    lines = [
+        f"{wrong} of {len(errors):,} rows are wrong; off by: the median row {median:.2%}, the worst {worst:.2%}, all "
+        f"values together {together:.2%}",
+        "A check of the median would have passed." if median == 0 else "Even the median shows it.",
+        "A check of the worst row fails, as it should."
+        if wrong
+        else "Here no tile overflows: only made-up tiles, as above, would have shown it.",
+    ]
+    return "\n".join(lines)
+
+
 # ---- geometry: how large a tile, how many words ----
 
 

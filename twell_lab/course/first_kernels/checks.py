@@ -1,0 +1,163 @@
+"""Checks of this notebook's exercises, for course.exercises. Kernel files run in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ... import simulator
+from ...core.errors import CompileError, InputError, StackError
+from ...formats.twell import TILE, WORDS, TwELL
+from ..verdicts import NotYet, number, said, same, same_list
+
+
+def _launch_of(answer) -> str:
+    for rows, columns, tile, block in (
+        (64, 5632, 256, 128),
+        (100, 5632, 256, 128),
+        (3, 600, 256, 32),
+        (1, 256, 256, 64),
+    ):
+        tiles = rows * -(-columns // tile)
+        blocks = -(-tiles // block)
+        asked = f"launch_of({rows}, {columns}, {tile}, {block})"
+        same_list(answer(rows, columns, tile, block), [blocks, blocks * block - tiles], asked)
+    return "a narrow tile counts whole, and so does the last block; the threads left over return at once."
+
+
+def _sectors(answer) -> str:
+    lanes = range(32)
+    for asked, addresses, size in (
+        ("32 lanes read floats, one after another", [4 * lane for lane in lanes], 4),
+        ("32 lanes read 2-byte values, one after another", [2 * lane for lane in lanes], 2),
+        ("the same, from address 6 on", [6 + 2 * lane for lane in lanes], 2),
+        ("all lanes read the same float", [128] * 32, 4),
+        ("32 lanes read 16 bytes each, one after another", [16 * lane for lane in lanes], 16),
+        ("32 lanes read 2-byte values 512 bytes apart", [512 * lane for lane in lanes], 2),
+        ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4),
+    ):
+        want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
+        same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
+    return "a sector counts once, however many lanes touch it."
+
+
+def _every_other(answer) -> str:
+    number(answer, 250, "the number of sectors read", within=0)
+    return "250, as many as for all 1,000: a sector holds eight floats, and half of each is thrown away."
+
+
+def _teams(answer) -> str:
+    want = {values: values % 8 != 0 for values in (4, 8, 12, 16, 20)}
+    said(answer, want, "teams")
+    return "with a multiple of eight, every team makes the same number of steps, and the mistake does not show."
+
+
+# ---- kernel files ----
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Faults that the simulator finds, and reasons why it cannot run a file, as NotYet."""
+    try:
+        yield
+    except simulator.Fault as fault:
+        kind = type(fault).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise NotYet(f"the simulator found {article} {kind}: {fault}") from None
+    except (CompileError, InputError, StackError, simulator.Unsupported) as error:
+        raise NotYet(str(error)) from None
+
+
+def _drawn(rows: int, columns: int, share: float) -> Tensor:
+    """A gate, bfloat16 [rows, columns], of which about this share fires, with a NaN and a -0 in it."""
+    gate = (torch.rand(rows, columns) + 0.01) * torch.where(torch.rand(rows, columns) < share, 1.0, -1.0)
+    gate[0, 1], gate[-1, 17] = torch.nan, -0.0
+    return gate.to(torch.bfloat16)
+
+
+def _read_once(counts, columns: int) -> None:
+    """NotYet if loads of `gate` touch a sector twice. Rows of other widths begin in the middle of a sector."""
+    moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
+    if columns % TILE == 0 and moved > least:
+        raise NotYet(
+            f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
+            "let neighbouring lanes read neighbouring values."
+        )
+
+
+def _tile_counts(file) -> str:
+    with _told():
+        program = simulator.compile(Path(file), {"VALUE_BF16": True})
+        for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
+            gate = _drawn(rows, columns, share)
+            want = TwELL.from_gate(gate).counts
+            got = torch.full(want.shape, -1, dtype=torch.int32)
+            grid = tuple(reversed(want.shape))
+            counts = program.launch("tile_counts", grid, 32, (gate, got, columns), watch="counts").counts
+            if not torch.equal(got, want.int()):
+                row, tile = (got != want).nonzero()[0].tolist()
+                raise NotYet(
+                    f"with {columns} columns, counts[{row}][{tile}] should be {want[row, tile]}; "
+                    f"yours is {got[row, tile]}."
+                )
+            _read_once(counts, columns)
+    return "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
+
+
+def _row_counts(file) -> str:
+    with _told():
+        program = simulator.compile(Path(file), {"VALUE_BF16": True})
+        for rows, columns, share in ((3, 1024, 0.3), (2, 600, 0.9), (1, 40, 1.0)):
+            gate = _drawn(rows, columns, share)
+            want = (~(gate <= 0)).sum(1).int()
+            got = torch.full_like(want, -1)
+            counts = program.launch("row_counts", rows, 128, (gate, got, columns), watch="counts").counts
+            if not torch.equal(got, want):
+                row = int((got != want).nonzero()[0])
+                raise NotYet(f"with {columns} columns, counts[{row}] should be {want[row]}; yours is {got[row]}.")
+            _read_once(counts, columns)
+    return "thread 0 adds up when all four warps have written, and each sector is still touched once."
+
+
+def _unpack(file) -> str:
+    with _told():
+        program = simulator.compile(Path(file), {"VALUE_BF16": True})
+        for rows, columns, share in ((4, 1024, 0.05), (3, 600, 0.03), (1, 24, 1.0), (2, 512, 0.0)):
+            gate = _drawn(rows, columns, share)
+            stored = TwELL.from_gate(gate)
+            if len(stored.overflow_rows):  # would need the tail, which the kernel does not get
+                gate[stored.overflow_rows] = -1.0
+                stored = TwELL.from_gate(gate)
+            words = stored.packed.clone()
+            words[torch.arange(WORDS) > stored.counts[..., None]] = 7 << 16 | 3  # past the count anything may lie
+            got, want = torch.zeros_like(gate), torch.where(gate <= 0, 0, gate)
+            grid = tuple(reversed(stored.counts.shape))
+            counts = program.launch("unpack", grid, 32, (words, got, columns), watch="counts").counts
+            if not torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0)):
+                row, column = (got.nan_to_num(9.0) != want.nan_to_num(9.0)).nonzero()[0].tolist()
+                raise NotYet(
+                    f"with {columns} columns, out[{row}][{column}] should be {want[row, column]:.4g}; "
+                    f"yours is {got[row, column]:.4g}."
+                )
+            least = 2 * grid[0] * rows  # an instruction for the count, one for the words
+            if counts.global_reads.requests > least:
+                raise NotYet(
+                    f"the values are right. But a tile takes {counts.global_reads.requests / (grid[0] * rows):.3g} "
+                    "load instructions, and two are enough: let each lane read a word of its own."
+                )
+    return "a lane for each word, nothing past the count, and a tile's columns moved to where the tile begins."
+
+
+CHECKS: dict[str, Callable] = {
+    "launch_of": _launch_of,
+    "sectors": _sectors,
+    "every_other": _every_other,
+    "teams": _teams,
+    "tile_counts": _tile_counts,
+    "row_counts": _row_counts,
+    "unpack": _unpack,
+}

@@ -1,0 +1,61 @@
+"""Which exercises a reader has solved: remembered in a small file, so that it outlives a kernel's restart.
+
+The file lies where readers' kernels do, in my-kernels beside the notebook, which git ignores. Nothing depends on it:
+one that cannot be read counts as empty, and one that cannot be written is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from ..core import folders
+from . import notebook
+
+FILE = Path("my-kernels", "solved.json")  # in the working folder, which is the notebook's
+_CALL = re.compile(r'exercises\.check\(\\"(\w+)\\"')  # as it stands in a notebook's JSON
+_TITLE = re.compile(r"# (?:(\d\d) · )?(.+?)(?:\\n)?\"")
+
+
+def remember(name: str) -> None:
+    """Note that this exercise is solved; only where a notebook runs, so that nothing else writes into its folder."""
+    if not notebook.is_running():
+        return
+    try:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(json.dumps(sorted(solved() | {name})) + "\n", encoding="utf-8")
+    except OSError:  # a read-only folder
+        pass
+
+
+def solved() -> set[str]:
+    """The names of the exercises that were solved in this folder. None while outputs are being stored."""
+    if os.environ.get(notebook.STORING):
+        return set()
+    try:
+        found = json.loads(FILE.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+
+
+def exercises() -> dict[str, list[str]]:
+    """Notebook -> the exercises in it, in their order, from the notebooks themselves; those without any are left out.
+
+    A notebook is called by its number and title, such as "07 Pack it".
+    """
+    found = {}
+    for path in sorted(folders.notebooks_dir().glob("*.ipynb")):
+        text = path.read_text(encoding="utf-8")
+        title, names = _TITLE.search(text), list(dict.fromkeys(_CALL.findall(text)))
+        if title and names:
+            found[" ".join(filter(None, title.groups()))] = names
+    return found
+
+
+def lines() -> str:
+    """A line for each notebook: how many of its exercises are solved."""
+    done, every = solved(), exercises()
+    return "\n".join(f"{title}: {len(done & {*names})} of {len(names)}" for title, names in every.items())
