@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -83,6 +84,17 @@ def test_an_address_draws_the_badge_and_is_installed_from(first_cell):
     assert again == notebook
     first_cell.put(again, "00-start-here.ipynb", "")
     assert again["cells"][:-1] == read("00-start-here.ipynb")["cells"][:-1]
+
+
+def test_pages_have_the_words_of_the_badge_alone(first_cell):
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    pytest.importorskip("mkdocs")
+    spec.loader.exec_module(pages)
+    picture = re.search(r"\((\S+svg)\)", first_cell.BADGE)[1]
+    html = f'<a href="https://colab"><img alt="Open in Colab" src="{picture}"></a>'
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="notebooks/00-start-here.ipynb"))
+    assert pages.on_page_content(html, page, None, None) == '<a href="https://colab">Open in Colab</a>'
 
 
 def test_a_notebook_with_a_first_cell_of_its_own_gives_up_its_guard(first_cell):

@@ -34,6 +34,7 @@ def setup(seed: int = 0) -> str:
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+    warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly disabled.*")
     warnings.filterwarnings("ignore", message=".*IProgress not found.*")
     use_renderer()
     print(f"This machine: {provenance()}")
