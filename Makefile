@@ -15,7 +15,7 @@ MEMORY := $(strip $(shell $(BIN)/python -c pass 2>/dev/null && cat $(READY) 2>/d
 STACK ?= $(or $(word 1,$(MEMORY)),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cu12 || echo cpu))
 STACK := $(STACK)
 PYTHON ?= $(or $(word 2,$(MEMORY)),python3)
-PART := $(if $(filter setup lint test test-long lab site,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
+PART := $(if $(filter setup lint test test-long test-colab test-browser lab site,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
 WANTED := $(strip $(STACK) $(PYTHON) $(PART) $(CURDIR))
 
 ifeq ($(filter cpu cu12 cu13,$(STACK)),)
@@ -28,7 +28,7 @@ EXTRAS_whole := course,test,$(EXTRA)
 EXTRAS_tour := tour$(if $(filter cpu,$(STACK)),,$(COMMA)$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup tour lint test test-long lab site clean
+.PHONY: help setup tour lint test test-long test-colab test-browser lab site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,11 +36,13 @@ help:
 	@echo "make test    set everything up, then run the tests and the notebooks"
 	@echo "make lint    set everything up, then look for what ruff and mypy find: form, slips, types that do not fit"
 	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
+	@echo "make test-colab    set everything up, then run each notebook from the wheel with Colab's versions (gigabytes, once)"
+	@echo "make test-browser  set everything up, then move each notebook's widget by keyboard in JupyterLab in a browser"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
 	@echo "make site    set everything up, then make pages of the course, the worklogs and the library: build/site/index.html"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
 	@echo "make clean   remove $(VENV), build/ and caches"
-	@echo "TOUR_ARGS, PYTEST_ARGS and ATTACK_ARGS are passed on, as in: make test PYTEST_ARGS='-x tests/formats'"
+	@echo "TOUR_ARGS, PYTEST_ARGS, ATTACK_ARGS and COURSE_ARGS are passed on, as in: make test PYTEST_ARGS='-x tests/formats'"
 
 setup: $(READY)
 	@$(BIN)/python -c 'import platform; from importlib.metadata import version; \
@@ -98,6 +100,15 @@ test: setup
 test-long: export OMP_WAIT_POLICY ?= PASSIVE
 test-long: setup
 	@$(BIN)/python -m pytest --long --durations=0 tests/attack $(ATTACK_ARGS)
+
+# COLAB_PYTHON: the interpreter, else python3.13 or python3.12. COURSE_ARGS: such as -k 00- for one notebook.
+test-colab: setup
+	@$(BIN)/python -m pytest --colab -rs --durations=0 tests/notebooks/test_on_colab.py $(COURSE_ARGS)
+
+# Playwright drives a Chromium that is installed already; it is no part of the stacks, since nothing else needs it.
+test-browser: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e '.[browser]'
+	@$(BIN)/python -m pytest --browser -rs --durations=0 tests/notebooks/test_browser.py $(COURSE_ARGS)
 
 lab: setup
 	@$(BIN)/jupyter lab notebooks

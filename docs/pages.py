@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")  # of docs/: pages of their own
 ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
 WORDLESS = re.compile('alt="No description has been provided for this image"')
+BADGE = re.compile(r"<img[^>]*/colab-badge\.svg[^>]*>")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -45,9 +46,10 @@ def on_files(files, config):
 
 
 def on_page_content(html, page, config, files):
-    """Pictures of notebooks get the words that are stored with them."""
+    """Pictures of notebooks get the words that are stored with them, and Colab's badge becomes its words."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
+    html = BADGE.sub("Open in Colab", html)  # a page loads no picture from elsewhere
     cells = json.loads((ROOT / page.file.src_uri).read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
     words = iter([output["metadata"].get("image/png", {}).get("alt", "") for output in outputs])

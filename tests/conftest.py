@@ -30,7 +30,7 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser):
-    """How long the fuzzers of tests/attack go on, and which of their cases run."""
+    """How long the fuzzers of tests/attack go on, which of their cases run, and where notebooks run."""
     group = parser.getgroup("attack", "the fuzzers of tests/attack")
     group.addoption(
         "--long", action="store_true", help="many more cases, as `make test-long` runs them: half an hour or so"
@@ -39,6 +39,9 @@ def pytest_addoption(parser):
     group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
     group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")
     group.addoption("--attack-report", metavar="FILE", help="write what each fuzzer did here, as JSON")
+    group = parser.getgroup("course", "the notebooks elsewhere than in this environment")
+    group.addoption("--colab", action="store_true", help="with the versions that Colab has, as `make test-colab`")
+    group.addoption("--browser", action="store_true", help="in JupyterLab in a browser, as `make test-browser`")
 
 
 def why_no_gpu() -> str | None:

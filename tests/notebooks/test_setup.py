@@ -26,11 +26,52 @@ def _same_renderer_afterwards(monkeypatch):
 def test_setup_names_the_machine_and_returns_the_device(capsys):
     device = notebook_module.setup(seed=3)
     assert device == ("cuda" if torch.cuda.is_available() else "cpu")
-    line = capsys.readouterr().out
-    assert line.startswith("This machine: ") and f"torch {torch.__version__}" in line and line.count("\n") == 1
+    line, runs = capsys.readouterr().out.splitlines()
+    assert line.startswith("This machine: ") and f"torch {torch.__version__}" in line
+    assert runs == notebook_module.what_runs()
     first = torch.rand(1)
     notebook_module.setup(seed=3)
     assert torch.equal(torch.rand(1), first)
+
+
+@pytest.mark.parametrize(
+    ("capability", "natively", "recorded"),
+    [
+        (None, "torch, on the CPU.", "what GPUs take."),
+        ((7, 5), "torch and, on the T4, kernels for sm_75.", "kernels for sm_80, sm_90, and what other GPUs take."),
+        ((9, 0), "torch and, on the T4, kernels for sm_75, sm_80, sm_90.", "other GPUs' times."),
+        ((10, 0), "torch and, on the T4, kernels for sm_75, sm_80.", "kernels for sm_90, and what other GPUs take."),
+        (
+            (6, 0),
+            "torch, no kernel (the GPU is too old).",
+            "kernels for sm_75, sm_80, sm_90, and what other GPUs take.",
+        ),
+    ],
+)
+def test_what_runs_depends_on_the_gpu(monkeypatch, capability, natively, recorded):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for name, said in {"gpu": "T4", "stack_fault": None, "cupy_packages": ["cupy-cuda12x"]}.items():
+        monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
+    said = notebook_module.what_runs()
+    assert said.startswith(f"Natively: {natively} In the simulator: ") and said.endswith(f" Recorded: {recorded}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "builds", "why"),
+    [(None, [], "CuPy is not installed"), (("two builds", "pip"), ["cupy-cuda12x", "cupy-cuda13x"], "two builds")],
+)
+def test_without_a_fitting_cupy_no_kernel_runs_natively(monkeypatch, fault, builds, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name, said in {"gpu": "H100", "stack_fault": fault, "cupy_packages": builds}.items():
+        monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
+    assert notebook_module.what_runs().startswith(f"Natively: torch, no kernel ({why}). ")
+
+
+def test_without_a_compiler_nothing_is_simulated(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
+    assert "In the simulator: nothing, for want of a C++ compiler" in notebook_module.what_runs()
 
 
 def test_dtype_on_a_cpu():

@@ -1,10 +1,12 @@
 """CONTRIBUTING and CHANGELOG name what is there, and the lists of the former are short."""
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 import twell_lab as tl
 
@@ -35,6 +37,15 @@ def test_files_that_are_named_are_there():
     real = [name for name in sorted(named) if not re.search("NAME|SUBJECT|PREFIX|UNVERIFIED", name)]
     assert len(real) >= 8
     assert [name for name in real if not (ROOT / name).exists()] == []
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["version"] == tl.__version__ and citation["license"] == project["license"]
+    assert citation["title"] == project["name"] and citation["authors"] == project["authors"]
+    assert citation.get("repository-code") == project["urls"].get("Repository")
+    assert [paper["url"] for paper in citation["references"]] == [project["urls"]["Paper"]]
 
 
 def moved() -> list[str]:

@@ -63,6 +63,11 @@ def test_nothing_that_colab_has_would_be_replaced():
     assert seen == set(COLAB)
 
 
+def test_the_pins_of_colab_are_what_colab_has():
+    """Of torch the release alone: its build for Colab's CUDA is on no index of packages."""
+    assert pins("colab") == {name: Version(Version(version).public) for name, version in COLAB.items()}
+
+
 def test_the_librarys_own_dependencies_are_bounded_from_below_only():
     assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
     for requirement in requirements():
@@ -130,7 +135,7 @@ def test_conda_says_what_pyproject_says():
 
 
 def test_make_knows_the_stacks_and_extras_that_exist():
-    assert {path.stem for path in (ROOT / "constraints").glob("*.txt")} == set(STACKS)
+    assert {path.stem for path in (ROOT / "constraints").glob("*.txt")} == {*STACKS, "colab"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"filter cpu cu12 cu13,\$\(STACK\)", makefile)
     assert re.search(r"^EXTRAS_whole := course,test,\$\(EXTRA\)$", makefile, re.MULTILINE)

@@ -15,6 +15,7 @@ import torch
 
 from ..core import machine
 from ..core.errors import StackError
+from ..cuda.registry import KERNELS
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 MOVES = "# moves the widget"  # one with this line is left out where there are no widgets
@@ -24,7 +25,8 @@ STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as 
 
 
 def setup(seed: int = 0) -> str:
-    """Prepare a notebook; prints one line about the machine and returns the device, "cuda" or "cpu".
+    """Prepare a notebook; prints a line about the machine and one about what runs on it, and returns the device, "cuda"
+    or "cpu".
 
     Seeds torch, silences the warnings that would bury results, picks plotly's renderer, and has cells marked MOVES left
     out where ipywidgets is missing.
@@ -32,10 +34,36 @@ def setup(seed: int = 0) -> str:
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+    warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly disabled.*")
     warnings.filterwarnings("ignore", message=".*IProgress not found.*")
     use_renderer()
     print(f"This machine: {provenance()}")
+    print(what_runs())
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def what_runs() -> str:
+    """What runs natively here, what in the simulator and what is recorded, as one line."""
+    from ..simulator import available  # it looks for a compiler, half a second the first time
+
+    simulated = "portable kernels, at small sizes" if available() else "nothing, for want of a C++ compiler on Linux"
+    native, recorded = "torch, on the CPU", "what GPUs take"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        every = {kernel.oldest for kernel in KERNELS.values()}
+        runs = {kernel.oldest for kernel in KERNELS.values() if kernel.runs_on(capability)}
+        why_not = next(iter(machine.stack_fault() or []), "" if machine.cupy_packages() else "CuPy is not installed")
+        native = f"torch and, on the {machine.gpu()}, kernels for {_named(runs)}"
+        if why_not or not runs:
+            native, runs = f"torch, no kernel ({why_not or 'the GPU is too old'})", set()
+        recorded = (
+            f"kernels for {_named(every - runs)}, and what other GPUs take" if every - runs else "other GPUs' times"
+        )
+    return f"Natively: {native}. In the simulator: {simulated}. Recorded: {recorded}."
+
+
+def _named(capabilities: set[tuple[int, int]]) -> str:
+    return ", ".join(f"sm_{major}{minor}" for major, minor in sorted(capabilities))
 
 
 def provenance() -> str:

@@ -1,0 +1,168 @@
+"""The first code cell, one text for all notebooks: what it installs, and the badge that an address draws."""
+
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from packaging.requirements import Requirement
+
+nbclient = pytest.importorskip("nbclient")
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+GITHUB = "https://github.com/somebody/twell-lab"
+PIP = """
+import sys
+with open("calls", "a") as calls:
+    print(*sys.argv[1:], file=calls)
+"""
+
+
+@pytest.fixture(scope="module")
+def first_cell():
+    spec = importlib.util.spec_from_file_location("first_cell", FOLDER / "first_cell.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(name: str) -> dict:
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def code(notebook: dict) -> list[dict]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_notebook_has_the_cell_and_the_badge_as_the_script_writes_them(name, first_cell):
+    notebook = read(name)
+    first_cell.put(notebook, name, first_cell.address())
+    assert notebook == read(name), f"python notebooks/first_cell.py {name} mends it"
+    first, *others = map(first_cell._text, code(notebook))
+    assert first == first_cell.cell(first_cell.address())
+    assert not [text for text in others if "notebook.setup(" in text or "find_spec" in text]
+
+
+def test_the_cell_is_short_and_knows_what_the_package_needs(first_cell):
+    assert len(first_cell.CELL.splitlines()) <= 12
+    assert max(map(len, first_cell.CELL.splitlines())) <= 120
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], project["optional-dependencies"]["course"]]
+    needed = {Requirement(line).name for lines in lists for line in lines}
+    # What shows the notebook is there already; without anywidget figures are drawn anew at each move.
+    listed = re.search(r'needs = "([^"]+)"', first_cell.CELL)[1].split()
+    assert set(listed) == needed - {"jupyterlab", "anywidget"}
+
+
+def test_without_an_address_no_badge_is_drawn(first_cell):
+    assert first_cell.badge("", "a.ipynb") == "" and 'SOURCE = "twell_lab-*.whl"' in first_cell.cell("")
+    assert first_cell.badge("https://example.org/somebody/twell-lab", "a.ipynb") == ""  # Colab opens GitHub's alone
+
+
+def test_an_address_draws_the_badge_and_is_installed_from(first_cell):
+    notebook = read("00-start-here.ipynb")
+    notebook["cells"][-1] = {
+        "cell_type": "markdown",
+        "source": ["See [this](../docs/library.md) and [01](01-x.ipynb)."],
+    }
+    first_cell.put(notebook, "00-start-here.ipynb", GITHUB)
+    lines = first_cell._text(notebook["cells"][0]).splitlines()
+    opens = "https://colab.research.google.com/github/somebody/twell-lab/blob/main/notebooks/00-start-here.ipynb"
+    assert lines[0].startswith("# 00") and opens in lines[2] and f"({GITHUB}/tree/main/notebooks)" in lines[2]
+    assert lines[1] == lines[3] == "" and lines[4]
+    assert f'SOURCE = "git+{GITHUB}"' in first_cell._text(code(notebook)[0])
+    last = f"See [this]({GITHUB}/blob/main/docs/library.md) and [01](01-x.ipynb)."
+    assert first_cell._text(notebook["cells"][-1]) == last
+    again = json.loads(json.dumps(notebook))
+    first_cell.put(again, "00-start-here.ipynb", GITHUB)
+    assert again == notebook
+    first_cell.put(again, "00-start-here.ipynb", "")
+    assert again["cells"][:-1] == read("00-start-here.ipynb")["cells"][:-1]
+
+
+def test_pages_have_the_words_of_the_badge_alone(first_cell):
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    pytest.importorskip("mkdocs")
+    spec.loader.exec_module(pages)
+    picture = re.search(r"\((\S+svg)\)", first_cell.BADGE)[1]
+    html = f'<a href="https://colab"><img alt="Open in Colab" src="{picture}"></a>'
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="notebooks/00-start-here.ipynb"))
+    assert pages.on_page_content(html, page, None, None) == '<a href="https://colab">Open in Colab</a>'
+
+
+def test_a_notebook_with_a_first_cell_of_its_own_gives_up_its_guard(first_cell):
+    said = {"output_type": "stream", "name": "stdout", "text": ["This machine: a toaster\n", "Ready.\n"]}
+    own = """try:
+    import twell_lab as tl
+except ModuleNotFoundError:
+    raise SystemExit("twell-lab is missing.") from None
+
+import torch
+
+from twell_lab.course import notebook
+
+device = notebook.setup()
+torch.set_num_threads(1)"""
+    notebook = {
+        "cells": [
+            {"cell_type": "markdown", "id": "t", "source": ["# 05"]},
+            {
+                "cell_type": "code",
+                "id": "own",
+                "execution_count": 1,
+                "outputs": [dict(said)],
+                "source": own.splitlines(True),
+            },
+        ]
+    }
+    first_cell.put(notebook, "05.ipynb", "")
+    first, second = code(notebook)
+    assert first["outputs"] == [said | {"text": ["This machine: a toaster\n"]}]
+    assert second["outputs"] == [said | {"text": ["Ready.\n"]}] and second["id"] == "own"
+    assert first_cell._text(second) == (
+        "import torch\n\nimport twell_lab as tl\nfrom twell_lab.course import notebook\n\ntorch.set_num_threads(1)"
+    )
+
+
+def run(first_cell, folder: Path, before: str) -> str:
+    """What the cell prints in a folder where `pip` only writes down what it was asked for."""
+    (folder / "pip").mkdir()
+    (folder / "pip" / "__init__.py").touch()
+    (folder / "pip" / "__main__.py").write_text(PIP)
+    cells = [nbformat.v4.new_code_cell(text) for text in (before, first_cell.CELL)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = nbclient.NotebookClient(
+        notebook, timeout=60, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    assert not [each for each in cells[0].outputs if each.output_type == "error"]
+    return "".join(each.get("text", "") + each.get("evalue", "") for each in cells[1].outputs)
+
+
+def test_where_the_package_is_there_nothing_is_installed(first_cell, tmp_path):
+    said = run(first_cell, tmp_path, f"import sys; sys.path.append({str(ROOT)!r})")
+    assert said.startswith("This machine: ") and "\nNatively: " in said
+    assert not (tmp_path / "calls").exists()
+
+
+def test_what_is_missing_is_installed_and_a_missing_wheel_is_asked_for(first_cell, tmp_path):
+    (tmp_path / "twell_lab-0.1-py3-none-any.whl").touch()
+    hidden = ("twell_lab", "plotly")
+    before = f"""
+import importlib.util, sys
+there = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in {hidden} else there(name)
+"""
+    said = run(first_cell, tmp_path, before)
+    assert "Upload a wheel" in said and "Traceback" not in said
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "install -q --no-deps twell_lab-0.1-py3-none-any.whl",
+        "install -q plotly",
+    ]
