@@ -75,8 +75,7 @@ def _one_token(answer) -> str:
         if trial:  # a silent neuron's weights must not be touched: here they are not numbers
             up[silent], down[:, silent] = torch.nan, torch.nan
         asked = "one_token" + " with NaN in the silent neurons' weights" * bool(trial)
-        # The whole gate, up and down of who fires, and a few products of as many values as there are neurons.
-        most = 2 * 24 * (60 + 2 * int((~silent).sum())) + 8 * 60
+        most = 2 * 24 * (60 + 2 * int((~silent).sum()))  # the whole gate, and up and down of who fires
         close(skipping(answer, (x, gate, up, down), most, asked), exact, asked)
     return "the same output, and no silent neuron's weights were read."
 
