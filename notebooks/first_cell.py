@@ -28,7 +28,7 @@ if not find_spec("twell_lab"):  # installs what is missing, and upgrades nothing
     for what in [f"--no-deps {{SOURCE}}", *(name for name in needs if not find_spec(name))]:
         %pip install -q {{what}}
     if not find_spec("twell_lab"):
-        raise SystemExit("Upload a wheel (in a clone: `pip wheel --no-deps .`) beside this notebook and run this again")
+        raise ModuleNotFoundError("Upload a wheel (in a clone: pip wheel --no-deps .) beside this, and run it again")
 from twell_lab.course import notebook
 
 device = notebook.setup()"""
@@ -73,6 +73,8 @@ def put(notebook: dict, name: str, address: str) -> None:
             if each["cell_type"] == "markdown":
                 _set(each, re.sub(r"\]\(\.\./", f"]({address}/blob/main/", _text(each)))
     code = [each for each in notebook["cells"] if each["cell_type"] == "code"]
+    if not code:  # the glossary
+        return
     if code[0]["id"] != ID:
         first = {"cell_type": "code", "execution_count": 1, "id": ID, "metadata": {}, "outputs": [], "source": []}
         notebook["cells"].insert(notebook["cells"].index(code[0]), first)
