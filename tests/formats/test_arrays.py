@@ -82,7 +82,7 @@ def test_it_is_asked_once():
         (array().tolist(), "is a list; a torch.Tensor, or an array with __dlpack__"),
         (np.ndarray, "is a type;"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_cannot_be_taken_is_refused_by_name(name, given, told):
     with pytest.raises(InputError, match=told):
