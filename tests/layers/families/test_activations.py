@@ -212,7 +212,7 @@ class Odd(FATReLU):
 @pytest.mark.parametrize(
     "act",
     [FATReLU(-0.1), FATReLU(float("nan")), FATReLU(None), FATReLU("0.1"), Odd(), nn.Threshold(0.1, 1.0), F.threshold],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_other_activations_with_a_threshold_are_none(act):
     assert not is_threshold(act)
