@@ -310,7 +310,7 @@ def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):
 
 def test_predictions_for_other_gpus():
     lines = data.predicted_lines(("T4", "H100 SXM"), tokens=(1, 16384))
-    assert len(lines) == 2 and lines[0].startswith("T4, predicted: 1 token: packed (TwELL) 2.")
+    assert len(lines) == 2 and lines[0].startswith("T4, 1.6% firing, predicted: 1 token: packed (TwELL) 2.")
     assert "16,384 tokens: hot and cold, " in lines[1]
 
 

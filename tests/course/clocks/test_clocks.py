@@ -263,6 +263,10 @@ def test_calls_are_told_at_both_ends_of_each_run():
     rows = [{"where": "there", "tokens": tokens, "ms": 0.02, "wall_ms": 0.05} for tokens in (1, 16, 4096)]
     said = clocks.calls_sentence([*rows, {"where": "yours, now", "tokens": 1, "ms": 0.01, "wall_ms": 0.03}])
     there, yours = said.splitlines()
-    assert "1 token: 20 us of a call's 50 us" in there and "4,096 tokens" in there and "16 tokens" not in there
+    assert (
+        "1 token the GPU works 20 us of a call's 50 us" in there
+        and "4,096 tokens" in there
+        and "16 tokens" not in there
+    )
     assert "10 us of a call's 30 us" in yours
     assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])

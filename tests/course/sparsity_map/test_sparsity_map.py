@@ -93,9 +93,9 @@ def test_crossings_in_words():
             Crossing("E", "scattered", None, None, None, 1.5, 0.1, 0.8, 0.5),
         ]
     ) == [
-        "scattered: C from 75.0% zeros on, up to 3.1 times; A from 90.0% zeros on, up to 3.0 times; "
+        "scattered: C from 75.0% zeros on, up to 3.14 times; A from 90.0% zeros on, up to 3.00 times; "
         "only in between: E; never: D",
-        "2:4: B from 50.0% zeros on, up to 1.4 times",
+        "2:4: B from 50.0% zeros on, up to 1.40 times",
     ]
 
 
@@ -212,7 +212,8 @@ def test_figures_of_rows():
         ("ELL", ("scattered",), (0.5,)),
     }
     shown = figures.by_zeros(ROWS)
-    assert [line.name for line in shown.data if line.showlegend] == ["CSR", "ELL"] and len(shown.data) == 3
+    assert [line.name for line in shown.data if line.showlegend] == ["CSR"]  # ELL is nowhere faster
+    assert len(shown.data) == 2
     assert "yours, now" in shown.layout.title.text
     assert "nothing is recorded" in figures.by_zeros([]).layout.annotations[0].text
     assert [line.name for line in figures.by_zeros(ROWS, ["ELL"]).data] == ["ELL"]

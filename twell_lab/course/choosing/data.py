@@ -483,7 +483,7 @@ def recorded(name: str) -> list[dict]:
 
 
 def predicted_lines(
-    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM", "H100 SXM"),
+    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM"),
     share: float = 1 / 64,
     tokens: Sequence[int] = (1, 16384),
 ) -> list[str]:
@@ -496,7 +496,7 @@ def predicted_lines(
             best = min(took, key=took.__getitem__)
             name = {"twell": PACKED, "hot_cold": f"{SPLIT}, {best.hot} hot,"}.get(best.path, DENSE)
             said.append(f"{count:,} token{'s' * (count > 1)}: {name} {took[Choice(DENSE)] / took[best]:.2f}")
-        lines.append(f"{gpu}, predicted: {'; '.join(said)}")
+        lines.append(f"{gpu}, {share:.1%} firing, predicted: {'; '.join(said)}")
     return lines
 
 

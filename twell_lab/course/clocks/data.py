@@ -263,11 +263,12 @@ def calls_sentence(rows: list[dict]) -> str:
         mine = sorted((row for row in rows if row["where"] == where and row.get("wall_ms")), key=lambda r: r["tokens"])
         ends = [mine[0], mine[-1]] if len(mine) > 1 else mine
         said = [
-            f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}: {ms(row['ms'])} of a call's {ms(row['wall_ms'])}"
+            f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)} the GPU works {ms(row['ms'])} of a call's "
+            f"{ms(row['wall_ms'])}"
             for row in ends
         ]
         if said:
-            lines.append(f"The GPU works, {where}, with {', with '.join(said)}.")
+            lines.append(f"With {', with '.join(said)} ({where}).")
     return "\n".join(lines) or "No plain calls on a GPU are recorded in this checkout."
 
 

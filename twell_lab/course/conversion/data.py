@@ -311,7 +311,7 @@ def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str
     }
     for what, (got, wanted) in pairs.items():
         off[what] = float((got - wanted).norm() / wanted.norm())
-    lines = [f"{what}: {'same' if error < SAME else 'other'}" for what, error in off.items()]
+    lines = [f"{what}: {'same' if error < SAME else 'different'}" for what, error in off.items()]
     return [f"lossy layers, by name: {lossy}", *lines]
 
 
@@ -351,7 +351,7 @@ def _nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
 def _better(point: dict, other: dict) -> str:
     if point["high"] < other["low"]:
         return point["way"]
-    return "cut" if point["low"] > other["high"] else "either"
+    return "cut" if point["low"] > other["high"] else "no clear difference"
 
 
 def _span(point: dict) -> str:

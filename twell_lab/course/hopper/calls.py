@@ -29,7 +29,7 @@ def summary(rows: list[dict]) -> str:
             "No host times are recorded in this checkout; on a machine with a GPU, `twell-lab record host-time` does."
         )
     share = [f"{row['ms'] / row['wall_ms']:.0%} at {row['tokens']:,}" for row in (mine[0], mine[-1])]
-    return f"The host's share of TwELL's call: {share[0]} token, {share[1]}."
+    return f"When a call of TwELL returns, so much of its time has passed: {share[0]} token, {share[1]}."
 
 
 def timeline(launch: float, kernels: Sequence[float]) -> tuple[float, float]:

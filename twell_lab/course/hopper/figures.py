@@ -36,7 +36,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     for key, path, text in (
         ("torch_ms", TORCH, lambda row: ""),
         ("fused_ms", FUSED, lambda row: f"{row['fused']:.2f}x"),
-        ("planned_ms", PLANNED, lambda row: f"{row['sparsity']:.2f}x"),
+        ("planned_ms", PLANNED, lambda row: f"{row['sparsity']:.2f}x of fused"),
     ):
         figure.add_bar(
             x=names,

@@ -117,7 +117,7 @@ def crossing_lines(found: Iterable[Crossing]) -> list[str]:
         # The density from which on it is faster; where it always is, that of the most values that were measured.
         since = {each.path: each.density or (each.densest if each.least >= 1 else 0.0) for each in there}
         wins = sorted((each for each in there if since[each.path]), key=lambda each: -since[each.path])
-        said = [f"{each.path} from {1 - since[each.path]:.1%} zeros on, up to {each.best:.1f} times" for each in wins]
+        said = [f"{each.path} from {1 - since[each.path]:.1%} zeros on, up to {each.best:.2f} times" for each in wins]
         some = [each.path for each in there if each not in wins and each.best >= 1]
         never = [each.path for each in there if each.best < 1]
         said += [f"only in between: {', '.join(some)}"] * bool(some) + [f"never: {', '.join(never)}"] * bool(never)
@@ -378,9 +378,9 @@ def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> d
     return {each.name: two_four.bound([each], rates) for each in two_four.linear_products(tokens, d_in, d_out)}
 
 
-def three_lines(mine: list[dict], lost: list[dict], weighed: Weighed) -> list[str]:
-    """What the notebook found, in three sentences made of its numbers: rows of `timed_here`, of `pruned_losses`, and
-    the weight of the widget."""
+def three_lines(mine: list[dict], lost: list[dict], weighed: Weighed, recorded: Sequence[dict] = ()) -> list[str]:
+    """What the notebook found, in sentences made of its numbers: rows of `timed_here`, of `pruned_losses`, the weight
+    of the widget, and `recorded` products of a GPU, if there are any."""
     best = fastest(mine)
     order = sorted(best.values(), key=lambda row: -row["x_dense"])
     said = ", ".join(f"{row['pattern']} {row['x_dense']:.2g} ({row['path']})" for row in order)
@@ -401,7 +401,18 @@ def three_lines(mine: list[dict], lost: list[dict], weighed: Weighed) -> list[st
         + ", ".join(f"{name} {half[name]:+.0%} loss" for name in ways)
         + ".",
         f"CSR of this weight is faster than dense here {found}.",
+        *_begins(recorded),
     ]
+
+
+def _begins(rows: Sequence[dict]) -> list[str]:
+    """From which share of zeros on the first method of each pattern wins, in a sentence; none without rows."""
+    first: dict[str, Crossing] = {}
+    for each in crossings(rows):
+        if each.density is not None and (each.pattern not in first or each.density > first[each.pattern].density):
+            first[each.pattern] = each
+    said = [f"{name} from {1 - each.density:.1%} zeros on ({each.path})" for name, each in first.items()]
+    return [f"A GPU, {rows[0]['where']}: {', '.join(said)}."] if said else []
 
 
 def crossings(rows: Iterable[dict]) -> list[Crossing]:

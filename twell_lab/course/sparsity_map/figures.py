@@ -107,10 +107,13 @@ def after_training(rows: list[dict]) -> go.Figure:
 
 def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
     """Times as fast as dense over the share of zeros, a panel for each pattern, a line for each method: the map.
+    2:4, which has one share of zeros, is left out.
 
-    paths: the methods that are drawn; None: all."""
-    timed = [row for row in products(rows) if paths is None or row["path"] in set(paths)]
-    shown = [name for name in dict.fromkeys(row["pattern"] for row in timed) if name != "2:4"]
+    paths: the methods that are drawn; None: those that are faster than dense anywhere."""
+    timed = [row for row in products(rows) if row["pattern"] != "2:4"]
+    drawn = {row["path"] for row in timed if row["x_dense"] > 1} if paths is None else set(paths)
+    timed = [row for row in timed if row["path"] in drawn]
+    shown = list(dict.fromkeys(row["pattern"] for row in timed))
     if not shown:
         return nothing("Which method wins, by pattern and share of zeros")
     figure = make_subplots(
@@ -120,7 +123,7 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
         named = False
         for at, pattern in enumerate(shown):
             mine = sorted(
-                (row for row in timed if row["path"] == path and row["pattern"] in (pattern, "2:4" if at == 0 else "")),
+                (row for row in timed if row["path"] == path and row["pattern"] == pattern),
                 key=lambda row: row["density"],
             )
             if not mine:
