@@ -171,6 +171,16 @@ def test_three_lines_say_what_the_numbers_say(weighed):
     assert "smallest +4% loss, blocks +40% loss" in lines[1] and "from 50% zeros on" in lines[2]
     weighed.times["CSR"] = [9.0] * 5
     assert "at none of those tried" in data.three_lines(ROWS, lost, weighed)[2]
+    recorded = [
+        row("dense eager", "scattered", 1.0),
+        row("dense eager", "scattered", 1.0, density=0.5),
+        row("CSR", "scattered", 0.5),
+        row("CSR", "scattered", 2.0, density=0.5),
+        row("ELL", "scattered", 2.0),
+    ]
+    assert data.three_lines(ROWS, lost, weighed, recorded)[3:] == [
+        "A GPU, yours, now, on CPU: scattered from 77.6% zeros on (CSR)."
+    ]
 
 
 def test_fewer_bits_beside_fewer_weights(subject):
