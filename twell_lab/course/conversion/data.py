@@ -269,20 +269,26 @@ def table(points: Sequence[dict], cuts: Sequence[dict] = ()) -> str:
 
 
 def costs(points: Sequence[dict]) -> str:
-    """What each way takes, as lines of text: steps of training, whether it is lossy, and the fewest neurons that a
-    point within CHEAP percent of the loss has, by the upper end of its interval where it has one."""
+    """What each way takes, as lines of text, a line for each model and where it was measured: steps of training,
+    whether it is lossy, and the fewest neurons that a point within CHEAP percent of the loss has, by the upper end of
+    its interval where it has one."""
+    points = [point for point in points if point["what"] != THEN_CUT]
     rows = []
     for way in ("cut", "convert", "train"):
-        mine = [point for point in points if point["way"] == way and point["what"] != THEN_CUT]
-        rows.append(
-            {
-                "way": way,
-                "steps": max((point["steps"] for point in mine), default=0),
-                "lossy": "lossy" if way == "cut" else "exact",
-                "fires": _fewest(mine),
-            }
-        )
-    return records.table(rows, {"way": "way", "steps": "steps", "lossy": "kind", "fires": f"neurons within {CHEAP:g}%"})
+        for model, there in dict.fromkeys((each["model"], each["where"]) for each in points if each["way"] == way):
+            mine = [point for point in points if (point["way"], point["model"], point["where"]) == (way, model, there)]
+            rows.append(
+                {
+                    "way": way,
+                    "model": model,
+                    "where": there,
+                    "steps": max(point["steps"] for point in mine),
+                    "lossy": "lossy" if way == "cut" else "exact",
+                    "fires": _fewest(mine),
+                }
+            )
+    names = {"way": "way", "model": "model", "where": "measured", "steps": "steps", "lossy": "kind"}
+    return records.table(rows, {**names, "fires": f"neurons within {CHEAP:g}%"})
 
 
 def _fewest(points: Sequence[dict]) -> str:

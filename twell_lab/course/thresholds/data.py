@@ -258,6 +258,7 @@ def sentence(view: dict) -> str:
     else:
         time = f"; kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
         time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
+        time += ": launches decide" if f"{us:,.0f}" == f"{plain:,.0f}" else ""
     if step := view["step"]:
         time += f"; here {step['what']} took {step['ms']:.3g} ms instead of {step['dense_ms']:.3g}, computed densely"
     return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
