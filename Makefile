@@ -87,11 +87,13 @@ lint: setup
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m mypy
 
-# Threads that wait in OpenMP spin by default, which on a busy machine keeps the others from working.
+# Two processes take what lies in a file each. Threads that wait in OpenMP spin by default, which on a busy machine keeps
+# the others from working.
+JOBS ?= 2
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: setup
 	@start=$$(date +%s); \
-	if $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	if $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
 	    $(or $(PYTEST_ARGS),tests $(NOTEBOOKS)); \
 	then echo "test: passed on the $(STACK) stack in $$(($$(date +%s) - start)) s"; \
 	else status=$$?; echo "test: FAILED on the $(STACK) stack (pytest's exit status is $$status)" >&2; exit $$status; fi
