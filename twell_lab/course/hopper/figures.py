@@ -36,7 +36,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     for key, path, text in (
         ("torch_ms", TORCH, lambda row: ""),
         ("fused_ms", FUSED, lambda row: f"{row['fused']:.2f}x"),
-        ("planned_ms", PLANNED, lambda row: f"{row['sparsity']:.2f}x of fused"),
+        ("planned_ms", PLANNED, lambda row: f"{row['sparsity']:.2f}x<br>of fused"),
     ):
         figure.add_bar(
             x=names,
@@ -46,6 +46,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
             offsetgroup=key,
             text=[text(row) for row in found],
             textposition="outside",
+            constraintext="none",
             cliponaxis=False,
             customdata=[row["choice"] if path == PLANNED else "" for row in found],
             hovertemplate="nnz %{x}: %{y:.3g} ms %{customdata}",

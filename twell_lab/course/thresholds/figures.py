@@ -27,7 +27,7 @@ def picture(view: dict) -> go.Figure:
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
             "change of the loss, nats a token; points: measured",
-            "ms of a step here, once it was measured; dashes: no thresholds",
+            "ms of a step here; dashes: no thresholds",
         ],
     )
     looks = [
