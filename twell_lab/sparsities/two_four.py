@@ -187,7 +187,8 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens:
     Args:
         linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared.
         backend: "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it.
-        tokens: None, or for about how many tokens the fastest of cuSPARSELt's algorithms is searched (`searched`).
+        tokens: None, or for about how many tokens the fastest of cuSPARSELt's algorithms is searched (`searched`);
+            CUTLASS has nothing to search.
 
     Returns:
         An nn.Linear of the same widths. Its weight has no gradient, half of the values, and 2 bits for each.
@@ -198,8 +199,8 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens:
         DeviceError: for a CPU, a GPU before sm_80, and a backend that this build of torch does not have or whose
             kernels refuse this GPU. One product is tried.
     """
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise InputError(f"tokens is {tokens!r:.80}; None or a whole number from 1 up is accepted")
+    if tokens is not None:
+        _check_tokens(tokens)
     weight = checked_linear(linear).weight.detach()
     backend = backend or usual_backend()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
@@ -223,13 +224,25 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens:
     return made.train(linear.training)
 
 
+def _check_tokens(tokens: int) -> None:
+    if type(tokens) is not int or tokens < 1:
+        raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
+
+
 def searched(sparse: Any, tokens: int) -> Any:
     """The given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
     algorithm, and so that y is written as it is wanted and not as y^T.
 
     cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
     takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
-    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction, after which the GPU cannot be used."""
+    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction, after which the GPU cannot be used.
+
+    Raises:
+        InputError: for another tensor, and for tokens that are no whole number from 1 up.
+    """
+    if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensorCUSPARSELT):
+        raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
+    _check_tokens(tokens)
     sparse.fuse_transpose_cusparselt = True  # torch's newer releases always do
     x = torch.empty(tokens + -tokens % 16, sparse.shape[1], dtype=sparse.dtype, device=sparse.device)
     sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.zero_().t(), transpose_result=True)

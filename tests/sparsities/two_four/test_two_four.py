@@ -206,6 +206,8 @@ def test_a_layer_on_a_cpu_is_refused_for_what_is_wrong_with_it():
         to_semi_structured(layer, backend="other")
     with pytest.raises(InputError, match="tokens is 0"):
         to_semi_structured(layer, tokens=0)
+    with pytest.raises(InputError, match="sparse is a Parameter; a 2:4 tensor of cuSPARSELt"):
+        two_four.searched(layer.weight, 16)
 
 
 def test_what_torchs_kernels_refuse_is_said(monkeypatch):
