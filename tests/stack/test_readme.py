@@ -70,7 +70,10 @@ def test_links_and_pictures_lead_somewhere(page, text):
         (README, tables.headline),
         *(
             (PAGES["measured.md"], each)
-            for each in (tables.attacks, tables.host, tables.calls, tables.model, tables.comparison)
+            for each in (
+                *(tables.layer, tables.calls, tables.model, tables.heavy, tables.training),
+                *(tables.host, tables.comparison, tables.attacks),
+            )
         ),
     ],
 )

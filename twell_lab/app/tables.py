@@ -3,6 +3,8 @@ Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..bench.comparison import crossings, leading
 from ..bench.rows import DENSE
 from ..records.record import Record, stale
@@ -55,10 +57,8 @@ def host(recorded: list[Record]) -> str:
 def calls(recorded: list[Record]) -> str:
     """Of the newest record of inference: what a plain call of a planned layer takes, for each number of tokens, beside
     the dense layer's, and what the plan takes; 29 of 5,632 neurons fire."""
-    record = _newest(recorded, "inference")
-    rows = [] if record is None else [row for row in record.rows if row["workload"] == _DRAWN and 25 < row["nnz"] < 33]
-    rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and "wall_ms" in row]
-    if record is None or not rows:
+    record, rows = _newest_rows(recorded, "inference", lambda row: _is_drawn(row) and 25 < row["nnz"] < 33)
+    if record is None:
         return _nothing("milliseconds a call")
     found = {(row["path"], row["tokens"]): row for row in rows}
     counts = sorted({tokens for path, tokens in found if path == "planned"})
@@ -75,6 +75,71 @@ def calls(recorded: list[Record]) -> str:
             ["times as fast, both under torch.compile", *times("dense compiled", "planned compiled")],
         ]
     )
+
+
+def layer(recorded: list[Record]) -> str:
+    """Of the newest record of inference that has it: how many times as fast as torch's dense layer each path is, by how
+    many neurons fire, for 16,384 tokens at once: by the device's time and, in brackets, by the wall time of plain
+    calls."""
+    record, rows = _newest_rows(recorded, "inference", lambda row: _is_drawn(row) and row["tokens"] == 16384)
+    if record is None:
+        return _nothing("times as fast")
+    split = "forced hot_cold"
+    found = {(row["path"] if not row["path"].startswith(split) else split, row["nnz"]): row for row in rows}
+    fired = sorted({nnz for path, nnz in found if path == "forced twell"})
+    hot = [found[split, nnz]["path"].removeprefix(split).strip() for nnz in fired]
+    ways = {
+        "forced twell": "TwELL",
+        split: "hot/cold: the neurons that fire most densely, the others packed",
+        "forced dense": "dense, with gate and up in one product",
+        "dense compiled": "dense, under torch.compile",
+    }
+    lines = [[f"neurons firing for a token, mean; {_where(rows[0]['device'], record)}", *(f"{n:.0f}" for n in fired)]]
+    lines += [[name, *(_times(found[path, nnz]) for nnz in fired)] for path, name in ways.items()]
+    return _markdown([*lines, ["of 5,632 neurons, those that hot/cold computes densely", *hot]])
+
+
+def training(recorded: list[Record]) -> str:
+    """Of the newest record of training that has it: how many times as fast a training step of a layer is, on the path
+    that switching takes, and what memory it takes; by how many neurons fire, for 16,384 tokens at once."""
+    record, rows = _newest_rows(recorded, "training", lambda row: _is_drawn(row) and row["tokens"] == 16384)
+    if record is None:
+        return _nothing("times as fast")
+    found = {(row["path"], row["nnz"]): row for row in rows}
+    fired = sorted({nnz for path, nnz in found if path == "planned"})
+    lines = [[f"neurons firing for a token, mean; {_where(rows[0]['device'], record)}", *(f"{n:.0f}" for n in fired)]]
+    lines += [
+        ["it takes", *(_path(found["planned", nnz]) for nnz in fired)],
+        ["times as fast as torch's layer", *(_times(found["planned", nnz]) for nnz in fired)],
+        [
+            "both under torch.compile",
+            *(_times(found["planned compiled", nnz], found["dense compiled", nnz]) for nnz in fired),
+        ],
+    ]
+    for path, name in (("planned", "its"), ("dense eager", "torch's"), ("dense compiled", "torch's compiled")):
+        peaks = [found[path, nnz]["peak_bytes"] / 2**20 for nnz in fired]
+        lines.append([f"{name} peak memory beyond inputs and weights, MiB", *(f"{peak:,.0f}" for peak in peaks)])
+    return _markdown(lines)
+
+
+def heavy(recorded: list[Record]) -> str:
+    """Of the newest records that have it: how much longer the TwELL path takes, forward and in training, if for some of
+    16,384 tokens 1,500 neurons fire, or all."""
+    lines: list[list[str]] = []
+    for name, says in (("inference", "forward"), ("training", "training step")):
+        record, _ = _newest_rows(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
+        if record is None:
+            continue
+        rows = [row for row in record.rows if row["workload"].startswith(_HEAVY)]
+        times = {row["workload"].removeprefix(_HEAVY): row["ms"] for row in rows if row["path"] == "forced twell"}
+        counts = [count for count in times if count.isdigit() and count != "0"]
+        if not lines:
+            lines.append(["longer by", *(f"{count} token{'s' * (count != '1')}" for count in counts)])
+        for kind, more in (("1,500 neurons", ""), ("all 5,632", ", all neurons")):
+            shown = [times[count + more] / times["0"] - 1 for count in counts]
+            cells = [f"{share:+.0%}" for share in shown]
+            lines.append([f"{says}, {kind}; {_where(rows[0]['device'], record)}", *cells])
+    return _markdown(lines) if lines else _nothing("longer by")
 
 
 def headline(recorded: list[Record]) -> str:
@@ -166,7 +231,7 @@ def comparison(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
-_DRAWN = "independent, lognormal"  # the workload of the tables by numbers of tokens
+_HEAVY = "heavy rows: "
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 
 
@@ -177,6 +242,28 @@ def _path(row: dict) -> str:
 
 def _newest(recorded: list[Record], name: str) -> Record | None:
     return next((each for each in reversed(recorded) if each.name == name), None)
+
+
+def _newest_rows(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list[dict]]:
+    """The newest record of that name with such rows, and these: plain calls of a gated layer of 2,048 x 5,632."""
+    for record in reversed(recorded):
+        if record.name == name:
+            rows = [row for row in record.rows if row["kind"] == name and row["gated"] and "wall_ms" in row]
+            rows = [row for row in rows if "(graph)" not in row["path"]]
+            rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and which(row)]
+            if rows:
+                return record, rows
+    return None, []
+
+
+def _is_drawn(row: dict) -> bool:
+    return row["workload"] == "independent, lognormal"
+
+
+def _times(row: dict, dense: dict | None = None) -> str:
+    """How many times as fast as the dense layer, by the device's time and, in brackets, by the wall's."""
+    ms, wall = (row["dense_ms"], row["dense_wall_ms"]) if dense is None else (dense["ms"], dense["wall_ms"])
+    return f"{ms / row['ms']:.2f} ({wall / row['wall_ms']:.2f})"
 
 
 def _where(device: str, record: Record) -> str:

@@ -65,9 +65,12 @@ def record(name: str, day: int, rows: list[dict]) -> records.Record:
     return records.Record(name, "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={})
 
 
+SHAPE = {"kind": "inference", "gated": True, "d_model": 2048, "d_ff": 5632}
+
+
 def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
     def rows(factor: float) -> list[dict]:
-        shape = {"d_model": 2048, "d_ff": 5632, "workload": "independent, lognormal", "nnz": 29.0}
+        shape = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0}
         found = [
             {**shape, "tokens": tokens, "path": path, "wall_ms": factor * ms * tokens, "choice": choice}
             for tokens, choice in ((1, "twell"), (2048, "hot_cold 512"))
@@ -99,6 +102,57 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
     assert "nothing is recorded yet" in tables.headline([])
     old = replace(record("inference", 2, rows(1.0)), kernels={"smxx_pack": 64 * "0"})
     assert all("2026-01-02; stale: code has changed since |" in t([old]) for t in (tables.calls, tables.headline))
+
+
+def beside(kind: str, path: str, nnz: float, ms: float, workload: str = "independent, lognormal", **more) -> dict:
+    """A row of 16,384 tokens beside a dense layer of 8 ms, 10 on the wall; the path's wall time is twice its own."""
+    times = {"ms": ms, "wall_ms": 2 * ms, "dense_ms": 8.0, "dense_wall_ms": 10.0}
+    return SHAPE | {"kind": kind, "tokens": 16384, "path": path, "nnz": nnz, "workload": workload} | times | more
+
+
+def test_the_table_of_a_layer_names_the_paths_by_who_fires():
+    rows = [beside("inference", f"forced {path}", 29.0, ms) for path, ms in (("twell", 4.0), ("dense", 8.0))]
+    rows += [beside("inference", "forced hot_cold 512", 29.0, 2.0), beside("inference", "dense compiled", 29.0, 5.0)]
+    others = [beside("inference", "forced twell (graph)", 29.0, 1.0), beside("inference", "forced twell", 9.0, 1.0)]
+    others[1]["tokens"] = 256
+    first = "| neurons firing for a token, mean; NVIDIA H100, 2026-01-02 | 29 |"
+    lines = tables.layer([record("inference", 2, rows + others), record("inference", 3, [])]).splitlines()
+    assert lines[0] == first
+    assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
+        f"{x} |" for x in ("2.00 (1.25)", "4.00 (2.50)", "1.00 (0.62)", "1.60 (1.00)", "512")
+    ]
+    assert "nothing is recorded yet" in tables.layer([])
+
+
+def test_the_table_of_training_compares_compiled_with_compiled():
+    rows = [
+        beside("training", path, 8.0, ms, peak_bytes=mib << 20, choice="twell")
+        for path, ms, mib in (("dense eager", 8.0, 900), ("dense compiled", 4.0, 800))
+    ]
+    rows += [
+        beside("training", p, 8.0, 2.0, peak_bytes=300 << 20, choice="twell") for p in ("planned", "planned compiled")
+    ]
+    lines = tables.training([record("training", 1, rows)]).splitlines()
+    assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
+        f"{x} |" for x in ("TwELL", "4.00 (2.50)", "2.00 (2.00)", "300", "900", "800")
+    ]
+    assert "nothing is recorded yet" in tables.training([])
+
+
+def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
+    def made(name: str, day: int, counts: tuple[int, ...]) -> records.Record:
+        works = [f"heavy rows: {count}{more}" for count in counts for more in ("", ", all neurons")]
+        rows = [beside(name, "forced twell", 29.0, 4.0 + len(work) / 100, work) for work in works]
+        return record(name, day, rows)
+
+    whole, part = made("inference", 1, (0, 1, 512)), made("inference", 2, (0, 1))
+    lines = tables.heavy([whole, part]).splitlines()
+    assert lines[0] == "| longer by | 1 token | 512 tokens |"
+    assert lines[2:] == [
+        "| forward, 1,500 neurons; NVIDIA H100, 2026-01-01 | +0% | +0% |",
+        "| forward, all 5,632; NVIDIA H100, 2026-01-01 | +3% | +4% |",
+    ]
+    assert "nothing is recorded yet" in tables.heavy([part])
 
 
 def test_the_table_of_the_model_compares_like_with_like():
