@@ -231,7 +231,54 @@ def comparison(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def steps(recorded: list[Record]) -> str:
+    """What a training step of whole models takes, all under torch.compile: of the newest record of training that has
+    the workload, dense beside planned, in one graph and layer by layer."""
+    lines = [["milliseconds a step, compiled", "neurons firing", "dense", "planned", "times as fast", "layer by layer"]]
+    for workload in dict.fromkeys(row["workload"] for record in recorded for row in record.rows if _is_step(row)):
+        record = next(r for r in reversed(recorded) if any(row.get("workload") == workload for row in r.rows))
+        rows = {(row["nnz"], row["path"]): row for row in record.rows if row["workload"] == workload}
+        device = next(iter(rows.values()))["device"]
+        for nnz in sorted({nnz for nnz, _ in rows}, reverse=True):
+            dense, planned, by_layer = (rows[nnz, path]["ms"] for path in _STEPS)
+            d_model = rows[nnz, _STEPS[0]]["d_model"]
+            lines.append(
+                [
+                    f"{workload.removeprefix('whole step, ')}, {d_model} wide; {_where(device, record)}",
+                    f"{nnz:.0f}",
+                    *(_ms(ms) for ms in (dense, planned)),
+                    f"{dense / planned:.2f}",
+                    _ms(by_layer),
+                ]
+            )
+    return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", *[""] * 5]])
+
+
+def padding(recorded: list[Record]) -> str:
+    """Of the newest comparison: what removing the padding of a batch saves a dense layer."""
+    return _beside_dense(recorded, "padding")
+
+
+def experts(recorded: list[Record]) -> str:
+    """Of the newest comparison: a mixture of experts as one product of groups, and filled up to equal lengths, beside a
+    loop of dense layers."""
+    return _beside_dense(recorded, "experts")
+
+
+def _beside_dense(recorded: list[Record], kind: str) -> str:
+    record = _newest(recorded, "comparison")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") == kind]
+    if record is None or not rows:
+        return _nothing("times as fast")
+    found = {(row["workload"], row["path"]): row for row in rows}
+    works, paths = dict.fromkeys(w for w, _ in found), dict.fromkeys(path for _, path in found if path != DENSE)
+    lines = [[f"times as fast as dense; {_where(rows[0]['device'], record)}", *works]]
+    lines += [[path, *(_times(found[work, path], found[work, DENSE]) for work in works)] for path in paths]
+    return _markdown(lines)
+
+
 _HEAVY = "heavy rows: "
+_STEPS = ("dense compiled", "planned compiled", "planned, compiled by layer")
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 
 
@@ -248,7 +295,7 @@ def _newest_rows(recorded: list[Record], name: str, which: Callable[[dict], bool
     """The newest record of that name with such rows, and these: plain calls of a gated layer of 2,048 x 5,632."""
     for record in reversed(recorded):
         if record.name == name:
-            rows = [row for row in record.rows if row["kind"] == name and row["gated"] and "wall_ms" in row]
+            rows = [row for row in record.rows if row.get("kind") == name and row["gated"] and "wall_ms" in row]
             rows = [row for row in rows if "(graph)" not in row["path"]]
             rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and which(row)]
             if rows:
@@ -258,6 +305,10 @@ def _newest_rows(recorded: list[Record], name: str, which: Callable[[dict], bool
 
 def _is_drawn(row: dict) -> bool:
     return row["workload"] == "independent, lognormal"
+
+
+def _is_step(row: dict) -> bool:
+    return row.get("kind") == "training" and row["workload"].startswith("whole step, ")
 
 
 def _times(row: dict, dense: dict | None = None) -> str:

@@ -155,6 +155,39 @@ def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
     assert "nothing is recorded yet" in tables.heavy([part])
 
 
+def test_the_table_of_steps_takes_the_newest_record_of_each_model():
+    def step(path: str, ms: float, model: str) -> dict:
+        return beside("training", path, 30.6, ms, f"whole step, {model}")
+
+    def made(day: int, factor: float, *models: str) -> records.Record:
+        times = {"dense compiled": 80.0, "planned compiled": 40.0, "planned, compiled by layer": 50.0, "planned": 9.0}
+        return record("training", day, [step(path, factor * ms, m) for m in models for path, ms in times.items()])
+
+    lines = tables.steps([made(1, 2.0, "8 layers", "the sweep's model"), made(2, 1.0, "8 layers")]).splitlines()
+    assert lines[2:] == [
+        "| 8 layers, 2048 wide; NVIDIA H100, 2026-01-02 | 31 | 80 | 40 | 2.00 | 50 |",
+        "| the sweep's model, 2048 wide; NVIDIA H100, 2026-01-01 | 31 | 160 | 80 | 2.00 | 100 |",
+    ]
+    assert "nothing is recorded yet" in tables.steps([])
+
+
+def test_the_tables_of_padding_and_experts_stand_beside_their_own_dense_layer():
+    def row(kind: str, work: str, path: str, ms: float) -> dict:
+        return {"kind": kind, "workload": work, "path": path, "ms": ms, "wall_ms": 2 * ms}
+
+    rows = [
+        row(kind, f"{kind} {n}", path, n * ms)
+        for kind in ("padding", "experts")
+        for n in (1, 2)
+        for path, ms in (("dense eager", 4.0), ("grouped", 2.0 / n))
+    ]
+    for table, kind in ((tables.padding, "padding"), (tables.experts, "experts")):
+        lines = table([record("comparison", 1, rows)]).splitlines()
+        assert lines[0] == f"| times as fast as dense; NVIDIA H100, 2026-01-01 | {kind} 1 | {kind} 2 |"
+        assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
+        assert "nothing is recorded yet" in table([record("comparison", 1, [])])
+
+
 def test_the_table_of_the_model_compares_like_with_like():
     rows = [
         {"workload": "Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
