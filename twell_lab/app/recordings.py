@@ -396,6 +396,16 @@ def experiments() -> Record:
     return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
 
 
+def course() -> Record:
+    """Every notebook of the course, run from its first cell to its last on this machine: how long each takes. Raises
+    course.walk.Stumbled where a cell raises or complains."""
+    from ..course.walk import walk
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    rows = [{"kind": "notebook", "device": device, **row} for row in walk()]
+    return Record.new("course", "the notebooks of the course, run from first cell to last", rows)
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
@@ -412,6 +422,7 @@ RECORDINGS = {
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,
+    "course": course,
     "attack": attack,
     "gpu-outputs": evidence.outputs_record,
     "gpu-counters": evidence.counters_record,

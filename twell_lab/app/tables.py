@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..bench.comparison import crossings, leading
 from ..bench.rows import DENSE
+from ..course.walk import code_hash, with_code
 from ..records.record import Record, stale
 
 
@@ -252,6 +253,25 @@ def steps(recorded: list[Record]) -> str:
                 ]
             )
     return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", *[""] * 5]])
+
+
+def course(recorded: list[Record]) -> str:
+    """The newest walk through the course on each device: seconds of each notebook, and whether its code has changed
+    since."""
+    newest = {row["device"]: record for record in recorded if record.name == "course" for row in record.rows}
+    if not newest:
+        return _nothing("seconds, all cells of a notebook")
+    shown = {device: {row["path"]: row for row in record.rows} for device, record in newest.items()}
+    where = [f"{device}, {record.date[:10]}" for device, record in newest.items()]
+    lines = [["seconds, all cells of a notebook", *where]]
+    for path in with_code():
+        there = [rows.get(path.name) for rows in shown.values()]
+        changed = [row is not None and row["code"] != code_hash(path) for row in there]
+        cells = [f"{row['ms'] / 1e3:.0f}{', changed since' * new}" if row else "" for row, new in zip(there, changed)]
+        lines.append([path.stem, *cells])
+    return _markdown(
+        [*lines, ["together", *(f"{sum(r['ms'] for r in rows.values()) / 1e3:.0f}" for rows in shown.values())]]
+    )
 
 
 def padding(recorded: list[Record]) -> str:

@@ -1,9 +1,11 @@
 """The tables of the README and of docs/: which record and rows they are made of, and what they say without one."""
 
+import json
 from dataclasses import replace
 
 from twell_lab import records
 from twell_lab.app import tables
+from twell_lab.course import walk
 
 
 def test_the_table_of_products_says_where_each_is_faster():
@@ -186,6 +188,24 @@ def test_the_tables_of_padding_and_experts_stand_beside_their_own_dense_layer():
         assert lines[0] == f"| times as fast as dense; NVIDIA H100, 2026-01-01 | {kind} 1 | {kind} 2 |"
         assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
         assert "nothing is recorded yet" in table([record("comparison", 1, [])])
+
+
+def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, tmp_path):
+    for name in ("00-a", "01-b"):
+        notebook = {"cells": [{"cell_type": "code", "source": ["x = 1"]}], "nbformat": 4}
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps(notebook, indent=1))
+    monkeypatch.setattr(walk.folders, "notebooks_dir", lambda: tmp_path)
+    same = walk.code_hash(tmp_path / "00-a.ipynb")
+    rows = [{"path": "00-a.ipynb", "ms": 12000.0, "code": same}, {"path": "01-b.ipynb", "ms": 3000.0, "code": "old"}]
+    old = record("course", 1, [{**rows[0], "ms": 1.0}])
+    assert tables.course([old, record("course", 2, rows)]).splitlines() == [
+        "| seconds, all cells of a notebook | NVIDIA H100, 2026-01-02 |",
+        "| --- | --- |",
+        "| 00-a | 12 |",
+        "| 01-b | 3, changed since |",
+        "| together | 15 |",
+    ]
+    assert "nothing is recorded yet" in tables.course([])
 
 
 def test_the_table_of_the_model_compares_like_with_like():

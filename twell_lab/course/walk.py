@@ -1,0 +1,85 @@
+"""The course walked by a machine: every notebook run from its first cell to its last, and timed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..core import folders
+from ..core.errors import InputError, StackError, TwellError
+
+SECONDS = 300  # a cell may take
+
+
+class Stumbled(TwellError, RuntimeError):
+    """Cells of notebooks raised, took too long, or wrote to stderr."""
+
+
+def code_hash(path: Path) -> str:
+    """SHA-256 over the code cells of a notebook, in their order: the same as long as nothing that runs has changed."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return hashlib.sha256(
+        json.dumps(["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]).encode()
+    ).hexdigest()
+
+
+def with_code() -> list[Path]:
+    """The notebooks of the course that have code, in the order of their names."""
+    found = sorted(folders.notebooks_dir().glob("*.ipynb"))
+    return [path for path in found if '"cell_type": "code"' in path.read_text(encoding="utf-8")]
+
+
+def walk(names: list[str] | None = None) -> list[dict]:
+    """Run notebooks (all that have code, or those of these file names), each in a kernel of its own and on a copy of
+    itself in an empty folder, so that nothing is stored and no reader's work is touched.
+
+    Returns for each {path: its file name, ms: the time of all cells in milliseconds, cells: how many were run, code:
+    its `code_hash`}. Raises Stumbled with every notebook in which a cell raised, took more than 300 seconds or wrote to
+    stderr, and StackError where nbclient or a Python kernel is missing.
+    """
+    paths = {path.name: path for path in with_code()}
+    if unknown := [name for name in names or () if name not in paths]:
+        raise InputError(f"there is no notebook with code named {unknown[0]!r}; accepted: {', '.join(paths)}")
+    if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]:
+        raise StackError(f"{', '.join(missing)} not installed; the course needs the extra `course`")
+    rows, complaints = [], []
+    for path in [paths[name] for name in names or paths]:
+        row, complaint = _run(path)
+        rows.append(row)
+        complaints += [f"{path.name}: {complaint}"] if complaint else []
+        print(f"{path.name}: {row['ms'] / 1e3:.0f} s{', stumbled' if complaint else ''}", file=sys.stderr, flush=True)
+    if complaints:
+        raise Stumbled("\n\n".join([f"{len(complaints)} of {len(rows)} notebooks stumbled", *complaints]))
+    return rows
+
+
+def _run(path: Path) -> tuple[dict, str]:
+    """The row of one notebook, and what went wrong, in words, or nothing."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    notebook, wrong = nbformat.read(path, as_version=4), ""
+    environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, folder)
+        client = NotebookClient(
+            notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": folder}}
+        )
+        start = time.perf_counter()
+        try:
+            client.execute(env=environment)
+        except (CellExecutionError, CellTimeoutError) as error:
+            wrong = str(error)[-3000:]
+        seconds = time.perf_counter() - start
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    said = [out.text for cell in code for out in cell.outputs if out.get("name") == "stderr"]
+    row = {"path": path.name, "ms": 1e3 * seconds, "cells": len(code), "code": code_hash(path)}
+    return row, wrong or (f"a cell wrote to stderr: {said[0][:1000]}" if said else "")
