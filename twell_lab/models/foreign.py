@@ -3,7 +3,8 @@
 - "sparsellama", ProSparse (arXiv 2402.13516, SparseLLM/prosparse-llama-2-7b and 13b): a Llama whose hidden_act is
   "fatrelu", a ReLU that keeps what reaches hidden_act_param.
 - "minicpm", MiniCPM-S (openbmb/MiniCPM-S-1B-sft): the same activation in a MiniCPM (arXiv 2404.06395), which scales its
-  embeddings, residuals and logits as a Granite does. Its config.json names it in `architectures` alone.
+  embeddings, residuals and logits as a Granite does. Its config.json names it in `architectures` alone. With a plain
+  ReLU: Sparsing Law (arXiv 2411.02335, SparseLLM/sparsing-law-0.1b-relu to 2.4b).
 - "bamboo", Bamboo (PowerInfer/Bamboo-base-v0_1 and DPO-v0_1): a Mistral with a ReLU on gate and up (dReLU).
 
 Their weights have the names of the models that they are built on. Saved, they say what they are, so that `load` reads
