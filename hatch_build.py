@@ -33,11 +33,11 @@ class NotebooksWithoutOutputs(BuildHookInterface):
 
 
 class ReadmeForAnIndex(MetadataHookInterface):
-    """The README without pictures of the checkout and with the words alone of links into it: on a package's page they
-    would lead nowhere."""
+    """The README without pictures of the checkout, nor what stands below them, and with the words alone of links into
+    it: on a package's page they would lead nowhere."""
 
     def update(self, metadata: dict) -> None:
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
-        text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+        text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*(?:\*[^*]*\*\n*)?", "", text)
         text = re.sub(r"\[([^\]]*)\]\((?!https?:)[^)#][^)]*\)", r"\1", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -78,12 +78,6 @@ def swept() -> list[float]:
     return found
 
 
-def forced(nnz: int) -> float:
-    """Times as long as torch's layer that the TwELL path takes for 16,384 tokens."""
-    found = rows("inference-20261123T052831Z.json", path="forced twell", tokens=16384, **DRAWN)
-    return next(1 / each["x_dense"] for each in found if round(each["nnz"]) == nnz)
-
-
 def line_of_calls(day: str) -> Callable[[], list[float]]:
     return lambda: [returned(day, "dense eager"), returned(day, "twell")]
 
@@ -147,7 +141,6 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         "and {:.1f}% (`sweep-20261121T145100Z.json`)",
         swept,
     ),
-    ("README.md", "with 60, 16,384 tokens take {:.1f} of torch's time", lambda: [forced(60)]),
 ]
 # What nobody here measured: shapes, rates that floors assume, rules of plans, what others report.
 GIVEN = {

@@ -1,6 +1,8 @@
 """What the README and the pages of docs/ show is there: code runs, commands, targets, extras and files exist, tables are
 those of the newest records."""
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -83,3 +85,14 @@ def test_a_table_of_records_is_that_of_the_newest(page, table):
         f'print(tables.{table.__name__}(records.load_all()))" prints this table -->\n'
     )[2]
     assert after.partition("\n\n")[0].rstrip() == table(records.load_all())
+
+
+def test_the_picture_is_drawn_from_the_newest_record_and_stops_paying_where_the_words_say():
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    drawn = json.loads(picture.text_in(picture.PICTURE.read_bytes()))
+    assert drawn == picture.points(records.load_all())
+    alone, split = (dict(drawn["firing"][name]) for name in list(drawn["firing"])[:2])
+    assert alone[60] > 1 > alone[120] and "stops paying between 60 and 120" in " ".join(README.split())
+    assert split[120] > alone[120] and dict(next(iter(drawn["tokens"].values())))[256] < 1.2

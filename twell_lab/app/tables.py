@@ -58,7 +58,7 @@ def host(recorded: list[Record]) -> str:
 def calls(recorded: list[Record]) -> str:
     """Of the newest record of inference: what a plain call of a planned layer takes, for each number of tokens, beside
     the dense layer's, and what the plan takes; 29 of 5,632 neurons fire."""
-    record, rows = _newest_rows(recorded, "inference", lambda row: _is_drawn(row) and 25 < row["nnz"] < 33)
+    record, rows = layer_rows(recorded, "inference", lambda row: is_drawn(row) and 25 < row["nnz"] < 33)
     if record is None:
         return _nothing("milliseconds a call")
     found = {(row["path"], row["tokens"]): row for row in rows}
@@ -82,7 +82,7 @@ def layer(recorded: list[Record]) -> str:
     """Of the newest record of inference that has it: how many times as fast as torch's dense layer each path is, by how
     many neurons fire, for 16,384 tokens at once: by the device's time and, in brackets, by the wall time of plain
     calls."""
-    record, rows = _newest_rows(recorded, "inference", lambda row: _is_drawn(row) and row["tokens"] == 16384)
+    record, rows = layer_rows(recorded, "inference", lambda row: is_drawn(row) and row["tokens"] == 16384)
     if record is None:
         return _nothing("times as fast")
     split = "forced hot_cold"
@@ -103,7 +103,7 @@ def layer(recorded: list[Record]) -> str:
 def training(recorded: list[Record]) -> str:
     """Of the newest record of training that has it: how many times as fast a training step of a layer is, on the path
     that switching takes, and what memory it takes; by how many neurons fire, for 16,384 tokens at once."""
-    record, rows = _newest_rows(recorded, "training", lambda row: _is_drawn(row) and row["tokens"] == 16384)
+    record, rows = layer_rows(recorded, "training", lambda row: is_drawn(row) and row["tokens"] == 16384)
     if record is None:
         return _nothing("times as fast")
     found = {(row["path"], row["nnz"]): row for row in rows}
@@ -128,7 +128,7 @@ def heavy(recorded: list[Record]) -> str:
     16,384 tokens 1,500 neurons fire, or all."""
     lines: list[list[str]] = []
     for name, says in (("inference", "forward"), ("training", "training step")):
-        record, _ = _newest_rows(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
+        record, _ = layer_rows(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
         if record is None:
             continue
         rows = [row for row in record.rows if row["workload"].startswith(_HEAVY)]
@@ -311,7 +311,7 @@ def _newest(recorded: list[Record], name: str) -> Record | None:
     return next((each for each in reversed(recorded) if each.name == name), None)
 
 
-def _newest_rows(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list[dict]]:
+def layer_rows(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list[dict]]:
     """The newest record of that name with such rows, and these: plain calls of a gated layer of 2,048 x 5,632."""
     for record in reversed(recorded):
         if record.name == name:
@@ -323,7 +323,7 @@ def _newest_rows(recorded: list[Record], name: str, which: Callable[[dict], bool
     return None, []
 
 
-def _is_drawn(row: dict) -> bool:
+def is_drawn(row: dict) -> bool:
     return row["workload"] == "independent, lognormal"
 
 

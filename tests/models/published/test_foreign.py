@@ -80,7 +80,13 @@ RELULLAMA = {
     "transformers_version": "4.31.0",
 }
 SPARSING_LAW = {key: value for key, value in MINICPM.items() if key != "hidden_act_param"} | {"hidden_act": "relu"}
-ALL = {"ReluLLaMA": RELULLAMA, "ProSparse": PROSPARSE, "MiniCPM-S": MINICPM, "Bamboo": BAMBOO, "Sparsing Law": SPARSING_LAW}
+ALL = {
+    "ReluLLaMA": RELULLAMA,
+    "ProSparse": PROSPARSE,
+    "MiniCPM-S": MINICPM,
+    "Bamboo": BAMBOO,
+    "Sparsing Law": SPARSING_LAW,
+}
 
 
 class Plain(nn.Module):
