@@ -89,7 +89,7 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
 
 # What is handed out right, and slow, or with a fault: the others are empty.
 SLOW = {
-    "tile_counts": "right, but the loads touch 4,096 sectors",
+    "tile_counts": "the counts are right, but the loads touch 4,096 sectors",
     "row_counts": "a SharedRace on part: line 10 (thread 32), line 11 (thread 0).",
 }
 
@@ -115,7 +115,7 @@ WRONG_KERNELS = {
     ("tile_counts", "every sector twice"): (
         "base += WARP) {\n        const int c = base + threadIdx.x;",
         "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
-        "touch 512 sectors, and the values lie in 256",
+        "touch 512 sectors; 256 are enough",
     ),
     ("tile_counts", "last strip forgotten"): ("base < width", "base + WARP <= width", "should be"),
     ("tile_counts", "does not compile"): ("const int c", "const int d", "does not compile"),
@@ -135,7 +135,7 @@ WRONG_KERNELS = {
         "if (threadIdx.x == 0) counts[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
         "if (threadIdx.x == 0) {\n        count = 0;\n        for (int c = 0; c < columns; ++c) count += fires(in[c]);\n"
         "        counts[blockIdx.x] = count;\n    }",
-        "right, but the loads touch",
+        "the counts are right, but the loads touch",
     ),
     ("unpack", "what lies past the count"): (" || threadIdx.x > words[0]", "", "found a GlobalRace"),
     ("unpack", "the count as a value"): ("threadIdx.x == 0 || ", "", "found a GlobalRace"),

@@ -169,10 +169,10 @@ def test_three_lines_are_made_of_the_times():
     assert kernels.three_lines(pack, gated).splitlines() == [
         "pack: 1.200 to 0.300 ms (4.0x)",
         "gated: 4.000 to 0.800 ms (5.0x)",
-        "Near the prediction: 2 of 5",
+        "Within 1.25x of prediction: 2 of 5",
     ]
     gated[0]["measured_ms"] = None
-    assert kernels.three_lines(gated) == "Near the prediction: 1 of 1"
+    assert kernels.three_lines(gated) == "Within 1.25x of prediction: 1 of 1"
 
 
 def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):

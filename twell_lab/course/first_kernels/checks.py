@@ -87,7 +87,7 @@ def _read_once(counts, columns: int) -> None:
     """NotYet if loads of `gate` touch a sector twice. Rows of other widths begin in the middle of a sector."""
     moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
     if columns % TILE == 0 and moved > least:
-        raise NotYet(f"right, but the loads touch {moved:,} sectors, and the values lie in {least:,}.")
+        raise NotYet(f"the counts are right, but the loads touch {moved:,} sectors; {least:,} are enough.")
 
 
 def _tile_counts(file) -> str:

@@ -232,7 +232,7 @@ def three_lines(*operations: list[dict]) -> str:
             lines.append(f"{name}: {first:.3f} to {last:.3f} ms ({first / last:.1f}x)")
     found = [times for rows in operations for times in _ratios(rows)]
     near = sum(1 / NEAR <= times <= NEAR for times in found)
-    return "\n".join([*lines, f"Near the prediction: {near} of {len(found)}"])
+    return "\n".join([*lines, f"Within {NEAR}x of prediction: {near} of {len(found)}"])
 
 
 def _ratios(rows: list[dict]) -> list[float]:
