@@ -26,7 +26,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "09-hopper-kernels.ipynb",
     "10-choose-a-path.ipynb",
     "11-train-with-the-kernels.ipynb",
-    "12-capstone.ipynb",
     "measured-speedups.ipynb",
     "your-own-model.ipynb",
 }
