@@ -19,8 +19,7 @@ def test_with_a_compiler_every_cell_runs(monkeypatch, capsys):
     found = shell(monkeypatch)
     found.input_transformers_cleanup.append(notebook._left_out)  # from before the compiler was installed
     assert notebook.ready() and not found.input_transformers_cleanup
-    said = capsys.readouterr().out
-    assert simulator.compiler().version in said and said.count("\n") == 1
+    assert not capsys.readouterr().out  # `setup` has said what runs in the simulator
 
 
 def test_without_a_compiler_marked_cells_are_left_out(monkeypatch, capsys, tmp_path):

@@ -15,14 +15,16 @@ from twell_lab.ops import measure  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 
-def test_the_answer_is_right_and_a_mistake_is_named():
-    assert gpu.wrong(gpu.Mine(in_the_notebook()[1], 256, gpu.dtype_here()), 256) is None
+def test_the_answers_are_right_and_a_mistake_is_named():
+    for answer in in_the_notebook()[1:]:
+        assert gpu.wrong(gpu.Mine(answer, 256, gpu.dtype_here()), 256) is None
     mistaken = changed(("down_t + (long long)t * tile * d_model + c", "down_t + c"))
     assert "column within a tile" in gpu.wrong(gpu.Mine(mistaken, 256, gpu.dtype_here()), 256)
 
 
-def test_it_is_timed_beside_the_library():
-    mine = gpu.Mine(in_the_notebook()[1], 256, gpu.dtype_here())
+@pytest.mark.parametrize("answer", in_the_notebook()[1:], ids=["silver", "gold"])
+def test_it_is_timed_beside_the_library(answer):
+    mine = gpu.Mine(answer, 256, gpu.dtype_here())
     rows = gpu.timed(mine, tokens=2048, rounds=5)
     assert [row["path"] for row in rows] == ["yours", "down_v1", "down_v2", "down_v3"]
     assert all(row["ms"] > 0 and 25 < row["nnz"] < 33 for row in rows)

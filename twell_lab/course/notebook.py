@@ -78,12 +78,12 @@ def provenance() -> str:
 
 
 def ready() -> bool:
-    """Whether kernels can run in the simulator here, which is printed; if not, cells marked NEEDS do not run."""
+    """Whether kernels can run in the simulator here. If not, why is printed, and cells marked NEEDS do not run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
     try:
-        found = compiler()
+        compiler()
     except StackError as missing:
         print(
             f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
@@ -91,7 +91,6 @@ def ready() -> bool:
         )
         _transform(_left_out, True)
         return False
-    print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
     return True
 
 

@@ -1,4 +1,4 @@
-"""The kernel that the capstone hands out, and its folded answer, as they stand in the notebook."""
+"""The kernel that the capstone hands out, and its folded answers, as they stand in the notebook."""
 
 import json
 import re
@@ -7,16 +7,16 @@ from pathlib import Path
 NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "12-capstone.ipynb"
 
 
-def in_the_notebook() -> tuple[str, str]:
-    """(what is handed out, the answer)."""
+def in_the_notebook() -> tuple[str, str, str]:
+    """(what is handed out, the answer that earns silver, the one that is meant for gold)."""
     texts = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
     (given,) = (text.partition("\n")[2] for text in texts if text.startswith("%%writefile"))
-    (answer,) = (found for text in texts for found in re.findall(r"```cuda\n(.*?)```", text, re.DOTALL))
-    return given, answer
+    silver, gold = (found for text in texts for found in re.findall(r"```cuda\n(.*?)```", text, re.DOTALL))
+    return given, silver, gold
 
 
 def changed(*changes: tuple[str, str]) -> str:
-    """The answer with these pieces of text replaced; each must occur once."""
+    """The silver answer with these pieces of text replaced; each must occur once."""
     text = in_the_notebook()[1]
     for old, new in changes:
         assert text.count(old) == 1, old

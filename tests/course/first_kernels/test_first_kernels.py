@@ -1,6 +1,9 @@
 """What the notebook on kernels computes: workloads, sources, altered copies, recorded times and predictions."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,25 +66,6 @@ def test_a_layer_runs_both_kernels():
 # ---- sources ----
 
 
-def test_the_source_of_a_kernel_is_that_of_the_file():
-    lines = kernels.source("smxx_pack.cu", "pack_v1").splitlines()
-    assert lines[0].endswith('extern "C" __global__ void __launch_bounds__(128)') and lines[-1].endswith("}")
-    file = (kernels.folders.kernels_dir() / "smxx_pack.cu").read_text().splitlines()
-    for line in lines:
-        number, _, text = line.strip().partition("  ")
-        assert file[int(number) - 1].endswith(text)
-    assert "tile_of" in kernels.source("smxx_pack.cu", "tile_of").splitlines()[0]
-
-
-def test_a_part_of_a_function():
-    lines = kernels.source("smxx_pack.cu", "pack_v2", at="for (int base").splitlines()
-    assert "for (int base" in lines[0] and lines[-1].split() == [lines[-1].split()[0], "}"] and len(lines) < 12
-    with pytest.raises(InputError, match="while"):
-        kernels.source("smxx_pack.cu", "pack_v2", at="while")
-    with pytest.raises(InputError, match="pack_v9"):
-        kernels.source("smxx_pack.cu", "pack_v9")
-
-
 def test_an_altered_copy_keeps_its_line_numbers(tmp_path):
     original = (kernels.folders.kernels_dir() / "smxx_gated.cu").read_text()
     barrier = " " * 12 + "__syncthreads();"
@@ -105,6 +89,20 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
     assert type(fault).__name__ == "OutOfBounds" and fault.array == "a"
     with pytest.raises(InputError):
         kernels.fault_of(lambda: program.launch("k", 1, 1, (torch.zeros(3),)))
+
+
+def test_the_lines_that_the_notebook_quotes_stand_in_the_kernels():
+    root = Path(__file__).resolve().parents[3]
+    cells = json.loads((root / "notebooks/08-first-kernels.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown = re.sub(r"<details>.*?</details>", "", "\n".join("".join(cell["source"]) for cell in cells), flags=re.S)
+    code = "".join((root / "kernels" / file).read_text() for file in ("smxx_pack.cu", "smxx_gated.cu"))
+    there = {line.partition("//")[0].strip() for line in code.splitlines()}
+    quoted = [
+        line.partition("//")[0].strip()
+        for part in re.findall(r"```cuda\n(.*?)```", shown, re.S)
+        for line in part.splitlines()
+    ]
+    assert len(quoted) > 15 and set(quoted) - {"..."} <= there
 
 
 # ---- recorded, measured, predicted ----
@@ -140,7 +138,7 @@ def test_recorded_times_are_the_newest_of_the_wanted_gpu(keep):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_timed():
-    assert kernels.yours() == {} and "no GPU" in kernels.on_the_gpu(kernels.gate(1, 256, 3))
+    assert kernels.yours() == {}
 
 
 def counted(lines: int, requests: int = 1000, unique: int = 300) -> Counts:
@@ -158,19 +156,23 @@ def test_predictions_stand_beside_the_times():
     rows = kernels.against_time(counts, times, {"pack_v1": {"ms": 7.0, "where": "yours, now"}})
     assert [row["measured_ms"] for row in rows] == [1.1 * slow, 3 * fast, None]
     assert [row["yours_ms"] for row in rows] == [7.0, None, None] and rows[0]["yours"] == "yours, now"
-    one, own, two, three, last = kernels.verdicts(rows).splitlines()
-    assert own == "  yours, now: 7.000 ms; nothing is predicted for it"
-    assert "1.1 times that: the traffic explains it" in one and "3.0 times that: something else" in two
-    assert (
-        three.endswith("no time is recorded") and last == "Within a factor of 1.25 of the prediction: pack_v1 (1 of 2)."
-    )
-    rows[0]["measured_ms"] = 0.5 * slow
-    assert "0.50 times that: faster than the limit" in kernels.verdicts(rows) and "none (0 of 2)" in kernels.verdicts(
-        rows
-    )
-    assert (
-        len(kernels.verdicts(kernels.against_time(counts, {})).splitlines()) == 3
-    )  # nothing recorded, nothing summed up
+    assert kernels.times_predicted(rows) == "took/predicted: 1.1, 3.0"  # nothing is predicted for the reader's GPU
+    assert kernels.times_predicted(kernels.against_time(counts, {})) == "no time is recorded"
+
+
+def test_three_lines_are_made_of_the_times():
+    def row(version: str, predicted: float, measured: float | None) -> dict:
+        return {"version": version, "predicted_ms": {"a": predicted, "b": 0.1}, "measured_ms": measured}
+
+    pack = [row("pack_v1", 1.0, 1.2), row("pack_v2", 1.0, 0.3), row("pack_v3", 1.0, 0.4)]
+    gated = [row("gated_v1", 2.0, 4.0), row("gated_v2", 1.0, 0.8)]
+    assert kernels.three_lines(pack, gated).splitlines() == [
+        "pack: 1.200 to 0.300 ms (4.0x)",
+        "gated: 4.000 to 0.800 ms (5.0x)",
+        "Within 1.25x of prediction: 2 of 5",
+    ]
+    gated[0]["measured_ms"] = None
+    assert kernels.three_lines(gated) == "Within 1.25x of prediction: 1 of 1"
 
 
 def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
@@ -183,108 +185,11 @@ def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
     assert (gpu.multiprocessors, gpu.clock_hz) == (40, 1.59e9) and 250e9 < gpu.memory_bytes_per_s < 320e9
     (row,) = kernels.against_time(counts, {}, own, gpu)
     assert row["yours_predicted_ms"] > 5 * max(row["predicted_ms"].values())
-    assert f"Tesla T4: 7.000 ms; predicted for it {row['yours_predicted_ms']:.3f}" in kernels.verdicts([row])
+    said = f"yours, now, on Tesla T4, took/predicted: pack_v1 {7.0 / row['yours_predicted_ms']:.1f}"
+    assert kernels.times_predicted([row]).splitlines() == ["no time is recorded", said]
     (row,) = kernels.against_time(counts, {}, own)
-    assert "7.000 ms; nothing is predicted for it" in kernels.verdicts([row])
+    assert "yours" not in kernels.times_predicted([row])
     here.name = "a GPU of next year"
     assert kernels.gpu_here() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.gpu_here() is None
-
-
-def versus(version: str, limit: str, times: float | None, l1_hits: float | None = None) -> dict:
-    return {
-        "version": version,
-        "predicted_ms": {limit: 2.0, "another part": 1.0},
-        "l1_hits": l1_hits,
-        "measured_ms": None if times is None else 2 * times,
-    }
-
-
-def test_a_limit_that_was_beaten_is_said_with_how_that_can_be():
-    rows = [
-        versus("down_v2", "L2 cache", 0.81, 0.12),
-        versus("gated_v2", "L2 cache", 0.94, 0.058),
-        versus("slow", "L2 cache", 1.3),
-    ]
-    lines = kernels.verdicts(rows).splitlines()
-    assert lines[0].endswith("0.81 times that: faster than the limit") and "0.94 times that: faster" in lines[1]
-    assert lines[3] == "Within a factor of 1.25 of the prediction: down_v2, gated_v2 (2 of 3)."
-    assert lines[4].startswith(
-        "Faster than the limit of the L2 cache: down_v2 by 19%, gated_v2 by 6%. How that can be: "
-    )
-    assert "once for every block" in lines[4] and "slow" not in lines[4]
-    assert "12% for down_v2, 6% for gated_v2" in lines[5] and "too little for down_v2: there the L2" in lines[5]
-    assert kernels.summary(rows[1:]).endswith("That is enough.")
-    assert "counters" not in kernels.summary([versus("a", "L2 cache", 0.9)])  # without a record of them
-    assert "register" in kernels.summary([versus("a", "L1 cache", 0.9)])
-    assert "before" in kernels.summary([versus("a", "device memory", 0.9, 0.5)])
-    assert "Faster" not in kernels.summary(
-        [versus("a", "L2 cache", 0.999), versus("b", "L2 cache", None)]
-    )  # the same, rounded
-    assert kernels.summary([versus("b", "L2 cache", None)]) == ""
-
-
-def test_the_counters_of_the_gpu_stand_with_its_times(keep):
-    rows = [
-        {"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)
-    ]
-    counters = Record(
-        name="gpu-counters",
-        purpose="a test",
-        rows=rows,
-        date="2026-01-02T00:00:00Z",
-        commit=None,
-        dirty=None,
-        kernels={"gone": "0" * 64},
-        machine={"gpus": [{"name": "NVIDIA H100"}]},
-    )
-    rows[1]["l1_hits_percent"] = 25.0
-    keep(record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters)
-    assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
-
-
-def test_tables_of_counts():
-    both = {"a": counted(lines=7), "b": counted(lines=8, requests=5)}
-    assert kernels.traffic(both).splitlines()[1].split() == ["a", "1,000", "64,000", "2,000", "64,000", "7", "0"]
-    assert kernels.fused_traffic(both).splitlines()[2].split() == ["b", "5", "10", "320", "0", "0", "0"]
-
-
-@needs_compiler
-def test_counts_stand_beside_those_of_the_hardware(keep):
-    rows = [
-        {"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
-        for case in kernels.evidence.counted()
-        if case.kernel == "pack"
-        for version in case.versions
-    ]
-    found = Record(
-        name="gpu-counters",
-        purpose="a test",
-        rows=rows,
-        date="2026-01-02T00:00:00Z",
-        commit=None,
-        dirty=None,
-        kernels={"gone": "0" * 64},
-        machine={"gpus": [{"name": "NVIDIA H100"}]},
-    )
-    keep(found)
-    *table, last = kernels.beside_hardware("pack").splitlines()
-    assert len(table) == 9 and table[1].split()[:6] == ["pack_v1", "64", "tokens", "65,536", "1,000", "3,479"]
-    assert last == (
-        "Hardware: NVIDIA H100, 2026-01-02; stale: code has changed since. "
-        f"The largest difference is {(65536 - 1000) / 1000:.1%}."
-    )
-    keep()
-    assert kernels.beside_hardware("pack").startswith("No hardware counters")
-
-
-@needs_compiler
-def test_the_busiest_line():
-    gate = kernels.gate(1, 512, 4)
-    with simulator.watching("counts") as runs:
-        kernels.pack(gate, 2)
-    assert (
-        "in[c]" in kernels.busiest(runs[-1].counts).text
-        and "out[" in kernels.busiest(runs[-1].counts, "global_writes").text
-    )

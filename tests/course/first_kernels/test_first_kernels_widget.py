@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.simulator import modelled
+from twell_lab import simulator
 from twell_lab.core.errors import InputError
-from twell_lab.course.first_kernels import figures
+from twell_lab.course.first_kernels import figures, same_words
 from twell_lab.course.first_kernels.widget import StepExplorer
+from twell_lab.course.packing import one_tile
+from twell_lab.ops import portable
 from twell_lab.simulator.trace import Trace
 
 
@@ -71,3 +75,16 @@ def test_a_kernel_without_barriers_has_nothing_to_jump_to():
 def test_steps_that_are_none_are_refused(steps):
     with pytest.raises(InputError, match="ascending"):
         StepExplorer(trace(), steps)
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_the_slider_of_the_notebook_stops_where_words_are_written(draws):
+    tile = one_tile(firing=9)
+    with simulator.watching("counts", trace=0) as runs:
+        portable.pack(tile, tile=256, words=32, version=2)
+    explorer = StepExplorer(runs[-1].trace, text={"packed": figures.packed_text(words=32)})
+    writes = [step.index for step in explorer.trace.touching("packed")]
+    for stop in writes:
+        explorer.slider.value = stop
+        assert explorer.trace[stop].line.text.split("(")[0] in explorer.figure.layout.title.text
+    assert same_words(torch.from_numpy(explorer.trace.at(writes[-1])["packed"].data), tile)

@@ -190,12 +190,6 @@ class Predicted:
     us: float
     limit: str
 
-    def __str__(self) -> str:
-        return (
-            f"{self.l2_bytes / 1e6:,.0f} MB through the L2, {self.memory_bytes / 1e6:,.0f} MB from and to memory: "
-            f"{self.us:,.0f} us on {self.gpu} (limit: {self.limit})"
-        )
-
 
 def predicted(counts: Counts, device: str | None = None) -> Predicted:
     """What these counts, of a launch of COUNTED rows, come to for TIMED rows on a GPU (`gpu_rates`)."""
@@ -221,13 +215,12 @@ def _as_simulated(rates) -> simulator.Gpu:
 
 
 def beside(guess_mb: float, guess_us: float, found: Predicted) -> str:
-    """The reader's own prediction beside the one from counts and rates, in two lines."""
-    lines = [f"computed: {found}"]
-    for what, mine, theirs in (("MB", guess_mb, found.l2_bytes / 1e6), ("us", guess_us, found.us)):
-        off = mine / theirs if mine > 0 else math.nan
-        word = "within a quarter" if 0.8 <= off <= 1.25 else "too much" if off > 1 else "too little"
-        lines.append(f"you wrote {mine:,.0f} {what}: {off:.2f} times that, {word}")
-    return "\n".join(lines)
+    """The reader's own prediction beside the one from counts and rates, as one line."""
+    megabytes, micro = guess_mb / (found.l2_bytes / 1e6), guess_us / found.us
+    return (
+        f"computed: {found.l2_bytes / 1e6:,.0f} MB and {found.us:,.0f} us on {found.gpu}; "
+        f"you wrote {megabytes:.2f} and {micro:.2f} times that"
+    )
 
 
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
@@ -328,12 +321,12 @@ def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]
     least = judged.floor or floor()
     sectors, ms = counts.global_reads.sectors, {row["path"]: row["ms"] for row in rows}
     lines = [
-        f"Sectors: {name} reads {sectors:,} where {least:,} are the floor, {sectors / least:.2f} times as many.",
-        f"Prediction for {TIMED:,} rows: {found}.",
+        f"Sectors: {name} reads {sectors:,}, {sectors / least:.2f} times the floor.",
+        f"Prediction for {TIMED:,} rows: {found.us:,.0f} us on {found.gpu} (limit: {found.limit}).",
     ]
     if (times := against_v2(rows)) is None:
         recorded = {row["path"]: row for row in _recorded()}.get("down_v2")
-        took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, {recorded['where']}"
+        took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, recorded on {recorded['device']}"
         return [*lines, f"Time: none of yours was measured; {took or 'none of down_v2 is recorded'}."]
     off = 1e3 * ms[gpu.YOURS] / found.us
     return [

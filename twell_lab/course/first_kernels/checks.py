@@ -67,6 +67,10 @@ def _told() -> Iterator[None]:
     except simulator.Fault as fault:
         kind = type(fault).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
+        if isinstance(fault, simulator.faults.SharedRace):  # within a block: where its two threads stand says enough
+            at = f"line {fault.line.number} (thread {fault.thread})"
+            other = f"line {fault.other_line.number} (thread {fault.other_thread})"
+            raise NotYet(f"{article} {kind} on {fault.array}: {at}, {other}.") from None
         raise NotYet(f"the simulator found {article} {kind}: {fault}") from None
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         raise NotYet(str(error)) from None
@@ -83,10 +87,7 @@ def _read_once(counts, columns: int) -> None:
     """NotYet if loads of `gate` touch a sector twice. Rows of other widths begin in the middle of a sector."""
     moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
     if columns % TILE == 0 and moved > least:
-        raise NotYet(
-            f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
-            "let neighbouring lanes read neighbouring values."
-        )
+        raise NotYet(f"the counts are right, but the loads touch {moved:,} sectors; {least:,} are enough.")
 
 
 def _tile_counts(file) -> str:

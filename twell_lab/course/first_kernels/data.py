@@ -5,7 +5,6 @@ Data in, data out, nothing drawn. The kernels run by `twell_lab.ops.portable` an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,15 +19,14 @@ from ...core import folders
 from ...core.errors import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...ops import measure, portable
-from ...records import evidence
 from ...records.evidence import noise
-from ...simulator import Counts, Fault, available, predicted_time, watching
-from ...simulator.counts import H100, SECTOR, Gpu, LineCounts
+from ...simulator import Counts, Fault, available, predicted_time
+from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
 from ..recorded import device_and_day, timed_here
 
 NO_TAIL = (None, None, None)
-NEAR = 1.25  # a time up to this many times its bound is explained by it
+NEAR = 1.25  # a time is near its prediction up to this factor, either way
 Times = dict[str, dict]
 
 
@@ -52,8 +50,6 @@ def same_words(words: Tensor, gate: Tensor) -> bool:
 
 def on_the_gpu(gate: Tensor) -> str:
     """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
-    if not torch.cuda.is_available():
-        return "There is no GPU here: the simulator is all that runs them."
     gate = gate.to("cuda", sixteen_bits("cuda"))
     try:
         words = {f"v{version}": portable.pack(gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
@@ -113,31 +109,6 @@ class Layer:
 # ---- sources ----
 
 
-def source(file: str, function: str, at: str | None = None) -> str:
-    """The lines of one function of a file of kernels/, each with its number.
-
-    at: the beginning of a line that opens a block; only that block is shown.
-    """
-    lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
-    named = re.compile(rf"\b{re.escape(function)}\(")
-    # A definition is not indented; an indented line may use the name.
-    first = next((i for i, line in enumerate(lines) if named.search(line) and line[:1] not in (" ", "#", "/")), None)
-    if first is None:
-        raise InputError(f"{file} has no function {function!r}")
-    while lines[first - 1].startswith(("extern", "__device__", "template")):
-        first -= 1
-    last = lines.index("}", first)
-    if at is not None:
-        first = next((i for i in range(first, last) if lines[i].strip().startswith(at)), None)
-        if first is None:
-            raise InputError(f"{function} in {file} has no line that begins with {at!r}")
-        indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
-        last = next(i for i in range(first, last) if lines[i] == indent + "}")
-    shown = lines[first : last + 1]
-    margin = min(len(line) - len(line.lstrip()) for line in shown if line)
-    return "\n".join(f"{first + 1 + i:>4}  {line[margin:]}".rstrip() for i, line in enumerate(shown))
-
-
 def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Path:
     """The path of a copy, at `to`, of a file of kernels/ in which the `which`-th occurrence of `old` is `new`.
 
@@ -161,115 +132,16 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
     return None
 
 
-# ---- counted ----
-
-
-def traffic(counts: Mapping[str, Counts]) -> str:
-    """A table of the bytes that each kernel asked for and the sectors it touched. counts: kernel -> Counts."""
-    return records.table(
-        _counted(counts),
-        {
-            "kernel": "",
-            "loads": "load instructions",
-            "asked": "bytes asked for",
-            "sectors": "sectors",
-            "moved": "bytes in them",
-            "lines": "128-byte lines",
-            "stored": "sectors written",
-        },
-    )
-
-
-def fused_traffic(counts: Mapping[str, Counts]) -> str:
-    """The same as `traffic` for kernels that use shared memory too, with the warps that come to barriers."""
-    return records.table(
-        _counted(counts),
-        {
-            "kernel": "",
-            "loads": "load instructions",
-            "sectors": "sectors",
-            "moved": "bytes in them",
-            "shared_read": "shared: read",
-            "shared_written": "written (bytes)",
-            "barriers": "warps at barriers",
-        },
-    )
-
-
-def _counted(counts: Mapping[str, Counts]) -> list[dict]:
-    return [
-        {
-            "kernel": name,
-            "loads": each.global_reads.requests,
-            "asked": each.global_reads.bytes,
-            "sectors": each.global_reads.sectors,
-            "moved": SECTOR * each.global_reads.sectors,
-            "lines": each.global_reads.lines,
-            "stored": each.global_writes.sectors,
-            "shared_read": each.shared_reads.bytes,
-            "shared_written": each.shared_writes.bytes,
-            "barriers": each.barriers,
-        }
-        for name, each in counts.items()
-    ]
-
-
-def beside_hardware(kernel: str) -> str:
-    """Sectors of every version of a kernel, counted here and by a GPU's own counters, as a table and a sentence.
-
-    kernel: "pack", "down" or "gated". The launches are those of `evidence.counted`, since these were recorded.
-    """
-    found = [record for record in records.load_all() if record.name == "gpu-counters"]
-    if not found:
-        return "No hardware counters are recorded in this checkout."
-    record, rows, off = found[-1], [], 0.0
-    counted = {(row["case"], row["kernel"]): row for row in record.rows}
-    for case in evidence.counted():
-        for version in case.versions if case.kernel == kernel else ():
-            with watching("counts") as runs:
-                case.run(case.inputs, version)
-            here, there = evidence.counts_of(runs[-1].counts), counted[case.name, f"{kernel}_v{version}"]
-            rows.append({"kernel": f"{kernel}_v{version}", "size": case.name.partition(",")[0]})
-            for way in ("read", "write"):
-                name = f"global_{way}_sectors"
-                rows[-1] |= {way: here[name], f"{way}_there": there[name]}
-                off = max(off, abs(here[name] - there[name]) / there[name])
-    columns = {
-        "kernel": "",
-        "size": "",
-        "read": "sectors read: here",
-        "read_there": "hardware",
-        "write": "written: here",
-        "write_there": "hardware",
-    }
-    where = device_and_day(record.machine["gpus"][0]["name"], record.date, records.stale(record))
-    return f"{records.table(rows, columns)}\nHardware: {where}. The largest difference is {off:.1%}."
-
-
-def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
-    """The source line whose accesses of this sort (a field of Counts) touch the most sectors."""
-    return max(counts.by_line(), key=lambda line: getattr(line, sort).sectors)
-
-
 # ---- recorded, measured, predicted ----
 
 
 def recorded(tokens: int, device: str = "H100") -> Times:
-    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens; {} if nothing is recorded.
+    """kernel -> {ms, device, date, stale, where} at this many tokens; {} if nothing is recorded.
 
     From the newest record of kernel versions on a GPU with `device` in its name. where: "recorded on <device>, <day>",
-    and "stale" if the kernels or their launch code have changed since. l1_hits: the share of sectors that the GPU's
-    own counters found in L1, None if that is not recorded.
+    and "stale" if the kernels or their launch code have changed since.
     """
-    loaded = records.load_all()
-    hits = {
-        row["kernel"]: row["l1_hits_percent"] / 100
-        for record in loaded
-        if record.name == "gpu-counters" and device in record.machine["gpus"][0]["name"]
-        for row in record.rows
-        if "l1_hits_percent" in row and row["case"].startswith(f"{tokens:,} tokens,")
-    }
-    for record in reversed(loaded):
+    for record in reversed(records.load_all()):
         rows = [
             row
             for row in record.rows
@@ -285,7 +157,6 @@ def recorded(tokens: int, device: str = "H100") -> Times:
                     "date": record.date[:10],
                     "stale": old,
                     "where": where,
-                    "l1_hits": hits.get(row["path"]),
                 }
                 for row in rows
             }
@@ -331,7 +202,6 @@ def against_time(
                 "version": version,
                 "predicted_ms": bounds,
                 "measured_ms": time.get("ms"),
-                "l1_hits": time.get("l1_hits"),
                 "recorded": time.get("where", ""),
                 "yours_ms": mine.get("ms"),
                 "yours": mine.get("where", ""),
@@ -341,78 +211,30 @@ def against_time(
     return rows
 
 
-def verdicts(rows: list[dict]) -> str:
-    """A line for each row of `against_time`: whether its traffic explains its time; then `summary`."""
-    lines = []
-    for row in rows:
-        limit, predicted = _slowest(row["predicted_ms"])
-        line = f"{row['version']}: predicted {predicted:.3f} ms ({limit})"
-        times = _times(row)
-        if times is None:
-            lines.append(f"{line}; no time is recorded")
-        elif times < 1:
-            lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.2f} times that: faster than the limit")
-        else:
-            word = "the traffic explains it" if times <= NEAR else "something else takes the time"
-            lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.1f} times that: {word}")
-        if row.get("yours_ms") is not None:
-            known = row["yours_predicted_ms"]
-            predicted = "nothing is predicted for it" if known is None else f"predicted for it {known:.3f}"
-            lines.append(f"  {row['yours']}: {row['yours_ms']:.3f} ms; {predicted}")
-    return "\n".join(lines + summary(rows).splitlines())
-
-
-# How a kernel can be faster than the time that a part of the GPU seems to need.
-WHY_FASTER = {
-    "L2 cache": "the model counts each line once for every block that reads it, and blocks that run side by side on a "
-    "multiprocessor share lines in its L1",
-    "L1 cache": "the model counts each read of the source, and a compiler may keep in a register what is read again",
-    "device memory": "the model lets each sector come from memory once, and some may have been in the L2 cache before",
-}
-
-
-def summary(rows: list[dict]) -> str:
-    """How many rows of `against_time` are near the prediction; which are faster than their limit, and how that can be.
-
-    "" where no time is recorded.
-    """
-    timed = [row for row in rows if row["measured_ms"] is not None]
-    if not timed:
-        return ""
-    near = [
-        row["version"] for row in timed if 1 / NEAR <= row["measured_ms"] / _slowest(row["predicted_ms"])[1] <= NEAR
-    ]
-    lines = [f"Within a factor of {NEAR} of the prediction: {', '.join(near) or 'none'} ({len(near)} of {len(timed)})."]
-    beaten: dict[str, list[dict]] = {}
-    for row in timed:
-        if _times(row) < 1:
-            beaten.setdefault(_slowest(row["predicted_ms"])[0], []).append(row)
-    for limit, faster in beaten.items():
-        by = ", ".join(f"{row['version']} by {1 - _times(row):.0%}" for row in faster)
-        lines.append(f"Faster than the limit of the {limit}: {by}. How that can be: {WHY_FASTER[limit]}.")
-        hits = [row for row in faster if limit == "L2 cache" and row.get("l1_hits") is not None]
-        if hits:
-            found = ", ".join(f"{row['l1_hits']:.0%} for {row['version']}" for row in hits)
-            short = [row["version"] for row in hits if round(row["l1_hits"], 2) < round(1 - _times(row), 2)]
-            lines.append(
-                f"Of their sectors, a GPU's counters found in L1: {found}. "
-                + (
-                    f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the "
-                    "model's rate."
-                    if short
-                    else "That is enough."
-                )
-            )
+def times_predicted(rows: list[dict]) -> str:
+    """Measured over predicted time of each row of `against_time`, in one line; on the reader's GPU in a second one."""
+    found = _ratios(rows)
+    lines = [f"took/predicted: {', '.join(f'{times:.1f}' for times in found)}" if found else "no time is recorded"]
+    if own := [row for row in rows if row["yours_ms"] is not None and row["yours_predicted_ms"]]:
+        times = ", ".join(f"{row['version']} {row['yours_ms'] / row['yours_predicted_ms']:.1f}" for row in own)
+        lines.append(f"{own[0]['yours']}, took/predicted: {times}")
     return "\n".join(lines)
 
 
-def _times(row: dict) -> float | None:
-    """Measured over predicted time, rounded to two digits, so that a smaller difference counts as none; or None."""
-    if row["measured_ms"] is None:
-        return None
-    return round(row["measured_ms"] / _slowest(row["predicted_ms"])[1], 2)
+def three_lines(*operations: list[dict]) -> str:
+    """What the notebook comes to, made of the rows of `against_time` of each operation, the naive version first: what
+    the versions gained, and how many of them took about as long as predicted."""
+    lines = []
+    for rows in operations:
+        if all(row["measured_ms"] for row in rows):
+            first, last = rows[0]["measured_ms"], min(row["measured_ms"] for row in rows)
+            name = rows[0]["version"].partition("_")[0]
+            lines.append(f"{name}: {first:.3f} to {last:.3f} ms ({first / last:.1f}x)")
+    found = [times for rows in operations for times in _ratios(rows)]
+    near = sum(1 / NEAR <= times <= NEAR for times in found)
+    return "\n".join([*lines, f"Within {NEAR}x of prediction: {near} of {len(found)}"])
 
 
-def _slowest(parts: Mapping[str, float]) -> tuple[str, float]:
-    limit = max(parts, key=parts.__getitem__)
-    return limit, parts[limit]
+def _ratios(rows: list[dict]) -> list[float]:
+    """Measured over predicted time of each row of which a time is recorded."""
+    return [row["measured_ms"] / max(row["predicted_ms"].values()) for row in rows if row["measured_ms"] is not None]
