@@ -43,11 +43,13 @@ def as_fast(samples: Samples, name: str, base: str) -> str:
     """How many times as fast as `base` a call is, as text: "2.24x (2.10 to 2.41)".
 
     By the medians; in brackets by its slower quartile and the base's faster one, and the other way around."""
-    x, low, high = _ratios(samples[name], samples[base])
+    x, low, high = ratios(samples[name], samples[base])
     return f"{x:.3g}x ({low:.3g} to {high:.3g})"
 
 
-def _ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
+def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
+    """Old over new: of the medians, and from quartile to quartile. Above 1 at its lowest: new is faster, and the middle
+    halves of the samples lie apart."""
     at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     (fast, middle, slow), (early, half, late) = (
         torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (new, old)
@@ -159,7 +161,7 @@ def turning(table: list[dict], path: str) -> str:
     rows = sorted((row for row in table if row["path"] == path), key=lambda row: row["density"])
     if not rows:
         return "torch has no such kernel for this dtype on this device"
-    sure = [_ratios(row["samples"], dense[row["density"]])[1:] for row in rows]
+    sure = [ratios(row["samples"], dense[row["density"]])[1:] for row in rows]
     faster = next((i for i, (low, _) in enumerate(sure) if low <= 1), len(sure))
     slower = len(sure) - next((i for i, (_, high) in enumerate(reversed(sure)) if high >= 1), len(sure))
     said = [f"faster up to {_percent(rows[faster - 1]['density'])}"] * bool(faster)
