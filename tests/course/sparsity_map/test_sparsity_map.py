@@ -65,7 +65,7 @@ def test_when_a_conversion_pays():
         ("ELL", "scattered", None),
         ("CSR", "blocks 32 x 32", 1),
     ]
-    assert data.paid(ROWS) == "1 to 3 products; never: 1 of 3"
+    assert data.paid(ROWS) == "1 to 3; never: 1 of 3"
     assert data.paid(row for row in ROWS if "ELL" in row["path"]) == "never: 1 of 1"
 
 
@@ -96,9 +96,9 @@ def test_where_a_first_method_begins_to_win_is_said_by_what_was_measured():
     ]
     assert data.begins(table) == {"scattered": (0.01, 0.05), "blocks 32 x 32": (0.01, 0.05), "2:4": (0.5, None)}
     assert data.begins_sentence(table) == (
-        "Zeros, yours, now, on CPU: faster at 99%, not 95%: scattered, blocks 32 x 32; at 50%: 2:4 (1.01x, 1.40x)."
+        "Faster, by zeros, yours, now, on CPU: at 99%, not 95%: scattered, blocks 32 x 32; at 50%: 2:4 (1.01x, 1.40x)."
     )
-    assert data.begins_sentence([*measured("D", "scattered", d1=0.5)]).endswith("faster nowhere.")
+    assert data.begins_sentence([*measured("D", "scattered", d1=0.5)]).endswith(": nowhere.")
 
 
 def test_pruning_costs_a_model_its_loss(subject):

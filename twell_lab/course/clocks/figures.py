@@ -105,6 +105,7 @@ def orders(found: dict[str, dict[str, list[float]]]) -> go.Figure:
         figure.update_xaxes(title_text="call (busy right of the line)", row=1, col=column)
     figure.update_yaxes(title_text="milliseconds", rangemode="tozero", row=1, col=1)
     figure = plots.styled(figure, "One call timed under two names, while the machine gets busy", height=380)
+    figure.update_annotations(font_size=12)
     return figure.update_layout(margin_t=90, legend={"y": -0.2, "yanchor": "top"}, margin_b=90)
 
 

@@ -104,7 +104,7 @@ def paid(rows: Iterable[dict]) -> str:
     """After how many products faster methods have made up for their conversions, and how many never do, in words."""
     calls = [row["calls"] for row in conversions(rows)]
     counts = sorted(each for each in calls if each is not None)
-    said = f"{counts[0]:,} to {counts[-1]:,} products; " if counts else ""
+    said = f"{counts[0]:,} to {counts[-1]:,}; " if counts else ""
     return f"{said}never: {len(calls) - len(counts)} of {len(calls)}"
 
 
@@ -133,11 +133,11 @@ def begins_sentence(rows: Sequence[dict]) -> str:
     Of 2:4, which has one share, each method's times as fast as dense."""
     grouped: dict[str, list[str]] = {}
     for pattern, (since, above) in begins(rows).items():
-        at = f"at {_zeros(since)}" + (f", not {_zeros(above)}" if above else "")
+        at = _zeros(since) + (f", not {_zeros(above)}" if above else "")
         x = sorted(row["x_dense"] for row in products(rows) if row["pattern"] == pattern == TWO_FOUR)
         grouped.setdefault(at, []).append(pattern + (f" ({', '.join(f'{each:.2f}x' for each in x)})" if x else ""))
-    said = "; ".join(f"{at}: {', '.join(names)}" for at, names in grouped.items())
-    return f"Zeros, {rows[0]['where']}: faster {said or 'nowhere'}."
+    said = "; ".join(f"at {at}: {', '.join(names)}" for at, names in grouped.items())
+    return f"Faster, by zeros, {rows[0]['where']}: {said or 'nowhere'}."
 
 
 def _zeros(density: float) -> str:
