@@ -40,6 +40,7 @@ def test_where_it_turns_is_said_by_the_densities_measured(speeds, words):
 
 def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
     assert "no such kernel" in measure.turning(table(CSR=(1, 1, 1)), "COO")
+    assert measure.turning([], "CSR") == "not recorded in this checkout"
 
 
 def test_times_as_fast_with_what_the_quartiles_make_of_it():

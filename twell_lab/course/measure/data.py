@@ -160,7 +160,7 @@ def turning(table: list[dict], path: str) -> str:
     dense = {row["density"]: row["samples"] for row in table if row["path"] == "dense"}
     rows = sorted((row for row in table if row["path"] == path), key=lambda row: row["density"])
     if not rows:
-        return "torch has no such kernel for this dtype on this device"
+        return "torch has no such kernel for this dtype on this device" if table else "not recorded in this checkout"
     sure = [ratios(row["samples"], dense[row["density"]])[1:] for row in rows]
     faster = next((i for i, (low, _) in enumerate(sure) if low <= 1), len(sure))
     slower = len(sure) - next((i for i, (_, high) in enumerate(reversed(sure)) if high >= 1), len(sure))
