@@ -56,6 +56,9 @@ def exercises() -> dict[str, list[str]]:
 
 
 def lines() -> str:
-    """A line for each notebook: how many of its exercises are solved."""
+    """A line for each notebook of which an exercise is solved, and one for all."""
     done, every = solved(), exercises()
-    return "\n".join(f"{title}: {len(done & {*names})} of {len(names)}" for title, names in every.items())
+    counts = {title: (len(done & {*names}), len(names)) for title, names in every.items()}
+    begun = [f"{title}: {some} of {whole}" for title, (some, whole) in counts.items() if some]
+    total = [sum(each) for each in zip(*counts.values())] or [0, 0]
+    return "\n".join([*begun, f"Solved: {total[0]} of {total[1]} exercises."])

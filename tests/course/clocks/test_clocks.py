@@ -52,7 +52,7 @@ def test_a_case_holds_one_layer_in_all_its_forms(case):
 
 def test_claims_keep_the_steps_and_name_the_largest_repair():
     claims = clocks.Claims()
-    assert claims.add("claimed", 50.0, 0.01) == "claimed: 50 ms / 10 us = 5,000x"
+    assert claims.add("claimed", 50.0, 0.01) == "claimed: 5,000x"
     with pytest.raises(InputError, match="1 steps"):
         claims.largest()
     claims.add("waits", 50.0, 5.0)
@@ -129,7 +129,7 @@ def test_the_disturbance_ends_also_where_the_call_fails():
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError), clocks.disturbed("cpu"):
         raise ZeroDivisionError
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # a pool of another test may have ended
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_work_is_counted_for_every_kind_of_product(call, work):
 
 
 def failing(verdict) -> list[str]:
-    return [line.asked for line in verdict.lines if not line.holds]
+    return [each for each in verdict.fails.split(", ") if each != "nothing"]
 
 
 def test_a_sound_benchmark_has_nothing_against_it(case):
@@ -245,28 +245,25 @@ def test_three_lines_say_what_the_numbers_say():
     claims = clocks.Claims()
     claims.add("claimed", 100.0, 0.1)
     claims.add("the clock waits", 100.0, 50.0)
-    effects = {"a warm cache": 0.5, "taking the first call": 1.5}
+    effects = {"warm cache": 0.5, "first call": 1.5}
     for dense, sparse, words in (
-        ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "Repaired: 3x, so faster than dense."),
-        ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "Repaired: 0.5x, so slower than dense."),
-        ([3.0, 4.0, 5.0], [3.1, 4.1, 5.1], "so slower than dense, which is no clear difference."),
+        ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "repaired 3x (2.95 to 3.02): faster."),
+        ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "repaired 0.5x (0.496 to 0.508): slower."),
+        ([3.0, 4.0, 5.0], [3.1, 4.1, 5.1], ": no clear difference."),
     ):
         x = clocks.ratio({"dense": dense, "sparse": sparse}, "dense", "sparse")
         first, second, third = clocks.three_lines(
             claims, clocks.Verdict([], x, {"dense": dense, "sparse": sparse}), effects
         )
-        assert first.startswith("Claimed: 1,000x") and words in first
-        assert '"the clock waits", by 500x' in second and "a warm cache" in third and "by 2x" in third
+        assert first.startswith("Claimed 1,000x") and words in first
+        assert second == '"the clock waits" changed it most, by 500x.'
+        assert third == "Honest mistakes: warm cache 0.5x, first call 1.5x."
 
 
-def test_calls_are_told_at_both_ends_of_each_run():
-    rows = [{"where": "there", "tokens": tokens, "ms": 0.02, "wall_ms": 0.05} for tokens in (1, 16, 4096)]
-    said = clocks.calls_sentence([*rows, {"where": "yours, now", "tokens": 1, "ms": 0.01, "wall_ms": 0.03}])
-    there, yours = said.splitlines()
-    assert (
-        "1 token the GPU works 20 us of a call's 50 us" in there
-        and "4,096 tokens" in there
-        and "16 tokens" not in there
-    )
-    assert "10 us of a call's 30 us" in yours
+def test_a_call_is_told_at_the_fewest_tokens_of_each_run():
+    shared = {"where": "there", "ms": 0.02, "wall_ms": 0.05, "wall_samples": [0.04, 0.05, 0.06]}
+    rows = [shared | {"tokens": tokens} for tokens in (16, 1, 4096)]
+    there, yours = clocks.calls_sentence([*rows, shared | {"where": "yours, now", "tokens": 2}]).splitlines()
+    assert there == "With 1 token the GPU works 20 us of a call's 45 to 55 us."
+    assert yours.startswith("With 2 tokens the GPU works 20 us of a call's 45 to")
     assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])

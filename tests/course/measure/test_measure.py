@@ -15,35 +15,37 @@ from twell_lab.ops.reference import GatedFeedForward
 
 
 def table(**speeds) -> list[dict]:
+    """Rows at three densities, and the dense ones; the middle half of the samples lies within 10% of the median."""
     densities = (0.001, 0.01, 0.1)
     return [
-        {"density": density, "path": path, "x_dense": speed, "ms": 1 / speed, "dense_ms": 1.0}
-        for path, each in speeds.items()
+        {"density": density, "path": path, "samples": [each / speed for each in (0.9, 0.95, 1.0, 1.05, 1.1)]}
+        for path, each in {**speeds, "dense": (1.0, 1.0, 1.0)}.items()
         for density, speed in zip(densities, each, strict=True)
     ]
-
-
-def test_break_even_lies_between_the_points_around_it():
-    crossing = measure.break_even(table(CSR=(10.0, 2.0, 0.5)), "CSR")
-    assert math.isclose(crossing, 0.01 * math.sqrt(10))  # 2x and 1/2x: halfway on both logarithmic axes
-    assert measure.break_even(table(CSR=(0.9, 0.5, 0.1)), "CSR") is None
-    assert measure.break_even(table(CSR=(9.0, 5.0, 1.1)), "CSR") == math.inf
 
 
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
-        ((10.0, 2.0, 0.5), "faster than dense below 3.2%"),
-        ((0.9, 0.5, 0.1), "not faster than dense at 0.10% either"),
-        ((9.0, 5.0, 1.1), "faster than dense up to 10%"),
+        ((10.0, 2.0, 0.5), "faster up to 1%, slower from 10%"),
+        ((10.0, 1.05, 0.5), "faster up to 0.1%, slower from 10%"),  # in between the samples overlap
+        ((0.7, 0.5, 0.1), "slower from 0.1%"),
+        ((9.0, 5.0, 1.5), "faster up to 10%"),
+        ((1.05, 1.0, 0.95), "no clear difference"),
     ],
 )
-def test_the_sentence_follows_the_numbers(speeds, words):
-    assert words in measure.break_even_sentence(table(CSR=speeds), "CSR")
+def test_where_it_turns_is_said_by_the_densities_measured(speeds, words):
+    assert measure.turning(table(CSR=speeds), "CSR") == words
 
 
 def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
-    assert "no such kernel" in measure.break_even_sentence(table(CSR=(1, 1, 1)), "COO")
+    assert "no such kernel" in measure.turning(table(CSR=(1, 1, 1)), "COO")
+    assert measure.turning([], "CSR") == "not recorded in this checkout"
+
+
+def test_times_as_fast_with_what_the_quartiles_make_of_it():
+    samples = {"new": [1.0, 2.0, 4.0, 5.0, 9.0], "old": [6.0, 7.0, 8.0, 10.0, 30.0]}
+    assert measure.as_fast(samples, "new", "old") == "2x (1.4 to 5)"
 
 
 @pytest.mark.parametrize(
@@ -71,15 +73,16 @@ def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypa
     keep(older, again)
     rows = measure.recorded(DENSITY)
     assert {row["date"] for row in rows} == {again.date} and len(rows) == 10
-    sentences = measure.recorded_sentences([row for row in rows if row["path"] in ("CSR", "ELL")])
-    assert sentences.count("Recorded on Some GPU") == 2
-    assert "Recorded on Some GPU" in measure.zeros_sentence(measure.recorded("matmul_data"))
+    assert measure.turning(rows, "CSR") == "no clear difference"
+    assert measure.recorded_zeros(measure.recorded("matmul_data")) == (
+        f"1x (0.6 to 1.67) recorded on Some GPU, {again.date[:10]}"
+    )
 
 
 def test_without_records_the_sentences_say_so(keep):
     keep()
     assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
-    assert "No GPU's" in measure.recorded_sentences([]) and "No GPU's" in measure.zeros_sentence([])
+    assert measure.recorded_zeros([]) == "no GPU's is recorded in this checkout"
 
 
 WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
@@ -106,26 +109,17 @@ def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
     keep(made.record("inference", "2026-01-01T00:00:00Z", [*reversed(kept), *others], kernels=()))
     rows = measure.recorded_calls(2048, 5632, 29)
     assert [each["tokens"] for each in rows] == [1, 4, 16384]
-    where, head, one, four, many, told = measure.calls_text(rows).splitlines()
-    assert where == "recorded on NVIDIA H100, 2026-01-01:" and head.count("times as fast") == 2
-    assert one.split() == ["1", "0.04", "0.02", "2", "0.12", "0.16", "0.75"]
-    assert four.split() == ["4", "0.04", "0.02", "2", "-", "-", "-"] and many.split()[-3:] == ["1.9", "1", "1.9"]
-    assert "from 0.75 times as fast as dense (1 token) to 1.90 (16,384 tokens), below 0.97 in 1 of 2 counts" in told
+    assert measure.plain_calls(rows) == (
+        "Plain calls, recorded on NVIDIA H100, 2026-01-01: 0.75 (1 token) to 1.90 (16,384 tokens) times as fast as dense."
+    )
 
 
 def test_without_wall_times_no_number_stands_for_them(keep):
     keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
     own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
-    yours, _, _, said, where, head, one, last = measure.calls_text(
-        own + measure.recorded_calls(2048, 5632, 29)
-    ).splitlines()
-    assert yours == "yours, now:" and said.startswith("Plain calls, yours, now: from 0.75")
-    assert "plain" not in head and one.split() == ["1", "0.04", "0.02", "2"]
-    assert where.startswith("recorded on") and last == "The time of plain calls was not measured there."
-    told = measure.calls_text(own + measure.recorded_calls(2048, 5632, 29), tables=False)
-    assert told == said  # nothing of those that were not measured
-    keep()
-    assert measure.calls_text(measure.recorded_calls(2048, 5632, 29)).startswith("No inference run is recorded")
+    told = measure.plain_calls(own + measure.recorded_calls(2048, 5632, 29))
+    assert told == "Plain calls, yours, now: 0.75 (1 token) to 0.75 (1 token) times as fast as dense."
+    assert measure.plain_calls(measure.recorded_calls(2048, 5632, 29)).startswith("No times of plain calls")
 
 
 def test_prune_keeps_the_largest():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from twell_lab import records
-from twell_lab.bench.comparison import Crossing
 from twell_lab.core.errors import InputError
 from twell_lab.course.sparsity_map import data, figures, widget
 from twell_lab.course.sparsity_map.data import pays_after
@@ -66,13 +65,8 @@ def test_when_a_conversion_pays():
         ("ELL", "scattered", None),
         ("CSR", "blocks 32 x 32", 1),
     ]
-
-
-def test_the_fastest_of_each_pattern():
-    assert {name: (best["path"], best["x_dense"]) for name, best in data.fastest(ROWS).items()} == {
-        "scattered": ("CSR", 2.0),
-        "blocks 32 x 32": ("CSR", 4.0),
-    }
+    assert data.paid(ROWS) == "1 to 3; never: 1 of 3"
+    assert data.paid(row for row in ROWS if "ELL" in row["path"]) == "never: 1 of 1"
 
 
 def test_times_here_are_checked_rows_of_every_pattern(monkeypatch):
@@ -83,20 +77,28 @@ def test_times_here_are_checked_rows_of_every_pattern(monkeypatch):
     assert data.products(made) and data.conversions(made)
 
 
-def test_crossings_in_words():
-    assert data.crossing_lines(
-        [
-            Crossing("A", "scattered", 0.1, 0.05, 0.2, 3.0, 0.01, 0.5, 0.5),
-            Crossing("B", "2:4", None, None, None, 1.4, 0.5, 1.4, 0.5),
-            Crossing("C", "scattered", 0.25, None, 0.2, 3.14, 0.01, 0.5, 0.5),
-            Crossing("D", "scattered", None, None, None, 0.3, 0.01, 0.2, 0.5),
-            Crossing("E", "scattered", None, None, None, 1.5, 0.1, 0.8, 0.5),
-        ]
-    ) == [
-        "scattered: C from 75.0% zeros on, up to 3.14 times; A from 90.0% zeros on, up to 3.00 times; "
-        "only in between: E; never: D",
-        "2:4: B from 50.0% zeros on, up to 1.40 times",
+def measured(path, pattern, **x):
+    """Rows of a method and of dense, times as fast by density; the middle half lies within 5% of the median."""
+    spread = (0.9, 0.95, 1.0, 1.05, 1.1)
+    for density, each in ((float(name[1:]) / 1000, each) for name, each in x.items()):
+        yield row(path, pattern, 1 / each, density=density, samples=[way / each for way in spread])
+        yield row("dense eager", pattern, 1.0, density=density, samples=[*spread])
+
+
+def test_where_a_first_method_begins_to_win_is_said_by_what_was_measured():
+    table = [
+        *measured("A", "scattered", d1=9.0, d10=2.0, d50=1.02, d500=0.1),  # at d50 the samples overlap
+        *measured("B", "scattered", d1=0.9, d10=0.8, d50=3.0, d500=0.1),  # only in between
+        *measured("C", "blocks 32 x 32", d1=9.0, d10=8.0, d50=0.5),
+        *measured("D", "tiles 32 x 1", d1=0.5, d10=0.4),
+        *measured("E", "2:4", d500=1.4),
+        *measured("F", "2:4", d500=1.01),
     ]
+    assert data.begins(table) == {"scattered": (0.01, 0.05), "blocks 32 x 32": (0.01, 0.05), "2:4": (0.5, None)}
+    assert data.begins_sentence(table) == (
+        "Faster, by zeros, yours, now, on CPU: at 99%, not 95%: scattered, blocks 32 x 32; at 50%: 2:4 (1.01x, 1.40x)."
+    )
+    assert data.begins_sentence([*measured("D", "scattered", d1=0.5)]).endswith(": nowhere.")
 
 
 def test_pruning_costs_a_model_its_loss(subject):
@@ -165,22 +167,18 @@ def test_no_share_is_refused(share):
 
 
 def test_three_lines_say_what_the_numbers_say(weighed):
-    lost = [{"method": name, "sparsity": 0.5, "more": more} for name, more in (("blocks", 0.4), ("smallest", 0.04))]
-    lines = data.three_lines(ROWS, lost, weighed)
-    assert len(lines) == 3 and "blocks 32 x 32 4 (CSR), scattered 2 (CSR)" in lines[0]
-    assert "smallest +4% loss, blocks +40% loss" in lines[1] and "from 50% zeros on" in lines[2]
+    lost = [
+        {"method": name, "sparsity": share, "more": more}
+        for name, share, more in (("2:4", 0.5, 0.07), ("smallest weights", 0.5, 0.04), ("smallest weights", 0.75, 0.3))
+    ]
+    weighed.times["CSR"] = [0.1, 0.5, 0.9, 3.0, 0.5]
+    first, second, third = data.three_lines(lost, weighed, ROWS)
+    assert first == "Loss, half gone: smallest weights +4%, 2:4 +7%."
+    assert second == "Here CSR wins at 90% zeros, not 70%." and third == data.begins_sentence(ROWS)
     weighed.times["CSR"] = [9.0] * 5
-    assert "at none of those tried" in data.three_lines(ROWS, lost, weighed)[2]
-    recorded = [
-        row("dense eager", "scattered", 1.0),
-        row("dense eager", "scattered", 1.0, density=0.5),
-        row("CSR", "scattered", 0.5),
-        row("CSR", "scattered", 2.0, density=0.5),
-        row("ELL", "scattered", 2.0),
-    ]
-    assert data.three_lines(ROWS, lost, weighed, recorded)[3:] == [
-        "A GPU, yours, now, on CPU: scattered from 77.6% zeros on (CSR)."
-    ]
+    assert "nowhere faster" in data.three_lines(lost, weighed, ROWS)[1]
+    weighed.times["CSR"] = [0.5] * 5
+    assert data.three_lines(lost, weighed, ROWS)[1] == "Here CSR wins at 0% zeros."
 
 
 def test_fewer_bits_beside_fewer_weights(subject):

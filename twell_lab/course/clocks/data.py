@@ -23,7 +23,7 @@ from ...core.errors import InputError
 from ...formats.classic import CSR
 from ...formats.matrix import rows_of
 from ...ops.measure import quartiles, time_bursts, time_cuda
-from ..measure.data import median, ms, relative_error
+from ..measure.data import as_fast, median, ms, relative_error
 
 SIZES = {"cpu": (2048, 2048, 256), "cuda": (4096, 4096, 1024)}  # outputs, inputs, tokens of the layer that is timed
 SPARSITY = 0.95
@@ -86,7 +86,7 @@ class Claims:
         if not (dense_ms > 0 and sparse_ms > 0):
             raise InputError(f"the times are {dense_ms} and {sparse_ms}; milliseconds above zero are accepted")
         self.steps[step] = dense_ms / sparse_ms
-        return f"{step}: {ms(dense_ms)} / {ms(sparse_ms)} = {times(self.steps[step])}"
+        return f"{step}: {times(self.steps[step])}"
 
     def largest(self) -> tuple[str, float]:
         """The repair that changed the number most, and by which factor (above 1, whatever its direction)."""
@@ -246,29 +246,31 @@ def ratio(samples: Samples, one: str, other: str) -> float:
 
 def small_calls(call: Call) -> dict | None:
     """The GPU's own time of a call, and the wall time of plain calls, as rows of `measure.recorded_calls` have them:
-    {ms, wall_ms, where}. None without a GPU."""
+    {ms, wall_ms, wall_samples, where}. None without a GPU."""
     if not torch.cuda.is_available():
         return None
     timed = {"call": lambda turn: call()}
     _, wall = time_bursts(timed, torch.cuda.synchronize)["call"]
-    return {"ms": median(time_cuda(timed)["call"]), "wall_ms": median(wall), "where": "yours, now"}
+    own = median(time_cuda(timed)["call"])
+    return {"ms": own, "wall_ms": median(wall), "wall_samples": wall, "where": "yours, now"}
 
 
 def calls_sentence(rows: list[dict]) -> str:
-    """How much of a plain call the GPU works, for the fewest and the most tokens of each run that is there.
+    """How much of a plain call the GPU works, for the fewest tokens of each run that is there: of a call, between what
+    the middle half of them lies.
 
     rows: `measure.recorded_calls`, and `small_calls` with its tokens."""
     lines = []
     for where in dict.fromkeys(row["where"] for row in rows):
-        mine = sorted((row for row in rows if row["where"] == where and row.get("wall_ms")), key=lambda r: r["tokens"])
-        ends = [mine[0], mine[-1]] if len(mine) > 1 else mine
-        said = [
-            f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)} the GPU works {ms(row['ms'])} of a call's "
-            f"{ms(row['wall_ms'])}"
-            for row in ends
-        ]
-        if said:
-            lines.append(f"With {', with '.join(said)} ({where}).")
+        timed = [row for row in rows if row["where"] == where and row.get("wall_ms")]
+        if timed:
+            row = min(timed, key=lambda row: row["tokens"])
+            at = torch.tensor([0.25, 0.75], dtype=torch.float64)
+            low, high = torch.tensor(row["wall_samples"], dtype=torch.float64).quantile(at).tolist()
+            named = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
+            unit = ms(high).split()[1]
+            middle = f"{ms(low).removesuffix(f' {unit}')} to {ms(high)}"
+            lines.append(f"With {named} the GPU works {ms(row['ms'])} of a call's {middle}.")
     return "\n".join(lines) or "No plain calls on a GPU are recorded in this checkout."
 
 
@@ -353,6 +355,11 @@ class Verdict:
     def holds(self) -> bool:
         return all(line.holds for line in self.lines)
 
+    @property
+    def fails(self) -> str:
+        """What does not hold, as words: "right, clear", or "nothing"."""
+        return ", ".join(line.asked for line in self.lines if not line.holds) or "nothing"
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.lines))
 
@@ -428,11 +435,11 @@ def apart(one: list[float], other: list[float]) -> bool:
 def three_lines(claims: Claims, found: Verdict, effects: dict[str, float]) -> list[str]:
     """What the notebook comes to. effects: by which factor each clock was off, of those that only time badly."""
     first, (step, factor) = next(iter(claims.steps.values())), claims.largest()
-    name, most = max(effects.items(), key=lambda effect: max(effect[1], 1 / effect[1]))
     said = "faster" if found.x > 1 else "slower"
-    clear = "" if apart(found.samples["dense"], found.samples["sparse"]) else ", which is no clear difference"
+    if not apart(found.samples["dense"], found.samples["sparse"]):
+        said = "no clear difference"
     return [
-        f"Claimed: {times(first)} as fast. Repaired: {times(found.x)}, so {said} than dense{clear}.",
-        f'The repair that changed it most: "{step}", by {times(factor)}.',
-        f"Of the honest mistakes, {name} moved the clock most, by {times(max(most, 1 / most))}.",
+        f"Claimed {times(first)}, repaired {as_fast(found.samples, 'sparse', 'dense')}: {said}.",
+        f'"{step}" changed it most, by {times(factor)}.',
+        f"Honest mistakes: {', '.join(f'{name} {times(factor)}' for name, factor in effects.items())}.",
     ]

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core.errors import InputError
 from ..measure.data import median, ms
-from .data import quiet, times
+from .data import quiet, ratio, times
 
 
 def timeline(asked: float, done: float, queue: str) -> go.Figure:
@@ -79,8 +79,11 @@ def ladder(steps: dict[str, float], title: str = "The same benchmark, after each
 
 
 def orders(found: dict[str, dict[str, list[float]]]) -> go.Figure:
-    """The samples of one call under two names, in the order they were taken. found: of `same_call_twice`."""
-    figure = make_subplots(rows=1, cols=len(found), shared_yaxes=True, subplot_titles=list(found))
+    """The samples of one call under two names, in the order they were taken, and the ratio of their medians.
+
+    found: of `same_call_twice`."""
+    titles = [f"{order}: second / first = {ratio(samples, 'second', 'first'):.2f}" for order, samples in found.items()]
+    figure = make_subplots(rows=1, cols=len(found), shared_yaxes=True, subplot_titles=titles)
     for column, (order, samples) in enumerate(found.items(), 1):
         for i, (name, values) in enumerate(samples.items()):
             count, turns = len(values), order == "in turns"
@@ -102,6 +105,7 @@ def orders(found: dict[str, dict[str, list[float]]]) -> go.Figure:
         figure.update_xaxes(title_text="call (busy right of the line)", row=1, col=column)
     figure.update_yaxes(title_text="milliseconds", rangemode="tozero", row=1, col=1)
     figure = plots.styled(figure, "One call timed under two names, while the machine gets busy", height=380)
+    figure.update_annotations(font_size=12)
     return figure.update_layout(margin_t=90, legend={"y": -0.2, "yanchor": "top"}, margin_b=90)
 
 

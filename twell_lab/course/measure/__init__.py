@@ -3,18 +3,18 @@
 from ...bench.density import DENSITIES, DENSITY, SIZES, against_density, clock, multipliers, scattered
 from . import figures
 from .data import (
-    break_even_sentence,
-    calls_text,
+    as_fast,
     compare,
     cut_trained,
     median,
     ms,
+    plain_calls,
     recorded,
     recorded_calls,
     recorded_layers,
-    recorded_sentences,
+    recorded_zeros,
     relative_error,
     threshold_sweep,
+    turning,
     weights_or_activations,
-    zeros_sentence,
 )

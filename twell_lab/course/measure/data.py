@@ -5,13 +5,10 @@ Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock`
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ... import records
 from ...bench.density import Samples, clock, runs_here
 from ...core import folders
 from ...core.errors import InputError
@@ -21,7 +18,7 @@ from ...models.tiny import LanguageModel
 from ...ops import measure
 from ...records.record import flat_rows, is_cpu, load_all
 from ...training.text import source
-from ..recorded import LOGNORMAL, extremes, newest
+from ..recorded import LOGNORMAL, newest
 
 # ---- what a clock says ----
 
@@ -40,6 +37,24 @@ def compare(samples: Samples, name: str, base: str) -> str:
         busy = new_spread > new / 2 or old_spread > old / 2
         return f"{sentence}, no clear difference{': the samples spread as on a busy machine' * busy}."
     return f"{sentence}, {old / new:.1f}x as fast." if new < old else f"{sentence}, {new / old:.1f}x as slow."
+
+
+def as_fast(samples: Samples, name: str, base: str) -> str:
+    """How many times as fast as `base` a call is, as text: "2.24x (2.10 to 2.41)".
+
+    By the medians; in brackets by its slower quartile and the base's faster one, and the other way around."""
+    x, low, high = ratios(samples[name], samples[base])
+    return f"{x:.3g}x ({low:.3g} to {high:.3g})"
+
+
+def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
+    """Old over new: of the medians, and from quartile to quartile. Above 1 at its lowest: new is faster, and the middle
+    halves of the samples lie apart."""
+    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    (fast, middle, slow), (early, half, late) = (
+        torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (new, old)
+    )
+    return half / middle, early / slow, late / fast
 
 
 def ms(value: float) -> str:
@@ -106,84 +121,57 @@ def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])
 
 
-def calls_text(rows: list[dict], tables: bool = True) -> str:
-    """For each `where` of the rows a table by tokens: the GPU's time of the dense layer and of SparseFFN, and beside it
-    that of plain calls, as far as it is known; and what comes of it.
-
-    rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`. tables: False for what comes of it alone."""
+def plain_calls(rows: list[dict]) -> str:
+    """Between which times as fast as dense plain calls lie, those that wait for the launches too: a line for each
+    `where` of the rows that has them. rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`."""
     told = []
     for where in dict.fromkeys(row["where"] for row in rows):
-        mine = [row for row in rows if row["where"] == where]
-        timed = [{**row, "x": row["dense_wall_ms"] / row["wall_ms"]} for row in mine if row.get("wall_ms")]
-        columns = {"tokens": "tokens", "dense_ms": "GPU: dense ms", "ms": "SparseFFN ms", "x_dense": "times as fast"}
+        timed = [
+            {**row, "x": row["dense_wall_ms"] / row["wall_ms"]}
+            for row in rows
+            if row["where"] == where and row.get("wall_ms")
+        ]
         if timed:
-            columns |= {"dense_wall_ms": "plain call: dense ms", "wall_ms": "SparseFFN ms", "x": "times as fast"}
-        without = [row for row in mine if not row.get("wall_ms")]
-        if not (tables or timed):
-            continue
-        if tables:
-            told.append(f"{where}:\n{records.table(sorted(timed + without, key=lambda row: row['tokens']), columns)}")
-        told.append(
-            extremes("Plain calls", timed, lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}", "counts")
-            if timed
-            else "The time of plain calls was not measured there."
-        )
-    return "\n".join(told) or "No inference run is recorded in this checkout, so no times of plain calls are shown."
+            low, high = (
+                f"{row['x']:.2f} ({row['tokens']:,} token{'s' * (row['tokens'] > 1)})"
+                for row in (pick(timed, key=lambda row: row["x"]) for pick in (min, max))
+            )
+            told.append(f"Plain calls, {where}: {low} to {high} times as fast as dense.")
+    return "\n".join(told) or "No times of plain calls are recorded in this checkout."
 
 
-def recorded_sentences(rows: list[dict]) -> str:
-    """The density below which each recorded path is faster than dense: a line for each device and path."""
-    lines = [
-        f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
-        for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
-        for mine in [[row for row in rows if row["device"] == device]]
-        for path in dict.fromkeys(row["path"] for row in mine)
-    ]
-    return "\n".join(lines) or "No GPU's densities are recorded in this checkout, so none are shown."
+def recorded_zeros(rows: list[dict]) -> str:
+    """How many times as fast the recorded dense products were on zeros as on random values, by device and day.
 
-
-def zeros_sentence(rows: list[dict]) -> str:
-    """How much faster the recorded dense products were on zeros, in lines. rows: recorded("matmul_data")."""
-    lines = []
+    rows: recorded("matmul_data")."""
+    told = []
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = {row["workload"]: row for row in rows if row["device"] == device}
-        lines.append(
-            f"Recorded on {device}, {mine['zeros']['date'][:10]}: "
-            + compare({name: row["samples"] for name, row in mine.items()}, "zeros", "random")
-        )
-    return "\n".join(lines) or "No GPU's times on zeros are recorded in this checkout."
+        x = as_fast({name: row["samples"] for name, row in mine.items()}, "zeros", "random")
+        told.append(f"{x} recorded on {device}, {mine['zeros']['date'][:10]}")
+    return "; ".join(told) or "no GPU's is recorded in this checkout"
 
 
-def break_even(table: list[dict], path: str) -> float | None:
-    """The density below which `path` is faster than dense in the rows of against_density, or None if nowhere.
+def turning(table: list[dict], path: str) -> str:
+    """Up to which measured density `path` is faster than dense, and from which on slower, in words.
 
-    The crossing is interpolated between the two measured densities around it, both axes logarithmic. inf: faster
-    at every density measured.
-    """
-    speed = {row["density"]: row["x_dense"] for row in table if row["path"] == path}
-    before = None
-    for density in sorted(speed):
-        behind = -math.log(speed[density])
-        if behind >= 0:
-            if before is None:
-                return None
-            at, ahead = before
-            return math.exp(math.log(at) + (math.log(density) - math.log(at)) * ahead / (ahead - behind))
-        before = density, behind
-    return math.inf if before else None
+    Faster or slower means that the middle halves of the samples lie apart: a density at which they overlap is in
+    neither range. table: rows of `against_density`, or of one device in `recorded`, those of "dense" among them."""
+    dense = {row["density"]: row["samples"] for row in table if row["path"] == "dense"}
+    rows = sorted((row for row in table if row["path"] == path), key=lambda row: row["density"])
+    if not rows:
+        return "torch has no such kernel for this dtype on this device" if table else "not recorded in this checkout"
+    sure = [ratios(row["samples"], dense[row["density"]])[1:] for row in rows]
+    faster = next((i for i, (low, _) in enumerate(sure) if low <= 1), len(sure))
+    slower = len(sure) - next((i for i, (_, high) in enumerate(reversed(sure)) if high >= 1), len(sure))
+    said = [f"faster up to {_percent(rows[faster - 1]['density'])}"] * bool(faster)
+    said += [f"slower from {_percent(rows[slower]['density'])}"] if slower < len(rows) else []
+    return ", ".join(said) or "no clear difference"
 
 
-def break_even_sentence(table: list[dict], path: str) -> str:
-    """The density below which `path` is faster than dense in these rows, in a sentence."""
-    densities = [row["density"] for row in table if row["path"] == path]
-    if not densities:
-        return f"{path}: torch has no such kernel for this dtype on this device."
-    crossing = break_even(table, path)
-    if crossing is None:
-        return f"{path}: not faster than dense at {min(densities):.2%} either, the lowest density measured."
-    if math.isinf(crossing):
-        return f"{path}: faster than dense up to {max(densities):.0%}, the highest density measured."
-    return f"{path}: faster than dense below {crossing:.1%}; above it, multiplying the zeros is quicker."
+def _percent(share: float) -> str:
+    """A density with the one digit that it was asked for with: "0.2%" of 4 values in 2,048."""
+    return f"{float(f'{100 * share:.1g}'):g}%"
 
 
 # ---- one token: zeros in the weights, or in the activations ----

@@ -2,18 +2,14 @@
 
 from . import figures
 from .data import (
-    conversions,
-    crossing_lines,
-    crossings,
-    fastest,
+    begins_sentence,
     few_bits,
+    paid,
     patterns,
-    products,
     pruned_losses,
     recorded,
     retrained,
     row_products,
-    sentence,
     study,
     three_lines,
     threshold_for,

@@ -9,6 +9,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import ceil, exp, log
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ... import records
 from ...bench import comparison
-from ...bench.comparison import BLOCKS, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Crossing, Shape
+from ...bench.comparison import BLOCKS, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
 from ...core import folders
 from ...core.errors import InputError
 from ...models.thresholds import losses
@@ -24,6 +25,7 @@ from ...models.tiny import LanguageModel
 from ...ops import measure
 from ...sparsities import blocks, quantised, two_four, weights
 from ...training.text import source
+from ..measure.data import ratios
 from ..notebook import dtype_for
 from ..recorded import device_and_day
 
@@ -98,31 +100,49 @@ def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
     return ceil(conversion / (dense - sparse)) if sparse < dense else None
 
 
-def fastest(rows: Iterable[dict]) -> dict[str, dict]:
-    """The fastest method of each pattern, by the time of the product alone."""
-    best: dict[str, dict] = {}
-    for row in products(rows):
-        if row["pattern"] not in best or row["x_dense"] > best[row["pattern"]]["x_dense"]:
-            best[row["pattern"]] = row
-    return best
+def paid(rows: Iterable[dict]) -> str:
+    """After how many products faster methods have made up for their conversions, and how many never do, in words."""
+    calls = [row["calls"] for row in conversions(rows)]
+    counts = sorted(each for each in calls if each is not None)
+    said = f"{counts[0]:,} to {counts[-1]:,}; " if counts else ""
+    return f"{said}never: {len(calls) - len(counts)} of {len(calls)}"
 
 
-def crossing_lines(found: Iterable[Crossing]) -> list[str]:
-    """A sentence for each pattern: from which share of zeros on which method is faster than dense, the first one first;
-    and which never is."""
-    lines = []
-    found = list(found)
-    for pattern in dict.fromkeys(each.pattern for each in found):
-        there = [each for each in found if each.pattern == pattern]
-        # The density from which on it is faster; where it always is, that of the most values that were measured.
-        since = {each.path: each.density or (each.densest if each.least >= 1 else 0.0) for each in there}
-        wins = sorted((each for each in there if since[each.path]), key=lambda each: -since[each.path])
-        said = [f"{each.path} from {1 - since[each.path]:.1%} zeros on, up to {each.best:.2f} times" for each in wins]
-        some = [each.path for each in there if each not in wins and each.best >= 1]
-        never = [each.path for each in there if each.best < 1]
-        said += [f"only in between: {', '.join(some)}"] * bool(some) + [f"never: {', '.join(never)}"] * bool(never)
-        lines.append(f"{pattern}: {'; '.join(said)}")
-    return lines
+def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
+    """From which measured density on down some method is faster than dense, by pattern, and the next higher density
+    that was measured, at which none is; None if there is none. Patterns without such a method are left out.
+
+    Faster means that the middle halves of the samples lie apart."""
+    rows = list(rows)
+    dense = {(row["pattern"], row["density"]): row["samples"] for row in rows if row["path"] == _DENSE}
+    made: dict[str, tuple[float, float | None]] = {}
+    for pattern in dict.fromkeys(row["pattern"] for row in rows):
+        there = [row for row in products(rows) if row["pattern"] == pattern]
+        since = 0.0
+        for path in dict.fromkeys(row["path"] for row in there):
+            mine = sorted((row for row in there if row["path"] == path), key=lambda row: row["density"])
+            won = takewhile(lambda row: ratios(row["samples"], dense[pattern, row["density"]])[1] > 1, mine)
+            since = max([since, *(row["density"] for row in won)])
+        if since:
+            made[pattern] = since, min((row["density"] for row in there if row["density"] > since), default=None)
+    return made
+
+
+def begins_sentence(rows: Sequence[dict]) -> str:
+    """At which measured shares of zeros a first method of each pattern wins, and where none does yet, in a sentence.
+    Of 2:4, which has one share, each method's times as fast as dense."""
+    grouped: dict[str, list[str]] = {}
+    for pattern, (since, above) in begins(rows).items():
+        at = _zeros(since) + (f", not {_zeros(above)}" if above else "")
+        x = sorted(row["x_dense"] for row in products(rows) if row["pattern"] == pattern == TWO_FOUR)
+        grouped.setdefault(at, []).append(pattern + (f" ({', '.join(f'{each:.2f}x' for each in x)})" if x else ""))
+    said = "; ".join(f"at {at}: {', '.join(names)}" for at, names in grouped.items())
+    return f"Faster, by zeros, {rows[0]['where']}: {said or 'nowhere'}."
+
+
+def _zeros(density: float) -> str:
+    """The share of zeros as text: whole percents as far as these say enough."""
+    return f"{1 - density:.0%}" if density > 0.005 else f"{1 - density:.1%}"
 
 
 # ---- what pruning costs a model ----
@@ -378,43 +398,20 @@ def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> d
     return {each.name: two_four.bound([each], rates) for each in two_four.linear_products(tokens, d_in, d_out)}
 
 
-def three_lines(mine: list[dict], lost: list[dict], weighed: Weighed, recorded: Sequence[dict] = ()) -> list[str]:
-    """What the notebook found, in sentences made of its numbers: rows of `timed_here`, of `pruned_losses`, the weight
-    of the widget, and `recorded` products of a GPU, if there are any."""
-    best = fastest(mine)
-    order = sorted(best.values(), key=lambda row: -row["x_dense"])
-    said = ", ".join(f"{row['pattern']} {row['x_dense']:.2g} ({row['path']})" for row in order)
+def three_lines(lost: list[dict], weighed: Weighed, timed: Sequence[dict]) -> list[str]:
+    """What the notebook found, in sentences made of its numbers: rows of `pruned_losses`, the weight of the widget, and
+    the products of the map."""
     half = {row["method"]: row["more"] for row in lost if abs(row["sparsity"] - 0.5) < 0.02}
-    ways = sorted(half, key=half.__getitem__)
-    smallest = next(
-        (
-            share
-            for share in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-            if (seen := view(weighed, threshold_for(weighed.weight, share)))["ms"]["CSR"] < seen["ms"]["dense"]
-        ),
-        None,
-    )
-    found = "at none of those tried" if smallest is None else f"from {smallest:.0%} zeros on"
-    return [
-        f"Times as fast as dense here at {1 - order[0]['density']:.0%} zeros, the best method of each pattern: {said}.",
-        "Half of the weights gone, without training again: "
-        + ", ".join(f"{name} {half[name]:+.0%} loss" for name in ways)
-        + ".",
-        f"CSR of this weight is faster than dense here {found}.",
-        *_begins(recorded),
+    told = [f"{name} {half[name]:+.0%}" for name in ("smallest weights", TWO_FOUR, BLOCKS) if name in half]
+    won = [
+        i
+        for i, _ in takewhile(
+            lambda each: each[1][0] < each[1][1], enumerate(zip(weighed.times["CSR"], weighed.times["dense"]))
+        )
     ]
-
-
-def _begins(rows: Sequence[dict]) -> list[str]:
-    """From which share of zeros on the first method of each pattern wins, in a sentence; none without rows."""
-    first: dict[str, Crossing] = {}
-    for each in crossings(rows):
-        if each.density is not None and (each.pattern not in first or each.density > first[each.pattern].density):
-            first[each.pattern] = each
-    said = [f"{name} from {1 - each.density:.1%} zeros on ({each.path})" for name, each in first.items()]
-    return [f"A GPU, {rows[0]['where']}: {', '.join(said)}."] if said else []
-
-
-def crossings(rows: Iterable[dict]) -> list[Crossing]:
-    """Where each method begins to win (bench.comparison.crossings)."""
-    return comparison.crossings(rows)
+    here = "CSR of this weight is nowhere faster here."
+    if won:
+        above = weighed.densities[won[-1] + 1 : won[-1] + 2]
+        here = f"Here CSR wins at {_zeros(weighed.densities[won[-1]])} zeros"
+        here += f", not {_zeros(above[0])}." if above else "."
+    return [f"Loss, half gone: {', '.join(told)}.", here, begins_sentence(timed)]
