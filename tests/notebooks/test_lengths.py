@@ -26,12 +26,11 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "08-first-kernels.ipynb",
     "09-hopper-kernels.ipynb",
     "10-choose-a-path.ipynb",
-    "11-train-with-the-kernels.ipynb",
     "12-capstone.ipynb",
     "measured-speedups.ipynb",
     "your-own-model.ipynb",
 }
-TOO_MUCH_CODE = {"08-first-kernels.ipynb", "11-train-with-the-kernels.ipynb"}
+TOO_MUCH_CODE = {"08-first-kernels.ipynb"}
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
 LINK = re.compile(r"\]\([^)]*\)")
 
