@@ -25,7 +25,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "07-pack-it.ipynb",
     "08-first-kernels.ipynb",
     "09-hopper-kernels.ipynb",
-    "10-choose-a-path.ipynb",
     "12-capstone.ipynb",
     "measured-speedups.ipynb",
     "your-own-model.ipynb",

@@ -1,4 +1,4 @@
-"""The training run of notebook 11 in which layers change their path: what its loop calls, and sentences on the run.
+"""The training run of notebook 11 in which layers change their path: what its loop calls.
 
 Data in, data out, nothing drawn.
 """
