@@ -201,8 +201,8 @@ def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
     assert [each["hot"] for each in here] == [0, 256, 512] and here[0]["x_dense"] == pytest.approx(6 / 8)
     assert (here[0]["low"], here[0]["high"]) == pytest.approx((2 / 4, 10 / 12))
     assert [(each["where"], each["x_dense"]) for each in rows[3:]] == [
-        ("recorded: 8 fire", 1.5),
-        ("recorded: 15 fire", 1.4),
+        ("recorded: 8 of 768 fire", 1.5),
+        ("recorded: 15 of 768 fire", 1.4),
     ]
     drawn = figures.hot_sizes(rows)
     assert len(drawn.data) == 3 and drawn.data[0].error_y.arrayminus[0] == pytest.approx(6 / 8 - 2 / 4)
@@ -210,7 +210,7 @@ def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
 
 @pytest.mark.parametrize(
     "low, said",
-    [(0.97, "nothing beats dense beyond its spread: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
+    [(0.97, "nothing surely beats dense: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
 )
 def test_a_gain_within_the_spread_is_none(low, said):
     rows = [{"hot": 256, "x_dense": 1.05, "low": low, "high": 1.2}, {"hot": 0, "x_dense": 1.3, "low": 0.5, "high": 2.0}]
@@ -372,7 +372,7 @@ def test_three_lines_say_what_the_numbers_say(subject):
     found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
     padding = [{"real": 1.0, "path": path, "ms": 1.0, "where": WHERE} for path in ("padded", "padding removed")]
     lines = data.three_lines(MAP, found, padding)
-    assert lines[0] == "This machine's map: dense 2, packed 1; at most 2.0 times, 1 token."
+    assert lines[0] == "The map: dense 2, packed 1; at most 2.0 times, 1 token."
     assert lines[1:] == [data.padding_sentence(padding), data.predictor_sentence(found)]
 
 

@@ -259,7 +259,7 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     made.sort(key=lambda row: row["hot"])
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
     for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
-        where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} fire"
+        where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
         made.append({**{key: row[key] for key in ("hot", "d_ff", "x_dense")}, "where": where})
     return made
 
@@ -269,7 +269,7 @@ def hot_sentence(rows: list[dict]) -> str:
     best = max((row for row in rows if "low" in row), key=lambda row: row["low"])
     spread = f"{best['x_dense']:.2f} ({best['low']:.2f} to {best['high']:.2f})"
     if best["low"] <= 1:
-        return f"nothing beats dense beyond its spread: {spread}"
+        return f"nothing surely beats dense: {spread}"
     return f"{best['hot']} hot neurons beat dense: {spread}"
 
 
@@ -511,7 +511,7 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
     said = ", ".join(f"{_short(name)} {won[name]}" for name in sorted(won, key=lambda name: -won[name]))
     at = f"{top['tokens']} token{'s' * (top['tokens'] > 1)}"
     return [
-        f"This machine's map: {said}; at most {top['x_dense']:.1f} times, {at}.",
+        f"The map: {said}; at most {top['x_dense']:.1f} times, {at}.",
         padding_sentence(padding),
         predictor_sentence(found),
     ]
