@@ -226,7 +226,7 @@ def test_groups_of_one_neuron_do_least_and_all_are_exact():
 def test_experts_are_computed_in_each_way(made_up):
     rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
-    assert data.expert_sentence(rows) == "fastest of 4: spread, grouped; all to the same two, grouped"
+    assert data.expert_sentence(rows) == "fastest of 4 experts: spread, grouped; all to the same two, grouped"
     near = [each | {"ms": 1.01} if each["way"] == "loop" else each for each in rows]
     assert "spread, grouped or loop;" in data.expert_sentence(near)
     assert len(figures.experts(rows).data) == 6

@@ -329,7 +329,7 @@ def expert_sentence(rows: list[dict]) -> str:
         took = {row["way"]: row["ms"] for row in rows if (row["routing"], row["experts"]) == (routing, count)}
         quick = [way for way, ms in took.items() if ms <= 1.05 * min(took.values())]
         lines.append(f"{routing}, {' or '.join(quick)}")
-    return f"fastest of {count}: {'; '.join(lines)}"
+    return f"fastest of {count} experts: {'; '.join(lines)}"
 
 
 # ---- predictors, and one token ----
