@@ -184,6 +184,16 @@ TENSORS = {
 }
 
 
+SAID = {
+    "down_t": "down_t: Wd transposed",
+    "words": "words: g and its neuron",
+    "ups": "ups: u",
+    "spans": "spans: where rows lie",
+    "kept": "kept: how many of each row",
+    "lost": "lost: rows that did not fit",
+}
+
+
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes."""
     figure = go.Figure()
@@ -194,7 +204,7 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
             y=list(sizes),
             x=x,
             orientation="h",
-            name=name,
+            name=SAID.get(name, name),
             marker_color=TENSORS.get(name, plots.GREY),
             text=[name if value > 0.05 * most else "" for value in x],
             textposition="inside",
@@ -209,8 +219,9 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
         )
     figure.update_xaxes(title_text="MiB", range=[0, 1.14 * most])
     figure.update_yaxes(autorange="reversed")
-    return plots.styled(figure, title, height=150 + 70 * len(sizes)).update_layout(
-        barmode="stack", legend={"traceorder": "normal"}
+    figure = plots.styled(figure, title, height=230 + 70 * len(sizes)).update_layout(barmode="stack")
+    return figure.update_layout(
+        margin={"t": 45, "b": 140}, legend={"traceorder": "normal", "y": -0.32, "yanchor": "top"}
     )
 
 
