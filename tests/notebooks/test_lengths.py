@@ -20,12 +20,9 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "06-cuda-puzzles.ipynb",
     "07-pack-it.ipynb",
     "09-hopper-kernels.ipynb",
-    "10-choose-a-path.ipynb",
-    "11-train-with-the-kernels.ipynb",
     "measured-speedups.ipynb",
     "your-own-model.ipynb",
 }
-TOO_MUCH_CODE = {"11-train-with-the-kernels.ipynb"}
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
 LINK = re.compile(r"\]\([^)]*\)")
 

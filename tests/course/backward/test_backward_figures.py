@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.course.backward.test_measured import RATES, WHERE, compared, placed
+from tests.course.backward.test_measured import RATES, WHERE, compared, models, placed
 from twell_lab.core.errors import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import figures, measured
@@ -48,14 +48,14 @@ def test_lists_show_the_same_pairs_both_ways():
 def test_memory_stacks_every_tensor():
     sizes = {"dense": backward.dense_saved(16384, 2048, 5632), "sparse": backward.sparse_saved(16384, 2048, 5632)}
     figure = figures.memory(sizes, "a title")
-    assert {trace.name for trace in figure.data} == set(sizes["dense"]) | set(sizes["sparse"])
+    assert {trace.name.split(":")[0] for trace in figure.data} == set(sizes["dense"]) | set(sizes["sparse"])
     assert sum(trace.x[0] for trace in figure.data) == 592
     assert [note.text for note in figure.layout.annotations] == [" 592 MiB", " 103 MiB"]
 
 
 def test_the_budget_stacks_parts_and_marks_what_is_recorded():
     floors = {nnz: backward.floors(backward.parts(nnz=float(nnz)), RATES) for nnz in ("8", "29")}
-    figure = figures.budget(floors, 4.5, measured.steps(placed(compared())))
+    figure = figures.budget(floors, RATES, measured.steps(placed(compared())))
     bars = [trace for trace in figure.data if trace.type == "bar"]
     assert sum(trace.y[1] for trace in bars) == pytest.approx(sum(part["ms"] for part in floors["29"]))
     place = bars[0].x[1]
@@ -67,17 +67,22 @@ def test_the_budget_stacks_parts_and_marks_what_is_recorded():
         "dense compiled, recorded": ([place], [5.4]),
     }
     assert f"marks: {WHERE}<" in figure.layout.title.text
-    assert not [trace for trace in figures.budget(floors, 4.5).data if trace.type == "scatter"]
+    assert not [trace for trace in figures.budget(floors, RATES).data if trace.type == "scatter"]
 
 
 def test_steps_compare_like_with_like():
     figure = figures.steps(measured.steps(placed(compared())))
     shown = {trace.name: list(trace.y) for trace in figure.data}
     assert shown == {
-        f"planned, {WHERE}": [2.0],
-        f"planned, compiled against compiled, {WHERE}": [2.0],
-        f"sparse, forced, {WHERE}": [2.0],
+        "planned, beside eager torch": [2.0],
+        "planned, compiled, beside compiled torch": [2.0],
+        "sparse, beside eager torch": [2.0],
     }
+    assert WHERE in figure.layout.title.text
+    own = [each | {"where": "yours, now, on My GPU"} for each in compared()[:3]]
+    mine = figures.steps([], measured.steps(own)).data
+    assert [trace.name for trace in mine] == ["sparse, beside eager torch, yours, now, on My GPU"]
+    assert mine[0].line.dash == "solid" and mine[0].line.color == figure.data[0].line.color
     assert not [note for note in figure.layout.annotations if "no training step" in note.text]
     assert "twell-lab x makes the record" in figures.steps([], [], "twell-lab x").layout.annotations[0].text
 
@@ -88,13 +93,20 @@ def test_the_paths_stand_beside_the_dense_lines():
     shown = {trace.name: (trace.mode, list(trace.y)) for trace in figure.data}
     assert shown == {
         "planned": ("markers", [3.0, 3.0]),
-        "sparse, a few neurons fire often": ("lines+markers", [3.0]),
-        "sparse, layers of a trained model": ("markers", [3.0]),
+        "sparse: a few neurons fire often": ("lines+markers", [3.0]),
+        "sparse: layers of a trained model": ("markers", [3.0]),
         "torch, dense eager": ("lines", [6.0, 6.0]),
         "torch, dense compiled": ("lines", [5.4, 5.4]),
     }
     assert f"{WHERE}<" in figure.layout.title.text
     assert "no training step is recorded" in figures.paths({}).layout.annotations[0].text
+
+
+def test_whole_models_have_a_bar_for_each_way():
+    figure = figures.models(measured.wholes(placed(models())))
+    assert [list(bar.text) for bar in figure.data] == [["0.07", "0.07"], ["1.30", "0.98"]]
+    assert figure.data[0].x[0] == "8 layers of 2,048 x 5,632, nnz 30<br>8 of 8 layers sparse"
+    assert "no whole model is recorded" in figures.models([]).layout.annotations[0].text
 
 
 def test_a_layer_that_switches_changes_its_line():

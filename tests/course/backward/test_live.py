@@ -85,25 +85,6 @@ def test_the_break_even_is_the_librarys_as_a_share():
     assert live.break_even_share(Rates(RATES.tensor, RATES.memory, 2 * RATES.l2, "a test")) == pytest.approx(2 * share)
 
 
-def test_says_when_layers_changed_their_path():
-    history = [
-        {"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": held * 2**20}
-        for step, nnz, path, held in (
-            (10, 9.0, "dense", 8),
-            (20, 3.0, "twell", 6),
-            (30, 8.0, "dense", 8),
-            (40, 2.0, "twell", 5),
-        )
-    ]
-    first, second, last = live.says(history).splitlines()
-    assert first == "layer 0: dense at first; never changed"
-    assert second == (
-        "layer 1: dense at first; sparse from step 20 (nnz 3.0), then dense from step 30 (nnz 8.0), "
-        "then sparse from step 40 (nnz 2.0)"
-    )
-    assert last == "kept for the backward pass: 8.0 MiB in step 10, 5.0 in step 40"
-
-
 def test_a_cpu_needs_no_autocast_and_layers_are_drawn_alike():
     with live.sixteen_bits("cpu"):
         assert not torch.is_autocast_enabled("cpu")

@@ -1,5 +1,4 @@
-"""Recorded training steps as notebook 11 reads them: the newest of each, by path, and what is said if there
-are none."""
+"""Recorded training steps as notebook 11 reads them: of one record, by path, and what is said if there are none."""
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ import torch
 from tests.course.recorded_rows import record
 from twell_lab import records
 from twell_lab.bench import training
-from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import measured
 from twell_lab.course.roofline.data import LOGNORMAL, Rates
 from twell_lab.ops import measure
@@ -63,17 +61,17 @@ def placed(rows: list[dict]) -> list[dict]:
     return [each | {"where": WHERE} for each in rows]
 
 
-def test_the_newest_record_of_each_measurement_counts(stored):
+def test_all_rows_are_of_one_record_the_newest_that_timed_most(stored):
     stored(
         ("training", compared(ms=4.0) + compared(8.01, ms=2.0)),
-        ("training", compared(ms=3.0)),
-        ("inference", compared(60.0)),
+        ("training", compared(ms=3.0) + compared(60.0, "trained, L1 0.0001, layer 0")),
+        ("training", compared(ms=2.5) + compared(8.01, f"{LOGNORMAL}, plain layer")),
+        ("inference", compared(60.0) + compared(90.0) + compared(120.0)),
     )
     rows = measured.recorded()
-    sparse = {each["nnz"]: each for each in rows if each["path"] == "forced twell"}
-    assert {nnz: each["ms"] for nnz, each in sparse.items()} == {29.02: 3.0, 8.01: 2.0}
-    assert sparse[29.02]["where"] == "recorded on NVIDIA H100 80GB HBM3, 2026-11-22" and not measured.recorded("RTX")
-    assert measured.about(rows).startswith("10 times of training steps, recorded on")
+    assert [each["ms"] for each in rows if each["path"] == "forced twell"] == [3.0, 3.0]
+    assert {each["where"] for each in rows} == {"recorded on NVIDIA H100 80GB HBM3, 2026-11-22"}
+    assert not measured.recorded("RTX")
 
 
 def test_steps_of_other_numbers_of_tokens_and_graph_replays_are_not_read(stored):
@@ -94,35 +92,9 @@ def test_old_kernels_are_called_stale(stored):
     assert measured.recorded()[0]["where"].endswith("; stale: code has changed since")
 
 
-def test_the_tables_hold_each_path_in_its_column():
+def test_steps_are_those_of_one_workload_in_order():
     rows = placed(compared() + compared(8.01) + compared(29.02, "overflow: 20% of rows"))
-    head, first, second = measured.table(rows).splitlines()
-    assert first.split()[:4] == ["8.01", "6", "3", "2"] and "1012" in second and "390" in second
     assert [each["column"] for each in measured.steps(rows)][::5] == ["8", "29"]
-
-
-def test_the_summary_names_the_extremes_and_the_losses():
-    rows = placed(compared(8.01, ms=2.0) + compared(120.0, ms=6.6, choice="dense"))
-    says = measured.summary(rows)
-    assert (
-        "from 0.91 times as fast as dense (planned, " in says
-        and "nnz 120) to 3.00" in says
-        and "below 0.97 in 1 of 4 rows" in says
-    )
-
-
-def test_recorded_steps_beside_the_floor():
-    floors = {"29": backward.floors(backward.parts(nnz=29), RATES)}
-    floor = sum(part["ms"] for part in floors["29"])
-    assert (
-        measured.beside_floor(placed(compared()), floors)
-        == f"nnz 29: counted {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
-    )
-    assert measured.beside_floor(placed(compared(ms=0.9 * floor)), floors).endswith(
-        "the caches delivered rows faster than the rate used here"
-    )
-    assert measured.dense_ms(placed(compared() + compared(8.0))) == 6.0
-    assert "1012 MiB (dense), 390 MiB (sparse)" in measured.memory_sentence(placed(compared(8.0) + compared()))
 
 
 def trained(nnz: float = 150.0) -> list[dict]:
@@ -143,79 +115,53 @@ def test_the_kinds_of_workload_are_told_apart():
     assert {each["workload"] for each in found["a few neurons fire often"]} == {LOGNORMAL}
 
 
-def test_where_the_sparse_step_meets_the_dense_ones():
-    rows = placed(compared(40.0, ms=4.0) + compared(80.0, ms=6.8) + trained())
-    assert measured.meets(rows[:10], "dense compiled") == pytest.approx(60.0)
-    assert (
-        measured.meetings(rows)
-        == "Recorded, a few neurons fire often: the sparse step takes as long as torch's compiled at nnz 60, eager at "
-        "nnz 69."
+def test_between_which_two_points_the_sparse_step_falls_behind():
+    rows = compared(40.0, ms=4.0) + compared(80.0, ms=5.6)
+    assert measured.between(rows, "dense compiled") == (40.0, 80.0)
+    assert measured.between(rows, "dense eager") is None and measured.between(rows[:5], "dense compiled") is None
+    assert measured.between([], "dense eager") is None
+
+
+def models() -> list[dict]:
+    """Of two models: the larger one sparse, the smaller one slower than compiled torch."""
+
+    def of(workload: str, nnz: float, parameters: float, x: float, choice: str, d_model: int = 2048) -> list[dict]:
+        shared = {"layers": 8, "parameters": parameters, "peak_bytes": 2**30, "x_compiled": x, "d_model": d_model}
+        return [
+            row(path, 90.0, nnz, workload, **shared, **({"choice": choice} if path.startswith("planned") else {}))
+            for path in ("dense eager", "planned", "dense compiled", "planned compiled", "planned, compiled by layer")
+        ]
+
+    return of("whole step, small", 20.0, 5e7, 0.98, "0 of 8 layers sparse", 768) + of(
+        "whole step, 8 layers", 30.0, 5e8, 1.3, "8 of 8 layers sparse"
     )
-    assert measured.meets(rows[:5], "dense compiled") is None and "Nothing" in measured.meetings(rows[:5])
 
 
-def test_a_layer_with_no_room_is_named_with_what_it_costs():
-    room = 128 * 16384 + 16 * 5632
-    line = measured.no_room(placed(compared() + trained()))
-    assert line.startswith(
-        f"trained, L1 0.0001, layer 2: {150 * 16384:,} entries, room for {room:,}. At least 11.0% of them are in lost "
-        f"rows."
-    )
-    assert line.endswith("Sparse 24.0 ms, dense 6.0, planned (dense) 24.0.")
-    assert measured.no_room(placed(compared())).startswith("In no recorded layer")
+def test_whole_models_are_compared_like_with_like():
+    large, small = measured.wholes(placed(compared() + models()))
+    assert large["model"] == "8 layers of 2,048 x 5,632" and large["compiled"] == 1.3 and large["eager"] == 6.0 / 90.0
+    assert small["model"] == "8 layers of 768 x 5,632" and small["choice"] == "0 of 8 layers sparse"
+    assert large["mib"] == large["dense_mib"] == 1024 and large["where"] == WHERE
+    assert measured.wholes(placed(compared())) == []
 
 
-def test_what_a_lost_row_costs():
-    drawn = compared(20.0, ms=2.0) + compared(40.0, ms=3.0)
-    rows = placed(drawn + compared(30.0, "overflow: 1% of rows with a tile of 200", ms=3.3192))
-    assert (
-        measured.lost_cost(rows)
-        == "1% of 16,384 rows lost: 3.32 ms instead of 2.50 (between the rows of the table), so a lost row costs "
-        "about 5 us, a stored one 0.15."
-    )
-    assert measured.lost_cost(placed(drawn)).startswith("No workload")
+SIZES = {"dense": {"x": 3 * 2**20}, "sparse": {"x": 2**20}}
 
 
-def test_a_whole_step_beside_its_layers():
-    model = [
-        each | {"layers": 8, "parameters": 5e8, "peak_bytes": 2**30, "x_dense": 1.4, "x_compiled": 1.3}
-        for each in (
-            row("dense eager", 120.0, 30.0),
-            row("planned", 84.0, 30.0),
-            row("dense compiled", 90.0, 30.0),
-            row("planned compiled", 66.0, 30.0),
-        )
-    ]
-    rows = placed(compared() + [each | {"workload": "whole step, 8 layers"} for each in model])
-    head, _, eager, compiled, saved = measured.whole_step(rows).splitlines()
-    assert head == "8 layers of 2048 x 5632, 500 million parameters, nnz 30.0"
-    assert eager.split() == ["planned", "120", "84", "1.4", "1024", "1024"]
-    assert (
-        compiled.split()[4] == "1.3"
-        and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
-    )
-    small = [
-        each | {"workload": "whole step, small", "d_model": 768, "choice": "3 of 8 layers sparse"}
-        for each in (*model, row("forced twell compiled", 100.0, 30.0) | {"x_compiled": 0.9, "peak_bytes": 2**29})
-    ]
-    *_, head, _, eager, compiled, forced = measured.whole_step(placed(compared() + small)).splitlines()
-    assert head.endswith("8 layers of 768 x 5632, 500 million parameters, nnz 30.0, planned: 3 of 8 layers sparse")
-    assert forced.split() == ["sparse,", "compiled", "90", "100", "0.9", "1024", "512"]
+def test_three_lines_say_what_the_numbers_say():
+    rows = placed(compared(8.01, ms=1.2) + compared(60.0, ms=3.0) + compared(120.0, ms=6.6, choice="dense"))
+    time, memory, whole = measured.three_lines(rows + placed(models()), SIZES)
+    assert time == "Sparse: 5.0 times as fast at nnz 8; overtaken by compiled dense between 60 and 120."
+    assert memory == "Kept: 3 MiB dense, 1 sparse." and whole == "Whole models, compiled: 0.98 to 1.30 times."
+    assert measured.three_lines(rows[:5], SIZES) == ["Sparse: 5.0 times as fast at nnz 8.", memory]
 
 
 def test_without_a_record_everything_says_so(stored):
     stored()
     rows = measured.recorded()
-    assert rows == [] and measured.COMMAND in measured.about(rows) and measured.table(rows) == measured.MISSING
-    assert measured.summary(rows) == "" and measured.dense_ms(rows) is None
-    assert "No peak" in measured.memory_sentence(rows)
-    assert "No recorded step" in measured.beside_floor(rows, {}) and measured.series(rows) == {}
-    assert measured.whole_step(rows).startswith("No whole step") and measured.meetings(rows).startswith(
-        "Nothing recorded"
-    )
-    assert measured.lost_cost(rows).startswith("No workload") and measured.no_room(rows).startswith(
-        "In no recorded layer"
-    )
+    assert rows == [] and measured.steps(rows) == [] and measured.series(rows) == {} and measured.wholes(rows) == []
+    assert measured.three_lines(rows, SIZES) == [measured.MISSING, "Kept: 3 MiB dense, 1 sparse."]
+    assert measured.COMMAND in measured.MISSING
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")

@@ -104,7 +104,11 @@ def test_columns_of_random_firing_are_occupied_as_expected(subject):
     assert [each["measured"] for each in rows if each["height"] == 1] == pytest.approx(
         [float(fires.double().mean()) for fires in subject.fires]
     )
-    assert "layer 1" in data.occupied_sentence(rows)
+    made_up = [
+        {"layer": layer, "height": 32, "measured": measured, "expected": 0.5}
+        for layer, measured in ((0, 0.6), (1, 0.27))
+    ]
+    assert data.occupied_sentence(made_up) == "27%, fewer in 1 of 2 layers"
     assert len(figures.occupied(rows).data) == 4
 
 
@@ -115,7 +119,7 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     monkeypatch.setattr(data, "Shape", lambda *given: data.comparison.Shape(64, 64, 16, torch.float32, "cpu", 0.01))
     rows = data.products_here("cpu", (0.5, 0.9))
     assert {each["path"] for each in rows} >= {"dense eager", data.TILES, f"part: {data.TILES}, conversion"}
-    assert "scattered: faster than dense" in data.products_sentence(rows)
+    assert data.products_sentence(rows).startswith("scattered zeros win ")
     drawn = figures.products(rows)
     assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
     both = figures.products(
@@ -135,20 +139,43 @@ def test_padding_is_timed_where_it_gives_the_same(made_up):
     assert len(figures.padding(rows).data) == 3
 
 
-@pytest.mark.parametrize("took, said", [({1.0: 4.0, 0.25: 1.0}, "within 0%"), ({1.0: 4.0, 0.25: 1.2}, "within 20%")])
-def test_how_far_time_follows_the_real_rows(took, said):
-    rows = [{"real": real, "path": "padding removed", "ms": ms, "where": WHERE} for real, ms in took.items()]
-    rows += [{"real": real, "path": "padded", "ms": 4.0, "where": WHERE} for real in took]
-    sentence = data.padding_sentence(rows)
-    assert said in sentence and f"{4 / took[0.25]:.1f} times as fast as with" in sentence
+@pytest.mark.parametrize(
+    "times, said",
+    [((0.5, 0.9, 2.0), "between 90% and 99%"), ((0.5, 0.6, 0.7), "nowhere"), ((2.0, 3.0, 4.0), "everywhere")],
+)
+def test_micro_tiles_begin_to_win_between_two_shares_of_zeros(times, said):
+    rows = [
+        {"path": data.TILES, "pattern": data.SCATTERED, "density": density, "x_dense": x}
+        for density, x in zip((0.5, 0.1, 0.01), times)
+    ]
+    rows += [{"path": data.TILES, "pattern": data.TALL, "density": 0.5, "x_dense": 9.0}]
+    assert data.products_sentence(rows) == f"scattered zeros win {said}"
+
+
+def test_how_much_the_padding_costs():
+    rows = [
+        {"real": real, "path": path, "ms": ms, "where": WHERE}
+        for real, path, ms in ((1.0, "padded", 4.0), (1.0, "padding removed", 4.0), (0.25, "padded", 4.0))
+    ]
+    rows.append({"real": 0.25, "path": "padding removed", "ms": 1.25, "where": WHERE})
+    assert data.padding_sentence(rows) == "Without padding, 25% real: 3.2 times."
 
 
 # ---- hot and cold, groups, experts ----
 
 
-def test_firing_packed_costs_more_where_many_tokens_share_a_dense_product():
-    many, one = data.dearer("H100 SXM", 16384), data.dearer("H100 SXM", 1)
-    assert many > 10 > one > 0
+def test_what_a_packed_neuron_costs_is_read_from_two_recorded_shares():
+    rows = [
+        row(data.PACKED, 16384, 0.001, 2.0, ms=0.6),
+        row(data.PACKED, 16384, 0.011, 2.0, ms=1.4),
+        row(data.PACKED, 16384, 0.05, 2.0, ms=1.5),  # too many fire: computed densely
+        row(data.PACKED, 1, 0.002, 2.0, ms=9.0),
+        row(data.DENSE, 16384, 0.001, 1.0, ms=1.8),
+    ]
+    assert data.dearer(rows) == pytest.approx(80 / 1.2)
+    assert data.dearer(rows[1:]) is None and data.dearer(rows[:-1]) is None and data.dearer([]) is None
+    assert data.dearer(data.recorded_map()) > 10
+    assert "nothing is recorded" in figures.firing(torch.ones(4), None).layout.annotations[0].text
 
 
 def test_who_is_hot():
@@ -160,14 +187,34 @@ def test_who_is_hot():
     assert "2 of 5" in drawn.layout.title.text
 
 
-def test_hot_sizes_are_timed_here_and_predicted(made_up):
-    rows = data.hot_rows("cpu")
+def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
+    def samples(calls, device, seconds):
+        return {name: [1.0 + 2 * i + turn for turn in range(11)] for i, name in enumerate(calls)}
+
+    monkeypatch.setattr(data, "_samples", samples)
+    recorded = [
+        row(data.SPLIT, 16384, share, x, where="recorded", d_ff=768, hot=256)
+        for share, x in ((0.01, 1.5), (0.02, 1.4), (0.1, 9.0))
+    ]
+    rows = data.hot_rows("cpu", [*recorded, recorded[0] | {"tokens": 1}])
     here = [each for each in rows if each["where"] == WHERE]
-    assert [each["hot"] for each in here] == [0, 256, 512] and here[0]["x_dense"] == 0.5
-    assert {each["where"] for each in rows} == {WHERE, "predicted for an H100 SXM, 16,384 tokens"}
-    lines = data.hot_sentence(rows).splitlines()
-    assert "best with no hot neurons of 768, 0.50 times" in lines[0] and len(lines) == 2
-    assert len(figures.hot_sizes(rows).data) == 2
+    assert [each["hot"] for each in here] == [0, 256, 512] and here[0]["x_dense"] == pytest.approx(6 / 8)
+    assert (here[0]["low"], here[0]["high"]) == pytest.approx((2 / 4, 10 / 12))
+    assert [(each["where"], each["x_dense"]) for each in rows[3:]] == [
+        ("recorded: 8 of 768 fire", 1.5),
+        ("recorded: 15 of 768 fire", 1.4),
+    ]
+    drawn = figures.hot_sizes(rows)
+    assert len(drawn.data) == 3 and drawn.data[0].error_y.arrayminus[0] == pytest.approx(6 / 8 - 2 / 4)
+
+
+@pytest.mark.parametrize(
+    "low, said",
+    [(0.97, "nothing surely beats dense: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
+)
+def test_a_gain_within_the_spread_is_none(low, said):
+    rows = [{"hot": 256, "x_dense": 1.05, "low": low, "high": 1.2}, {"hot": 0, "x_dense": 1.3, "low": 0.5, "high": 2.0}]
+    assert data.hot_sentence([*rows, {"hot": 9, "x_dense": 9.0}]).startswith(said)
 
 
 def test_groups_of_one_neuron_do_least_and_all_are_exact():
@@ -179,8 +226,9 @@ def test_groups_of_one_neuron_do_least_and_all_are_exact():
 def test_experts_are_computed_in_each_way(made_up):
     rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
-    lines = data.expert_sentence(rows).splitlines()
-    assert lines[0] == "tokens spread, 4 experts: grouped is fastest, 3.0 times as fast as padded"
+    assert data.expert_sentence(rows) == "fastest of 4 experts: spread, grouped; all to the same two, grouped"
+    near = [each | {"ms": 1.01} if each["way"] == "loop" else each for each in rows]
+    assert "spread, grouped or loop;" in data.expert_sentence(near)
     assert len(figures.experts(rows).data) == 6
 
 
@@ -194,7 +242,7 @@ def test_what_guessing_costs(subject):
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
     assert not any(isinstance(each, predictors.FewNeurons) for each in subject.model.modules())
-    assert "to find 90% of what fires" in data.predictor_sentence(found)
+    assert data.predictor_sentence(found).startswith("Guessing 90%: ")
     assert len(figures.losses(rows).data) == 3
 
 
@@ -308,22 +356,24 @@ def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):
     assert points.name == "predicted" and points.x == (0.1,) and points.y == (1.5,)
 
 
-def test_predictions_for_other_gpus():
-    lines = data.predicted_lines(("T4", "H100 SXM"), tokens=(1, 16384))
-    assert len(lines) == 2 and lines[0].startswith("T4, 1.6% firing, predicted: 1 token: packed (TwELL) 2.")
-    assert "16,384 tokens: hot and cold, " in lines[1]
+def test_predictions_stand_beside_what_was_recorded():
+    recorded = [
+        row(data.PACKED, 1, 0.005, 2.54),
+        row(data.SPLIT, 16384, 0.0052, 2.1),
+        row(data.PACKED, 16384, 0.01, 9.0),
+    ]
+    said = data.predicted_sentence(recorded, ("T4", "H100 SXM"))
+    assert said.startswith("Predicted, 1/16,384 tokens: T4 2.9/1.4, H100 2.")
+    assert said.endswith("; recorded 2.5/2.1")
+    assert "recorded" not in data.predicted_sentence(recorded[1:]) + data.predicted_sentence([])
 
 
 def test_three_lines_say_what_the_numbers_say(subject):
     found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
     padding = [{"real": 1.0, "path": path, "ms": 1.0, "where": WHERE} for path in ("padded", "padding removed")]
     lines = data.three_lines(MAP, found, padding)
-    assert (
-        len(lines) == 3 and f"Of 3 places on this machine's map, {data.DENSE} wins 2, {data.PACKED} wins 1" in lines[0]
-    )
-    assert "2.00 times, by packed (TwELL) at 1.0% firing and 1 token;" in lines[1]
-    assert "somewhere from 1.0% firing on" in lines[1] and "Padding: time in proportion" in lines[2]
-    assert "dense is fastest nowhere" in data.three_lines(MAP[:2], found, padding)[1]
+    assert lines[0] == "The map: dense 2, packed 1; at most 2.0 times, 1 token."
+    assert lines[1:] == [data.padding_sentence(padding), data.predictor_sentence(found)]
 
 
 # ---- checks ----

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ... import records
 from ...core.errors import InputError
 from ...ops import train_rows
 from ..roofline.data import VALUE, Rates
@@ -57,23 +56,9 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
     return Case(x, gate, up, down, dy)
 
 
-def census(values: dict[str, Tensor], fired: Tensor) -> str:
-    """A table: how many values of each matrix are not zero, where the gate fired and elsewhere.
-
-    fired: bool, of the matrices' shape.
-    """
-    rows = [
-        {
-            "name": name,
-            "all": value.numel(),
-            "here": int(value[fired].count_nonzero()),
-            "elsewhere": int(value[~fired].count_nonzero()),
-        }
-        for name, value in values.items()
-    ]
-    return records.table(
-        rows, {"name": "", "all": "values", "here": "not 0 where it fired", "elsewhere": "not 0 elsewhere"}
-    )
+def full(values: dict[str, Tensor], fired: Tensor) -> list[str]:
+    """The names of the matrices that are not zero everywhere where the gate was silent. fired: bool, of their shape."""
+    return [name for name, value in values.items() if value[~fired].any()]
 
 
 def exact(case: Case, coefficient: float) -> dict[str, Tensor]:
@@ -259,30 +244,11 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
     alive.clear()
 
 
-def memory_table(sizes: dict[str, dict[str, int]]) -> str:
-    """A table of MiB by tensor, with a column for each way. sizes: way -> tensor -> bytes."""
-    names = dict.fromkeys(name for each in sizes.values() for name in each)
-    rows = [
-        {"name": name, **{way: each[name] / 2**20 for way, each in sizes.items() if name in each}} for name in names
-    ]
-    rows.append({"name": "together", **{way: sum(each.values()) / 2**20 for way, each in sizes.items()}})
-    return records.table(rows, {"name": "", **{way: f"{way}, MiB" for way in sizes}})
-
-
-def memory_sentence(sizes: dict[str, dict[str, int]]) -> str:
-    """How much the first two ways keep, in a sentence. sizes: as for `memory_table`."""
-    (first, dense), (second, sparse) = ((way, sum(each.values()) / 2**20) for way, each in list(sizes.items())[:2])
-    return (
-        f"Kept from forward to backward: {dense:.0f} MiB ({first}), {sparse:.0f} MiB ({second}), "
-        f"{dense / sparse:.1f} times less."
-    )
-
-
 # ---- the least time of a step ----
 
 # (part, direction, the arrays of which each kept value reads a row)
 READS = (
-    ("survivors: u", "forward", ("up",)),
+    ("u", "forward", ("up",)),
     ("y", "forward", ("down",)),
     ("dh", "backward", ("down",)),
     ("dx", "backward", ("gate", "up")),
@@ -313,7 +279,7 @@ def parts(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float
                 "direction": direction,
                 "operations": 0,
                 "l2": len(rows) * kept * row,
-                "memory": x * (part != "survivors: u") + 3 * weights * (part == "weight gradients"),
+                "memory": x * (part != "u") + 3 * weights * (part == "weight gradients"),
                 "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows),
             }
         )
@@ -337,27 +303,3 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
 def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> float:
     """Least ms of the dense step: nine products, three forward and six backward, on the tensor cores."""
     return 1e3 * 9 * 2 * tokens * d_model * d_ff / reached.tensor
-
-
-def break_even(
-    reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, dense_ms: float | None = None
-) -> float:
-    """The nnz at which the least time of the sparse step equals dense_ms (None: the least time of the dense step)."""
-    dense = dense_floor(reached, tokens, d_model, d_ff) if dense_ms is None else dense_ms
-    none, one = (sum(part["ms"] for part in floors(parts(tokens, d_model, d_ff, nnz), reached)) for nnz in (1000, 1001))
-    return 1000 + (dense - none) / (one - none)  # linear from where the L2 limits every part
-
-
-def break_even_sentences(reached: Rates, recorded_ms: float | None = None) -> str:
-    """The nnz below which the least time of a sparse step is below that of a dense one, and below a recorded time."""
-    own = dense_floor(reached)
-    lines = [
-        f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below "
-        f"{break_even(reached):.0f} firing neurons."
-    ]
-    if recorded_ms is not None:
-        lines.append(
-            f"Against torch's step as it was recorded ({recorded_ms:.2f} ms), below "
-            f"{break_even(reached, dense_ms=recorded_ms):.0f}."
-        )
-    return "\n".join(lines)

@@ -9,6 +9,8 @@ from ... import plots
 from ...core.errors import InputError
 from ..drawing import legend_key, note, row_at, squares
 from ..recorded import sources
+from ..roofline.data import Rates
+from .data import dense_floor
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
 # A legend of many entries, below the figure, in as many lines as it takes.
@@ -50,9 +52,11 @@ def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) ->
     figure.update_yaxes(showticklabels=False, autorange="reversed")
     figure.update_xaxes(title_text="neuron", row=lines)
     figure.update_yaxes(title_text="token", col=1)
-    figure = plots.styled(figure, "", height=130 + 190 * lines)
+    figure = plots.styled(
+        figure, "Which values are not zero, and which of them the gate lets through", 160 + 190 * lines
+    )
     figure.update_annotations(font_size=13)
-    return figure.update_layout(legend={"y": 1.1}, margin={"t": 80, "b": 35})
+    return figure.update_layout(legend={"y": -0.12, "yanchor": "top"}, margin={"t": 75, "b": 70})
 
 
 def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, neuron: int | None = None) -> go.Figure:
@@ -160,9 +164,10 @@ def lists(rows: list[list[int]], columns: list[list[int]], picked: tuple[int, ..
             col=col,
         )
     figure.update_xaxes(title_text="place in the list", dtick=1, showgrid=False, zeroline=False)
-    figure = plots.styled(figure, "", height=max(330, 110 + 17 * max(len(rows), len(columns))))
+    title = f"The same {sum(map(len, rows))} entries, by token and by neuron"
+    figure = plots.styled(figure, title, height=max(330, 110 + 17 * max(len(rows), len(columns))))
     figure.update_annotations(font_size=13)
-    return figure.update_layout(margin={"t": 60, "b": 50})
+    return figure.update_layout(margin={"t": 75, "b": 50})
 
 
 TENSORS = {
@@ -179,6 +184,16 @@ TENSORS = {
 }
 
 
+SAID = {
+    "down_t": "down_t: Wd transposed",
+    "words": "words: g and its neuron",
+    "ups": "ups: u",
+    "spans": "spans: where rows lie",
+    "kept": "kept: how many of each row",
+    "lost": "lost: rows that did not fit",
+}
+
+
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes."""
     figure = go.Figure()
@@ -189,7 +204,7 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
             y=list(sizes),
             x=x,
             orientation="h",
-            name=name,
+            name=SAID.get(name, name),
             marker_color=TENSORS.get(name, plots.GREY),
             text=[name if value > 0.05 * most else "" for value in x],
             textposition="inside",
@@ -204,14 +219,15 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
         )
     figure.update_xaxes(title_text="MiB", range=[0, 1.14 * most])
     figure.update_yaxes(autorange="reversed")
-    return plots.styled(figure, title, height=150 + 70 * len(sizes)).update_layout(
-        barmode="stack", legend={"traceorder": "normal"}
+    figure = plots.styled(figure, title, height=230 + 70 * len(sizes)).update_layout(barmode="stack")
+    return figure.update_layout(
+        margin={"t": 45, "b": 140}, legend={"traceorder": "normal", "y": -0.32, "yanchor": "top"}
     )
 
 
 PARTS = {
     "gate, packed": plots.GREY,
-    "survivors: u": plots.SKY,
+    "u": plots.SKY,
     "y": plots.BLUE,
     "dh": plots.ORANGE,
     "dx": plots.RED,
@@ -219,11 +235,12 @@ PARTS = {
 }
 
 
-def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] = ()) -> go.Figure:
+def budget(floors: dict[str, list[dict]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
     """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 
-    floors: nnz as text -> data.floors; dense_ms: data.dense_floor; recorded: rows of measured.steps.
+    floors: nnz as text -> data.floors at the rates `reached`; recorded: rows of measured.steps.
     """
+    dense_ms = dense_floor(reached)
     figure = go.Figure()
     place = {nnz: f"nnz {nnz}: {sum(part['ms'] for part in each):.2f} ms" for nnz, each in floors.items()}
     for name, colour in PARTS.items():
@@ -266,18 +283,19 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
     figure.update_xaxes(title_text="neurons firing for a token on average, and the sum of the parts", type="category")
     figure.update_yaxes(title_text="ms, 16,384 tokens", rangemode="tozero")
     where = sources([row for row in recorded if row["column"] in floors])
-    title = "The parts of a sparse step, if every row came from the L2 cache" + f"<br><sup>marks: {where}</sup>" * bool(
-        where
-    )
+    tensor, memory, l2 = (each / 1e12 for each in (reached.tensor, reached.memory, reached.l2))
+    rates = f"{tensor:.0f} TFLOP/s, {memory:.1f} TB/s from memory, {l2:.1f} from the L2"
+    title = "The parts of a sparse step, if every row came from the L2 cache"
+    title += f"<br><sup>at rates that an H100 reached: {rates}" + f"<br>marks: {where}" * bool(where) + "</sup>"
     return plots.styled(figure, title, height=520).update_layout(
-        barmode="stack", margin_b=150, legend=BELOW | {"traceorder": "normal"}
+        barmode="stack", margin={"t": 90, "b": 150}, legend=BELOW | {"traceorder": "normal"}
     )
 
 
 NAMES = {
-    "planned": "planned",
-    "planned compiled": "planned, compiled against compiled",
-    "forced twell": "sparse, forced",
+    "planned": "planned, beside eager torch",
+    "planned compiled": "planned, compiled, beside compiled torch",
+    "forced twell": "sparse, beside eager torch",
 }
 
 
@@ -292,18 +310,17 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
         for row in (*recorded, *own)
         if row["path"] in NAMES
     ]
-    for colour, (path, where) in zip(
-        plots.COLOURS, dict.fromkeys((row["path"], row["where"]) for row in shown), strict=False
-    ):
+    for path, where in dict.fromkeys((row["path"], row["where"]) for row in shown):
         rows = sorted(
             (row for row in shown if (row["path"], row["where"]) == (path, where)), key=lambda row: row["nnz"]
         )
+        mine = not where.startswith("recorded")
         figure.add_scatter(
             x=[row["nnz"] for row in rows],
             y=[row["x"] for row in rows],
             mode="lines+markers",
-            name=f"{NAMES[path]}, {where}",
-            line={"color": colour, "dash": "dot" if where.startswith("recorded") else "solid"},
+            name=NAMES[path] + f", {where}" * mine,
+            line={"color": plots.COLOURS[[*NAMES].index(path)], "dash": "solid" if mine else "dot"},
             marker={"size": 15 if path == "planned" else 8, "symbol": "circle-open" if path == "planned" else "circle"},
             customdata=[[row["ms"]] for row in rows],
             hovertemplate="nnz %{x:.3g}: %{y:.2f}x, %{customdata[0]:.3g} ms",
@@ -315,10 +332,12 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
             "no training step is recorded yet" + f"; {command} makes the record" * bool(command),
             font={"size": 13},
         )
-    figure.update_xaxes(title_text="mean nnz of 5,632 neurons", rangemode="tozero")
+    figure.update_xaxes(title_text="neurons firing for a token, mean (of 5,632)", rangemode="tozero")
     figure.update_yaxes(title_text="times as fast as the dense step", rangemode="tozero")
-    lines = len({(row["path"], row["where"]) for row in shown})
-    return plots.styled(figure, "", height=360 + 20 * lines).update_layout(margin_t=60 + 20 * lines)
+    title = "A training step of one layer, 16,384 tokens"
+    title += f"<br><sup>dotted: {sources(recorded)}</sup>" * bool(recorded)
+    figure = plots.styled(figure, title, height=450)
+    return figure.update_layout(margin={"t": 70, "b": 120}, legend={"y": -0.18, "yanchor": "top"})
 
 
 def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
@@ -408,7 +427,7 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
             x=[row["nnz"] for row in rows],
             y=[row["ms"] for row in rows],
             mode="lines+markers" if drawn else "markers",
-            name=f"sparse, {name}",
+            name=f"sparse: {name}",
             line={"color": colour},
             marker={"size": 9, "color": colour, "symbol": "circle" if drawn else "diamond"},
             customdata=[[row["workload"]] for row in rows],
@@ -432,6 +451,34 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
     figure.update_yaxes(title_text="ms, forward and backward (log scale)", type="log", tickvals=[1, 2, 5, 10, 20, 50])
     title = f"A training step of one layer, 16,384 tokens<br><sup>{sources(every)}</sup>"
     return plots.styled(figure, title, height=560).update_layout(margin_b=170, legend=BELOW)
+
+
+def models(found: list[dict]) -> go.Figure:
+    """How many times as fast the training step of whole models is, eager and compiled. found: of measured.wholes."""
+    figure = go.Figure()
+    names = [f"{each['model']}, nnz {each['nnz']:.0f}<br>{each['choice']}" for each in found]
+    for key, name, colour in (
+        ("eager", "planned, beside eager torch", plots.BLUE),
+        ("compiled", "planned, compiled, beside compiled torch", plots.ORANGE),
+    ):
+        figure.add_bar(
+            x=names,
+            y=[each[key] for each in found],
+            name=name,
+            marker_color=colour,
+            text=[f"{each[key]:.2f}" for each in found],
+            textposition="outside",
+            cliponaxis=False,
+            customdata=[[each["mib"], each["dense_mib"]] for each in found],
+            hovertemplate="%{y:.2f} times; eager %{customdata[0]:,.0f} MiB at most, torch %{customdata[1]:,.0f}",
+        )
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dash"})
+    if not found:
+        note(figure, "no whole model is recorded in this checkout")
+    figure.update_yaxes(title_text="times as fast as torch's dense model", rangemode="tozero")
+    title = f"A training step of whole models<br><sup>{sources(found)}</sup>"
+    figure = plots.styled(figure, title, height=400)
+    return figure.update_layout(barmode="group", margin={"t": 70, "b": 100}, legend={"y": -0.2, "yanchor": "top"})
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:

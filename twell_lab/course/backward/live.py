@@ -1,4 +1,4 @@
-"""The training run of notebook 11 in which layers change their path: what its loop calls, and sentences on the run.
+"""The training run of notebook 11 in which layers change their path: what its loop calls.
 
 Data in, data out, nothing drawn.
 """
@@ -146,24 +146,3 @@ def furthest_apart(a: list[Tensor], b: list[Tensor]) -> float:
         float((one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-300))
         for one, two in zip(a, b, strict=True)
     )
-
-
-def says(history: list[dict]) -> str:
-    """In lines: when each layer changed its path, and how much was kept for the backward pass at first and at last.
-
-    history: rows {step, nnz, paths: by layer, bytes}.
-    """
-    lines = []
-    for number, path in enumerate(history[0]["paths"]):
-        changes, now = [], path
-        for row in history:
-            if row["paths"][number] != now:
-                now = row["paths"][number]
-                changes.append(
-                    f"{'sparse' if now == 'twell' else 'dense'} from step {row['step']} (nnz {row['nnz'][number]:.1f})"
-                )
-        lines.append(f"layer {number}: dense at first; {', then '.join(changes) or 'never changed'}")
-    first, last = history[0], history[-1]
-    held = [f"{row['bytes'] / 2**20:.1f}" for row in (first, last)]
-    lines.append(f"kept for the backward pass: {held[0]} MiB in step {first['step']}, {held[1]} in step {last['step']}")
-    return "\n".join(lines)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ... import records
-from ...ops import measure, train_rows
+from ...ops import measure
 from ..notebook import sixteen_bits
-from ..recorded import GRAPH, LOGNORMAL, extremes, newest, rows_of, same, sources, timed_here
+from ..recorded import GRAPH, LOGNORMAL, device_and_day, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
@@ -44,15 +44,33 @@ KINDS = {
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every step of a layer on TOKENS tokens and of a whole model, eager or compiled, that was recorded on a GPU with
-    `device` in its name; of equal measurements the newest."""
+    """Steps of a layer on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name.
 
-    def wanted(row: dict) -> bool:
-        if row.get("kind") != KIND or row.get("nnz") is None or row["path"].endswith(GRAPH):
-            return False
-        return row["tokens"] == TOKENS or row["workload"].startswith(WHOLE)
+    One record, so that its times can be compared: of those that timed the most kinds of workload (KINDS, and whole
+    models), the newest. [] if there is none.
+    """
+    best, most = [], 0
+    for record in reversed(records.load_all()):
+        rows = [row for row in record.rows if _wanted(row) and device in row["device"]] if record.name == NAME else []
+        covered = len({(row["workload"], f"{row['nnz']:.2g}") for row in rows if _kind(row)})
+        if covered > most:
+            where = f"recorded on {device_and_day(rows[0]['device'], record.date, records.stale(record))}"
+            best, most = [{**row, "where": where} for row in rows], covered
+    return best
 
-    return newest(NAME, device, wanted)
+
+def _wanted(row: dict) -> bool:
+    if row.get("kind") != KIND or row.get("nnz") is None or row["path"].endswith(GRAPH):
+        return False
+    return row["tokens"] == TOKENS or row["workload"].startswith(WHOLE)
+
+
+def _kind(row: dict) -> str | None:
+    """What figures call the row's workload: of KINDS, or WHOLE; None for others."""
+    if row["workload"].startswith(WHOLE):
+        return WHOLE
+    workload = row["workload"]
+    return KINDS.get(workload) or KINDS.get(workload.split(":")[0].split(",")[0])
 
 
 def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
@@ -80,77 +98,27 @@ def _lines(rows: list[dict]) -> list[dict]:
     return list(lines.values())
 
 
-def table(rows: list[dict]) -> str:
-    """A line for each nnz: the dense, the sparse and the planned step, eager and compiled, and their memory."""
-    lines = _lines(steps(rows))
-    columns = {
-        "nnz": "mean nnz",
-        "dense eager": "dense ms",
-        SPARSE: "sparse ms",
-        f"{SPARSE} x": "x dense",
-        "choice": "planned",
-        "planned": "planned ms",
-        "planned x": "x dense",
-        "dense compiled": "compiled: dense ms",
-        "planned compiled": "planned ms",
-        "planned compiled x": "x dense",
-        "dense eager mib": "MiB: dense",
-        f"{SPARSE} mib": "sparse",
-    }
-    return records.table(lines, columns) if lines else MISSING
-
-
-def whole_step(rows: list[dict]) -> str:
-    """The training step of whole models with dense, planned and sparse layers: ms, times as fast, MiB."""
-    said = []
-    for line in _lines([row for row in rows if row["workload"].startswith(WHOLE)]):
-        row = next(row for row in rows if row["workload"] == line["workload"])
-        planned = f", planned: {line['choice']}" if line["choice"] else ""
-        said.append(
-            f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million "
-            f"parameters, nnz {line['nnz']:.1f}{planned}"
-        )
-        shown = [
+def wholes(rows: list[dict]) -> list[dict]:
+    """{model, nnz, parameters, eager, compiled, choice, mib, dense_mib, where}: of each whole model, how many times as
+    fast its planned step is as torch's, eager beside eager and compiled beside compiled, and the peak memory."""
+    found = []
+    whole = [row for row in rows if row["workload"].startswith(WHOLE)]
+    for line in sorted(_lines(whole), key=lambda line: -line["nnz"]):
+        row = next(row for row in whole if (row["workload"], row["nnz"]) == (line["workload"], line["nnz"]))
+        found.append(
             {
-                "how": how,
-                "dense": line[dense],
-                "ours": line[ours],
-                "x": line[f"{ours} x"],
-                "dense mib": line[f"{dense} mib"],
-                "mib": line[f"{ours} mib"],
+                "model": f"{row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}",
+                "nnz": line["nnz"],
+                "parameters": row["parameters"],
+                "eager": line["planned x"],
+                "compiled": line["planned compiled x"],
+                "choice": line["choice"],
+                "mib": line["planned mib"],
+                "dense_mib": line["dense eager mib"],
+                "where": row["where"],
             }
-            for how, dense, ours in (
-                ("planned", "dense eager", "planned"),
-                ("planned, compiled", "dense compiled", "planned compiled"),
-                (BY_LAYER, "dense compiled", BY_LAYER),
-                ("sparse, compiled", "dense compiled", f"{SPARSE} compiled"),
-            )
-            if ours in line
-        ]
-        said.append(
-            records.table(
-                shown,
-                {
-                    "how": "",
-                    "dense": "dense ms",
-                    "ours": "ours ms",
-                    "x": "x dense",
-                    "dense mib": "MiB: dense",
-                    "mib": "ours",
-                },
-            )
         )
-        if (row["d_model"], row["d_ff"]) != (D_MODEL, D_FF):
-            continue
-        alone = min(_lines(steps(rows)), key=lambda other: abs(other["nnz"] - line["nnz"]), default={})
-        if {"dense compiled", "planned compiled"} <= set(alone):
-            saved = alone["dense compiled"] - alone["planned compiled"]
-            said.append(
-                f"Compiled, the step saves {line['dense compiled'] - line['planned compiled']:.1f} ms; "
-                f"{row['layers']} single layers at "
-                f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}."
-            )
-    return "\n".join(said) or "No whole step is recorded."
+    return sorted(found, key=lambda each: (-each["parameters"], each["nnz"]))
 
 
 def series(rows: list[dict]) -> dict[str, list[dict]]:
@@ -161,134 +129,41 @@ def series(rows: list[dict]) -> dict[str, list[dict]]:
         if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)
     ]
     found = {
-        name: sorted(
-            (row for row in here if row["workload"] == kind or row["workload"].split(":")[0].split(",")[0] == kind),
-            key=lambda row: row["nnz"],
-        )
-        for kind, name in KINDS.items()
+        name: sorted((row for row in here if _kind(row) == name), key=lambda row: row["nnz"]) for name in KINDS.values()
     }
     return {name: each for name, each in found.items() if each}
 
 
-def meets(rows: list[dict], path: str) -> float | None:
-    """The nnz at which the sparse step takes as long as `path`, interpolated between two recorded nnz.
+def between(rows: list[dict], path: str) -> tuple[float, float] | None:
+    """The two neighbouring recorded nnz between which the sparse step stops being faster than `path`.
 
-    rows: of one kind of workload. None if the lines do not cross between two of them.
+    rows: of one kind of workload. None if that happens between no two of them.
     """
     sparse, dense = ({row["nnz"]: row["ms"] for row in rows if row["path"] == each} for each in (SPARSE, path))
-    nnzs = sorted(set(sparse) & set(dense))
-    for low, high in pairwise(nnzs):
-        before, after = sparse[low] - dense[low], sparse[high] - dense[high]
-        if before < 0 <= after:
-            return low + (high - low) * before / (before - after)
+    for low, high in pairwise(sorted(set(sparse) & set(dense))):
+        if sparse[low] < dense[low] and sparse[high] >= dense[high]:
+            return low, high
     return None
 
 
-def meetings(rows: list[dict]) -> str:
-    """The nnz at which recorded sparse steps take as long as dense ones: a line for each drawn workload."""
-    lines = []
-    for name, each in series([row for row in rows if row["workload"].startswith("independent")]).items():
-        found = {path: meets(each, path) for path in ("dense compiled", "dense eager")}
-        shown = [f"{path.removeprefix('dense ')} at nnz {nnz:.0f}" for path, nnz in found.items() if nnz is not None]
-        if shown:
-            lines.append(f"Recorded, {name}: the sparse step takes as long as torch's {', '.join(shown)}.")
-    return "\n".join(lines) or "Nothing recorded to set beside it."
+def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]:
+    """What the notebook found, in three sentences made of its numbers: time and where it ends, memory, whole models.
 
-
-def lost_cost(rows: list[dict]) -> str:
-    """The time of a lost row beside that of a stored one, from the workload in which 1% of the rows is lost."""
-    line = next(
-        (
-            line
-            for line in _lines(rows)
-            if line["workload"].startswith("overflow") and "tile of 200" in line["workload"]
-        ),
-        None,
-    )
-    drawn = sorted((row["nnz"], row["ms"]) for row in steps(rows) if row["path"] == SPARSE)
-    around = next((pair for pair in pairwise(drawn) if line and pair[0][0] <= line["nnz"] <= pair[1][0]), None)
-    if around is None:
-        return "No workload with a known number of lost rows is recorded."
-    (low, before), (high, after) = around
-    without = before + (after - before) * (line["nnz"] - low) / (high - low)
-    lost = 0.01 * TOKENS
-    return (
-        f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), "
-        "so a lost row costs about "
-        f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}."
-    )
-
-
-def no_room(rows: list[dict]) -> str:
-    """A line for each recorded workload with more entries than the lists have room for: how much is lost, and the
-    times."""
-    lines = []
-    for line in _lines([row for each in series(rows).values() for row in each]):
-        room, entries = train_rows.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
-        if entries > room and SPARSE in line:
-            lines.append(
-                f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of "
-                f"them are in lost rows. Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned "
-                f"({line['choice']}) {line['planned']:.1f}."
-            )
-    return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
-
-
-def about(rows: list[dict]) -> str:
-    """Where rows come from, in a sentence; if there are none, which command makes them."""
-    return f"{len(rows)} times of training steps, {sources(rows)}." if rows else MISSING
-
-
-def summary(rows: list[dict]) -> str:
-    """The lowest and the highest figure of the planned step against dense, in a sentence; "" for no rows."""
-    shown = [
-        {**row, "x": row[OURS[row["path"]]]}
-        for row in rows
-        if row["path"].startswith("planned") and row.get(OURS[row["path"]])
-    ]
-    shown = shown or [{**row, "x": row["x_dense"]} for row in rows if row["path"] == SPARSE]
-    return extremes("The training step", shown, _at, "rows") if shown else ""
-
-
-def _at(row: dict) -> str:
-    return f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"
-
-
-def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
-    """A line for each recorded sparse step, with the sum of its floors. floors: nnz as text -> data.floors."""
-    lines = []
-    for row in steps(rows):
-        if row["path"] == SPARSE and row["column"] in floors:
-            floor = sum(part["ms"] for part in floors[row["column"]])
-            below = row["ms"] < 0.995 * floor
-            lines.append(
-                f"nnz {row['column']}: counted {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} "
-                f"times that" + ": the caches delivered rows faster than the rate used here" * below
-            )
-    return "\n".join(dict.fromkeys(lines)) or "No recorded step to set beside them yet."
-
-
-def dense_ms(rows: list[dict]) -> float | None:
-    """Milliseconds of the recorded eager dense step, as the median over nnz, on which it does not depend; or None."""
-    found = [row["ms"] for row in steps(rows) if row["path"] == "dense eager"]
-    return measure.quartiles(found)[0] if found else None
-
-
-def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
-    """The recorded peak memory that a dense and a sparse step add, at the nnz nearest to this one, in a sentence."""
-    here = [row for row in steps(rows) if row.get("peak_bytes") and row["path"] in ("dense eager", SPARSE)]
-    if not here:
-        return "No peak is recorded yet."
-    near = min((row["nnz"] for row in here), key=lambda each: abs(each - nnz))
-    each = ", ".join(
-        f"{row['peak_bytes'] / 2**20:.0f} MiB ({'sparse' if row['path'] == SPARSE else 'dense'})"
-        for row in here
-        if row["nnz"] == near
-    )
-    return (
-        f"The most that a whole step adds at any time, output and gradients included, nnz {near:.0f}: {each}; "
-        f"{here[0]['where']}."
-    )
+    sizes: of the dense and of the sparse way, tensor -> bytes. Without a record the second alone, and MISSING.
+    """
+    dense, sparse = (sum(each.values()) / 2**20 for each in sizes.values())
+    memory = f"Kept: {dense:.0f} MiB dense, {sparse:.0f} sparse."
+    one = steps(rows)
+    quick = max((row for row in one if row["path"] == SPARSE), key=lambda row: row["x_dense"], default=None)
+    if quick is None:
+        return [MISSING, memory]
+    said = f"Sparse: {quick['x_dense']:.1f} times as fast at nnz {quick['column']}"
+    if met := between(one, "dense compiled"):
+        said += f"; overtaken by compiled dense between {met[0]:.0f} and {met[1]:.0f}"
+    lines = [f"{said}.", memory]
+    if models := [each["compiled"] for each in wholes(rows) if each["compiled"]]:
+        lines.append(f"Whole models, compiled: {min(models):.2f} to {max(models):.2f} times.")
+    return lines
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:

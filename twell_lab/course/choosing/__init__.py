@@ -14,7 +14,7 @@ from .data import (
     occupied_sentence,
     padding_rows,
     padding_sentence,
-    predicted_lines,
+    predicted_sentence,
     predictor_sentence,
     products_here,
     products_sentence,

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -146,11 +147,12 @@ def occupied_rows(subject: Study, heights: Sequence[int] = (1, 2, 4, 8, 16, 32, 
     return made
 
 
-def occupied_sentence(rows: list[dict], height: int = HEIGHT) -> str:
-    """How the layers compare with neurons that fire at random, in stripes of this height."""
+def occupied_sentence(rows: list[dict], layer: int = 1, height: int = HEIGHT) -> str:
+    """What one layer has in stripes of this height, and how many layers have fewer than if neurons fired at random."""
     mine = [row for row in rows if row["height"] == height]
-    said = ", ".join(f"layer {row['layer']} {row['measured']:.0%} (not {row['expected']:.0%})" for row in mine)
-    return f"columns of {height} tokens that hold anything, and if firing were random: {said}"
+    share = next(row["measured"] for row in mine if row["layer"] == layer)
+    fewer = sum(row["measured"] < row["expected"] for row in mine)
+    return f"{share:.0%}, fewer in {fewer} of {len(mine)} layers"
 
 
 TILED = Method(TILES, lambda a: microtiles.find_microtiles(a, HEIGHT), microtiles.product, (SCATTERED, TALL))
@@ -169,12 +171,13 @@ def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.
 
 
 def products_sentence(rows: list[dict]) -> str:
-    """From which share of zeros on micro-tiles win, for each pattern."""
-    lines = []
-    for each in comparison.crossings(rows):
-        won = f"from {1 - each.density:.0%} zeros on" if each.density is not None else None
-        lines.append(f"{each.pattern}: faster than dense {won or ('everywhere' if each.best >= 1 else 'nowhere')}")
-    return f"micro-tiles here, {'; '.join(lines)}"
+    """Between which two shares of scattered zeros that were timed micro-tiles begin to win."""
+    mine = [row for row in rows if row["path"] == TILES and row["pattern"] == SCATTERED]
+    wins = [(row["density"], row["x_dense"] > 1) for row in sorted(mine, key=lambda row: -row["density"])]
+    for (more, before), (less, after) in pairwise(wins):
+        if after and not before:
+            return f"scattered zeros win between {1 - more:.0%} and {1 - less:.0%}"
+    return f"scattered zeros win {'everywhere' if all(won for _, won in wins) else 'nowhere'}"
 
 
 # ---- padding ----
@@ -203,29 +206,28 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
 
 
 def padding_sentence(rows: list[dict]) -> str:
-    """How far the time follows the real rows."""
-    took = {row["real"]: row["ms"] for row in rows if row["path"] != "padded"}
-    whole, most = took[max(took)] / max(took), 0.0
-    for share, ms in took.items():
-        most = max(most, abs(ms / (share * whole) - 1), key=abs)
-    dense = next(row["ms"] for row in rows if row["path"] == "padded" and row["real"] == min(took))
-    return (
-        f"time in proportion to the real rows, within {most:.0%}; at {min(took):.0%} real rows "
-        f"{dense / took[min(took)]:.1f} times as fast as with the padding"
-    )
+    """How much faster the fewest real rows are without the padding."""
+    least = min(row["real"] for row in rows)
+    took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
+    return f"Without padding, {least:.0%} real: {took['padded'] / took['padding removed']:.1f} times."
 
 
 # ---- hot and cold ----
 
 
-def dearer(gpu: str = "H100 SXM", tokens: int = 16384) -> float:
-    """How many times as much a firing neuron costs a token when it is packed as any neuron when it is dense, as the
-    cost model has it for a layer of 2048 x 5632 with 30 and 60 firing."""
-    few, more = (
-        {row["path"]: row["ms"] for row in predicting.predict(gpu, nnz, tokens=[tokens])} for nnz in (30.0, 60.0)
+def dearer(rows: Iterable[dict], tokens: int = 16384, most: float = 1 / 64) -> float | None:
+    """How many times as much a firing neuron costs a token when it is packed as any neuron when it is dense.
+
+    rows: of `recorded_map`. Packed, from the fewest to the most that fire, up to the share `most`; dense, two thirds of
+    the layer, since the gate is computed either way. None where fewer than two were recorded."""
+    here = sorted(
+        (row for row in rows if row["tokens"] == tokens and row["share"] <= most), key=lambda row: row["share"]
     )
-    packed = (more["twell"] - few["twell"]) / 30
-    return packed / (2 / 3 * few["dense"] / 5632)  # the gate is computed either way
+    packed, dense = ([row for row in here if row["method"] == method] for method in (PACKED, DENSE))
+    if len(packed) < 2 or not dense:
+        return None
+    few, many = packed[0], packed[-1]
+    return (many["ms"] - few["ms"]) / (many["share"] - few["share"]) / (2 / 3 * dense[0]["ms"])
 
 
 def hot_neurons(shares: Tensor, times: float) -> Tensor:
@@ -236,9 +238,10 @@ def hot_neurons(shares: Tensor, times: float) -> Tensor:
 
 
 @torch.no_grad()
-def hot_rows(device: str, share: float = 1 / 64, gpu: str = "H100 SXM") -> list[dict]:
-    """{hot, x_dense, where}: a layer in which this share of the neurons fires, by how many of its neurons are computed
-    densely, timed here; and as predicted for a GPU, with 16,384 tokens."""
+def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) -> list[dict]:
+    """{hot, d_ff, x_dense, low, high, where}: a layer in which this share of the neurons fires, by how many of them are
+    computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
+    `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
     sizes = sizes_for(device)
     layer, x = _drawn(share, device, sizes.many // 2)
     step = max(1, sizes.d_ff // 8 // STEP) * STEP
@@ -247,32 +250,27 @@ def hot_rows(device: str, share: float = 1 / 64, gpu: str = "H100 SXM") -> list[
         swapped = _swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
         _hold(f"hot {hot}", swapped(x), layer(x))
         calls[hot] = functools.partial(swapped, x)
-    took = _clock(calls, device)
-    made = [
-        {"hot": hot, "d_ff": sizes.d_ff, "x_dense": took[DENSE] / ms, "where": _here(device)}
-        for hot, ms in took.items()
-        if hot != DENSE
-    ]
-    wide = predicting.Layer(share * 5632)
-    rates, firing = predicting.rates_of(gpu), predicting.firing_of(wide)
-    for hot in range(0, wide.d_ff, STEP):
-        choice = Choice("hot_cold", hot) if hot else Choice("twell")
-        us = {
-            each: predicting.costs.predict(each, firing, rates, 16384, 2)["total"] for each in (choice, Choice(DENSE))
-        }
-        where = f"predicted for an {rates.device}, 16,384 tokens"
-        made.append({"hot": hot, "d_ff": wide.d_ff, "x_dense": us[Choice(DENSE)] / us[choice], "where": where})
+    took = _samples(calls, device, 1.0)
+    shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
+    for hot in calls.keys() - {DENSE}:
+        turns = [dense / mine for dense, mine in zip(took[DENSE], took[hot])]
+        low, middle, high = _quantiles(turns, (0.1, 0.5, 0.9))
+        made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
+    made.sort(key=lambda row: row["hot"])
+    near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
+    for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
+        where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
+        made.append({**{key: row[key] for key in ("hot", "d_ff", "x_dense")}, "where": where})
     return made
 
 
 def hot_sentence(rows: list[dict]) -> str:
-    """The best number of hot neurons, for each source of the rows."""
-    lines = []
-    for where in dict.fromkeys(row["where"] for row in rows):
-        best = max((row for row in rows if row["where"] == where), key=lambda row: row["x_dense"])
-        said = f"{best['hot']} hot neurons" if best["hot"] else "no hot neurons"
-        lines.append(f"{where}: best with {said} of {best['d_ff']}, {best['x_dense']:.2f} times as fast as dense")
-    return "\n".join(lines)
+    """Whether any number of hot neurons is faster than dense here by more than the spread of the times, and which."""
+    best = max((row for row in rows if "low" in row), key=lambda row: row["low"])
+    spread = f"{best['x_dense']:.2f} ({best['low']:.2f} to {best['high']:.2f})"
+    if best["low"] <= 1:
+        return f"nothing surely beats dense: {spread}"
+    return f"{best['hot']} hot neurons beat dense: {spread}"
 
 
 @torch.no_grad()
@@ -325,15 +323,13 @@ def _expert_way(layer: experts.Experts, way: str, *given: Tensor) -> Tensor:
 
 
 def expert_sentence(rows: list[dict]) -> str:
-    """The fastest way and the slowest with the fewest and the most experts, for each routing."""
-    lines = []
+    """The fastest way with the most experts, for each routing; ways within a twentieth of it count as equal."""
+    count, lines = max(row["experts"] for row in rows), []
     for routing in dict.fromkeys(row["routing"] for row in rows):
-        for count in (min(row["experts"] for row in rows), max(row["experts"] for row in rows)):
-            took = {row["way"]: row["ms"] for row in rows if (row["routing"], row["experts"]) == (routing, count)}
-            quick, slow = min(took, key=took.__getitem__), max(took, key=took.__getitem__)
-            times = f"{took[slow] / took[quick]:.1f} times as fast as {slow}"
-            lines.append(f"tokens {routing}, {count} experts: {quick} is fastest, {times}")
-    return "\n".join(lines)
+        took = {row["way"]: row["ms"] for row in rows if (row["routing"], row["experts"]) == (routing, count)}
+        quick = [way for way, ms in took.items() if ms <= 1.05 * min(took.values())]
+        lines.append(f"{routing}, {' or '.join(quick)}")
+    return f"fastest of {count} experts: {'; '.join(lines)}"
 
 
 # ---- predictors, and one token ----
@@ -375,10 +371,7 @@ def predictor_sentence(found: Predictors) -> str:
     """How many neurons are computed for one that fires."""
     table = found.table()
     neurons, firing = (sum(row[key] for row in table) for key in ("neurons", "firing"))
-    return (
-        f"to find {found.recall:.0%} of what fires, the predictor has {neurons / firing:.1f} times as many neurons "
-        "computed as fire"
-    )
+    return f"Guessing {found.recall:.0%}: {neurons / firing:.0f} computed for one that fires."
 
 
 def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:
@@ -452,8 +445,9 @@ def recorded_map(device: str = "H100") -> list[dict]:
         name = row["path"].removeprefix("forced ")
         method = {"twell": PACKED, "dense eager": DENSE}.get(name, SPLIT if name.startswith("hot_cold") else None)
         if method is not None:
-            said = {"method": method, "tokens": row["tokens"], "share": row["nnz"] / row["d_ff"], "where": row["where"]}
-            made.append({**said, "ms": row["ms"], "x_dense": row["x_dense"], "exact": True})
+            said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where")}
+            hot = {PACKED: 0, DENSE: row["d_ff"]}.get(method) if method != SPLIT else int(name.split()[1])
+            made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
     return [row for row in made if (row["share"], row["tokens"]) in beside]
 
@@ -482,22 +476,29 @@ def recorded(name: str) -> list[dict]:
     return []
 
 
-def predicted_lines(
-    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM"),
-    share: float = 1 / 64,
+def predicted_sentence(
+    recorded: Iterable[dict] = (),
+    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM", "H100 SXM"),
+    nnz: float = 29,
     tokens: Sequence[int] = (1, 16384),
-) -> list[str]:
-    """What a layer of 2048 x 5632 should take on GPUs that are not here, by the cost model (analysis.predict)."""
-    lines = []
+) -> str:
+    """How many times as fast as dense a layer of 2048 x 5632 should be on each GPU's best path, by the cost model
+    (analysis.predict); and what was recorded. recorded: of `recorded_map`."""
+    said = []
     for gpu in gpus:
-        firing, rates, said = predicting.firing_of(predicting.Layer(share * 5632)), predicting.rates_of(gpu), []
-        for count in tokens:
-            took = predicting.by_choice(firing, rates, count)
-            best = min(took, key=took.__getitem__)
-            name = {"twell": PACKED, "hot_cold": f"{SPLIT}, {best.hot} hot,"}.get(best.path, DENSE)
-            said.append(f"{count:,} token{'s' * (count > 1)}: {name} {took[Choice(DENSE)] / took[best]:.2f}")
-        lines.append(f"{gpu}, {share:.1%} firing, predicted: {'; '.join(said)}")
-    return lines
+        firing, rates = predicting.firing_of(predicting.Layer(nnz)), predicting.rates_of(gpu)
+        took = [predicting.by_choice(firing, rates, count) for count in tokens]
+        times = "/".join(f"{each[Choice(DENSE)] / min(each.values()):.1f}" for each in took)
+        said.append(f"{gpu.removesuffix(' SXM').removesuffix(' 80 GB')} {times}")
+    best = [
+        max(
+            (row["x_dense"] for row in recorded if row["tokens"] == count and 0.9 < row["share"] * 5632 / nnz < 1.1),
+            default=0,
+        )
+        for count in tokens
+    ]
+    held = f"; recorded {'/'.join(f'{each:.1f}' for each in best)}" if all(best) else ""
+    return f"Predicted, {'/'.join(f'{count:,}' for count in tokens)} tokens: {', '.join(said)}{held}"
 
 
 def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> list[str]:
@@ -506,18 +507,18 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
     won: dict[str, int] = {}
     for row in best.values():
         won[row["method"]] = won.get(row["method"], 0) + 1
-    order = sorted(won, key=lambda name: -won[name])
     top = max(best.values(), key=lambda row: row["x_dense"])
-    dense = [share for (share, _), row in best.items() if row["method"] == DENSE]
-    lost = f"dense is fastest somewhere from {min(dense):.1%} firing on" if dense else "dense is fastest nowhere"
+    said = ", ".join(f"{_short(name)} {won[name]}" for name in sorted(won, key=lambda name: -won[name]))
+    at = f"{top['tokens']} token{'s' * (top['tokens'] > 1)}"
     return [
-        f"Of {len(best)} places on this machine's map, "
-        + ", ".join(f"{name} wins {won[name]}" for name in order)
-        + ".",
-        f"The largest gain is {top['x_dense']:.2f} times, by {top['method']} at {top['share']:.1%} firing and "
-        f"{top['tokens']} token{'s' * (top['tokens'] > 1)}; {lost}.",
-        f"Padding: {padding_sentence(padding)}. Guessing: {predictor_sentence(found)}.",
+        f"The map: {said}; at most {top['x_dense']:.1f} times, {at}.",
+        padding_sentence(padding),
+        predictor_sentence(found),
     ]
+
+
+def _short(method: str) -> str:
+    return method.removesuffix(" 32 x 1").removesuffix(" (TwELL)")
 
 
 # ---- layers and clocks ----
@@ -576,18 +577,29 @@ def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int =
     return torch.cat(made)
 
 
-def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
-    """Milliseconds of each call without arguments: of the device on a GPU, the median; on the wall on a CPU, where what
-    else runs only adds to it, the lower quartile, short calls being timed many in a row."""
+def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, list[float]]:
+    """Milliseconds of each call without arguments: of the device on a GPU; on the wall on a CPU, where short calls are
+    timed many in a row."""
     turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     if device == "cuda":
-        return {name: measure.quartiles(each)[0] for name, each in measure.time_cuda(turned, rounds=10).items()}
+        return measure.time_cuda(turned, rounds=10)
     start = time.perf_counter()
     for call in calls.values():
         call()
     short = time.perf_counter() - start < 0.02
-    samples = measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
-    return {name: float(torch.tensor(each, dtype=torch.float64).quantile(0.25)) for name, each in samples.items()}
+    return measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+
+
+def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
+    each = torch.tensor(shares, dtype=torch.float64)
+    return torch.tensor(samples, dtype=torch.float64).quantile(each).tolist()
+
+
+def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
+    """Milliseconds of each call: on a GPU the median; on a CPU, where what else runs only adds to it, the lower
+    quartile."""
+    share = 0.5 if device == "cuda" else 0.25
+    return {name: _quantiles(each, [share])[0] for name, each in _samples(calls, device, seconds).items()}
 
 
 def _hold(name: str, y: Tensor, wanted: Tensor) -> None:

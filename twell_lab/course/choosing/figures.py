@@ -57,8 +57,8 @@ def works(kinds: dict) -> go.Figure:
 
 
 def occupied(rows: list[dict]) -> go.Figure:
-    """The share of the columns of a stripe that hold anything over its height: counted, and expected of random firing,
-    a colour for each layer. rows: of `data.occupied_rows`."""
+    """The share of a stripe's columns that hold anything over its height: counted, and expected of random firing, a
+    colour for each layer. rows: of `data.occupied_rows`."""
     figure = go.Figure()
     for i, layer in enumerate(dict.fromkeys(row["layer"] for row in rows)):
         mine = [row for row in rows if row["layer"] == layer]
@@ -73,7 +73,9 @@ def occupied(rows: list[dict]) -> go.Figure:
                 marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
                 hovertemplate="%{x} tokens: %{y:.1f}%<extra></extra>",
             )
-    figure.update_xaxes(type="log", tickvals=sorted({row["height"] for row in rows}), title_text="tokens of a stripe")
+    figure.update_xaxes(
+        type="log", tickvals=sorted({row["height"] for row in rows}), title_text="height of a tile, tokens"
+    )
     figure.update_yaxes(range=[0, 103], title_text="columns that hold anything, %")
     title = "The taller a tile, the fewer are empty<br><sup>solid: counted; dotted: if firing were random</sup>"
     figure = plots.styled(figure, title, height=430)
@@ -142,10 +144,12 @@ def padding(rows: list[dict]) -> go.Figure:
     )
 
 
-def firing(shares, times: float) -> go.Figure:
+def firing(shares, times: float | None) -> go.Figure:
     """How often each neuron fires, the busiest first, and the share above which it is cheaper dense.
 
     shares: float [d_ff], of the tokens. times: how many times as much a packed neuron costs as a dense one."""
+    if times is None:
+        return nothing("How often each neuron fires")
     ordered = sorted((100 * float(each) for each in shares), reverse=True)
     hot = len(data.hot_neurons(shares, times))
     figure = go.Figure()
@@ -160,29 +164,42 @@ def firing(shares, times: float) -> go.Figure:
     figure.add_hline(y=100 / times, line={"color": plots.INK, "dash": "dot"}, annotation_text=said)
     figure.update_xaxes(title_text="neurons, busiest first")
     figure.update_yaxes(title_text="fires at so many tokens, %")
-    figure = plots.styled(figure, f"{hot} of {len(ordered)} neurons are cheaper dense", height=360)
-    return figure.update_layout(bargap=0, margin={"b": 90}, legend={"y": -0.2, "yanchor": "top"})
+    title = (
+        f"{hot} of {len(ordered)} neurons are cheaper dense<br><sup>one layer of the small model, with that cost</sup>"
+    )
+    figure = plots.styled(figure, title, height=380)
+    return figure.update_layout(bargap=0, margin={"t": 70, "b": 90}, legend={"y": -0.2, "yanchor": "top"})
 
 
 def hot_sizes(rows: list[dict]) -> go.Figure:
-    """Times as fast as dense over the share of the neurons that is computed densely, a line for each source."""
+    """Times as fast as dense over the share of the neurons that is computed densely, a line for each source. Bars: low
+    to high, where rows have them."""
     figure = go.Figure()
     for i, where in enumerate(dict.fromkeys(row["where"] for row in rows)):
         mine = [row for row in rows if row["where"] == where]
+        spread = [row for row in mine if "low" in row]
         figure.add_scatter(
             x=[100 * row["hot"] / row["d_ff"] for row in mine],
             y=[row["x_dense"] for row in mine],
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [row["high"] - row["x_dense"] for row in spread],
+                "arrayminus": [row["x_dense"] - row["low"] for row in spread],
+                "thickness": 1,
+            },
             mode="lines+markers",
             name=where,
-            line={"color": plots.ORANGE, "dash": "dot" if i else "solid"},
-            marker={"size": 7, "symbol": _MARKS[i]},
+            line={"color": (plots.ORANGE, plots.BLUE, plots.GREEN)[i % 3], "dash": "solid" if spread else "dot"},
+            marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
             hovertemplate="%{x:.0f}% hot: %{y:.2f} times as fast<extra></extra>",
         )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text="neurons that are computed densely, %")
+    figure.update_xaxes(title_text="neurons that are computed densely, %: 0 packed, 100 dense")
     figure.update_yaxes(title_text="times as fast as dense", rangemode="tozero")
-    figure = plots.styled(figure, "Hot and cold: how many should be hot?", height=380)
-    return figure.update_layout(margin={"t": 50, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
+    title = "How many should be hot?<br><sup>bars: eight in ten of the turns in which it was timed beside dense</sup>"
+    figure = plots.styled(figure, title, height=430)
+    return figure.update_layout(margin={"t": 70, "b": 130}, legend={"y": -0.2, "yanchor": "top"})
 
 
 def experts(rows: list[dict]) -> go.Figure:
@@ -303,7 +320,9 @@ def winners(rows: list[dict]) -> go.Figure:
     figure.update_xaxes(type="category", title_text="tokens at once", showgrid=False)
     figure.update_yaxes(type="category", showgrid=False)
     figure.update_yaxes(title_text="neurons that fire for a token", col=1)
-    title = f"Which method wins, and by how many times dense<br><sup>{sources(rows)}</sup>"
+    title = (
+        f"Which method wins, and by how many times dense<br><sup>dense where none is 5% faster; {sources(rows)}</sup>"
+    )
     figure = plots.styled(figure, title, height=430).update_annotations(font_size=12)
     return figure.update_layout(margin={"t": 90, "b": 90, "l": 80}, legend={"y": -0.2, "yanchor": "top"})
 

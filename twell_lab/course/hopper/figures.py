@@ -35,8 +35,8 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     figure, names = go.Figure(), [f"{row['nnz']:.0f}" for row in found]
     for key, path, text in (
         ("torch_ms", TORCH, lambda row: ""),
-        ("fused_ms", FUSED, lambda row: f"{row['fused']:.2f}x"),
-        ("planned_ms", PLANNED, lambda row: f"{row['sparsity']:.2f}x<br>of fused"),
+        ("fused_ms", FUSED, lambda row: f"fusing<br>{row['fused']:.2f}x"),
+        ("planned_ms", PLANNED, lambda row: f"sparsity<br>{row['sparsity']:.2f}x"),
     ):
         figure.add_bar(
             x=names,
