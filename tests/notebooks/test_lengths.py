@@ -19,7 +19,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "01-why-gpus-ignore-zeros.ipynb",
     "02-clocks.ipynb",
     "03-a-map-of-sparsity.ipynb",
-    "07-pack-it.ipynb",
     "08-first-kernels.ipynb",
     "09-hopper-kernels.ipynb",
     "10-choose-a-path.ipynb",
