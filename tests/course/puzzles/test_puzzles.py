@@ -455,6 +455,13 @@ def test_what_cannot_be_launched_is_told(text, words, tmp_path):
     assert not verdict.right and words in verdict.said
 
 
+@needs_a_compiler
+def test_what_the_compiler_says_of_the_simulator_itself_is_left_out(tmp_path):
+    text = changed("neuron_counts", ("&counts[", "counts["))
+    said = judged("neuron_counts", text, tmp_path).said
+    assert "invalid conversion from 'int' to 'int*'" in said and "cuda_on_cpu.h" not in said
+
+
 def test_without_a_compiler_the_check_says_what_to_install_and_nothing_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "apt install g++" in judged("map", in_the_notebook()["map"][1], tmp_path).said

@@ -16,6 +16,7 @@ from ...simulator import Fault, Trace, faults
 from . import gpu
 from .cases import PUZZLES, UNWRITTEN, Case, Seen
 
+_HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 
@@ -59,7 +60,7 @@ def judge(name: str, file: str | Path) -> Verdict:
     except Fault as fault:
         return Verdict(False, f"with {case.said}: {in_words(fault, case)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
-        return Verdict(False, str(error))
+        return Verdict(False, _own_lines(str(error)))
     if not torch.cuda.is_available():
         return Verdict(True, puzzle.right)
     for case, before in zip(cases, originals, strict=True):
@@ -120,6 +121,14 @@ def summary(right: Mapping[str, bool]) -> str:
 
 
 # ---- in words ----
+
+
+def _own_lines(said: str) -> str:
+    """What a compiler says of the reader's file, without its notes on the simulator's header."""
+    lines = said.splitlines()
+    end = next((at for at, line in enumerate(lines) if f"{_HEADER}:" in line), len(lines))
+    own = "\n".join(lines[:end])
+    return own if "error:" in own else said
 
 
 def in_words(fault: Fault, case: Case) -> str:
