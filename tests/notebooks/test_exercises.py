@@ -750,6 +750,19 @@ def test_a_packing_by_hand_is_right(capsys):
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda packed: packed + [0], "and what has a slot; yours are "),
+        (lambda packed: [packed[0] + 1, *packed[1:]], "word 0 should be the count of all that fire, "),
+        (lambda packed: packed[:1] + [word + 1 for word in packed[1:]], "word 1 should be 0x"),
+    ],
+)
+def test_a_word_that_is_off_is_named(wrong, words, capsys):
+    exercises.check("pack_tile", lambda gate, words: wrong(pack_by_hand(gate, words)))
+    assert words in verdict(capsys)
+
+
 def test_a_function_that_raises_is_told_what_it_raised(capsys):
     exercises.check("weights_read", lambda nnz, d_model: nnz / 0)
     assert "ZeroDivisionError" in verdict(capsys)

@@ -103,6 +103,20 @@ def _csr_times_dense(answer) -> str:
     return "it agrees with float64 on random matrices, empty rows included."
 
 
+def _same_words(got: list, want: list[int], said: str) -> None:
+    """NotYet for the first word that is not this one, or for too many or too few. said: the tile."""
+    if len(got) != len(want):
+        raise NotYet(f"{said}: {len(want)} hold something, the count and what has a slot; yours are {len(got)}.")
+    if got[0] != want[0]:
+        raise NotYet(f"{said}: word 0 should be the count of all that fire, {want[0]}; yours is {got[0]!r}.")
+    for place, (mine, word) in enumerate(zip(got, want, strict=True)):
+        if mine != word:
+            value = f"should be 0x{word:08x}, value 0x{word >> 16:04x} of column {word & 0xFFFF}"
+            raise NotYet(
+                f"{said}: word {place} {value}; yours is {hex(mine) if isinstance(mine, int) else repr(mine)}."
+            )
+
+
 _PACKS = ("from_gate", "from_dense")
 
 
@@ -118,7 +132,7 @@ def _pack_tile(answer) -> str:
         own = mock.Mock(side_effect=NotYet("that is the library's own pack; write one."))
         with mock.patch.multiple(TwELL, **dict.fromkeys(_PACKS, own)), mock.patch.object(portable, "pack", own):
             got = answer(gate, words)
-        same_list(got, want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
+        _same_words(list(written(got)), want, f"of {width} columns {want[0]} fire, with {words} words a tile")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
 
 

@@ -18,7 +18,7 @@ from ..core.errors import StackError
 from ..cuda.registry import KERNELS
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
-MOVES = "# moves the widget"  # one with this line is left out where there are no widgets
+MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets
 _LEFT_OUT = "Not run: this cell needs a C++ compiler."
 _UNMOVED = "Not run: this cell moves the widget, which needs ipywidgets."
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
@@ -101,7 +101,7 @@ def _left_out(lines: list[str]) -> list[str]:
 
 def _unmoved(lines: list[str]) -> list[str]:
     """The same for cells that move a widget."""
-    return [f"print({_UNMOVED!r})\n"] if any(line.strip() == MOVES for line in lines) else lines
+    return [f"print({_UNMOVED!r})\n"] if any(line.strip().startswith(MOVES) for line in lines) else lines
 
 
 def _transform(each: Callable[[list[str]], list[str]], wanted: bool) -> None:

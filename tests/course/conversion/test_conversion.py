@@ -56,7 +56,8 @@ def test_training_on_changes_the_model_and_tells_its_loss(text, smooth, windows)
     model = copy.deepcopy(smooth)
     history = conversion.further(model, text, replace(TINY, steps=11), windows)
     assert [row["step"] for row in history] == [0, 10, 11]
-    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[-1]["bits"] < history[0]["bits"]
+    assert history[0]["bits"] == conversion.judge("tiny", smooth, windows[:4], windows).bits_per_byte
     assert not model.training and not all(map(torch.equal, weights(smooth), weights(model)))
     assert conversion.further(model, text, TINY) == []
 
@@ -121,9 +122,9 @@ def test_a_model_that_is_cut_is_left_alone_where_its_loss_cannot_be_measured(jud
 
 
 def test_what_is_exact_is_said(judged):
-    lines = conversion.exact_sentence(judged, 0.95, conversion.to_relu(judged.model))
-    assert lines[0].endswith(f": {TINY.layers}")
-    assert [line.rpartition(": ")[2] for line in lines[1:]] == ["different", "same", "same"]
+    cut, swapped, converted = conversion.exact_sentence(judged, 0.95, conversion.to_relu(judged.model))
+    assert cut == "cut: different"
+    assert swapped.endswith(": same") and converted.endswith(": same")
     assert not lossy_parts(judged.model)
 
 
@@ -160,27 +161,35 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
 def test_a_table_has_a_line_a_point_and_the_cut_beside_it():
     lines = conversion.table([point("convert", 0.1), point("convert", 0.3)], [point(change=2.0)]).splitlines()
     assert len(lines) == 3 and "+0.5..+1.5" in lines[1] and "+1.5..+2.5" in lines[1] and "+1.5..+2.5" not in lines[2]
-    assert "cut" not in conversion.table([point("convert")])
 
 
-def test_costs_count_a_point_by_the_end_of_its_interval():
-    points = [point(density=0.3, change=0.2), point(density=0.1, change=0.8), point("convert", 0.2, 3.0, steps=60)]
-    points += [point("train", 0.02, 0.9, low=None, high=None, steps=1900, where="recorded on G")]
-    points += [point("train", 0.01, 0.1, what=data.THEN_CUT)]
-    _, cut, convert, train = conversion.costs(points).splitlines()
-    assert "30.0%" in cut and "lossy" in cut and "none" in convert and "60" in convert
-    assert "2.0%" in train and "1,900" in train and "exact" in train
+def test_a_cut_takes_nothing_from_a_layer_that_is_sparser_by_itself(judged):
+    silent = copy.deepcopy(judged.calibration)
+    site = silent.layers[0].sites["activation"]
+    site.counts[0] += 99 * site.total  # zeros: 1% fires
+    first, second = conversion.by_layer(silent, 0.9)
+    assert first == pytest.approx(0.01, rel=0.05) and second == pytest.approx(0.1, rel=0.05)
 
 
-@pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "no clear difference")))
+def test_a_cut_is_cheap_by_the_end_of_its_interval():
+    points = [
+        point(density=0.3, change=0.2),
+        point(density=0.1, change=0.8),
+        point("train", 0.01, 0.1, what=data.THEN_CUT),
+    ]
+    cheap, _, train = conversion.three_lines(points)
+    assert "leaves 30.0% of m." in cheap and "nothing" in train
+
+
+@pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "unclear")))
 def test_intervals_decide(change, said):
     lines = conversion.three_lines([point(density=0.1, change=5.0), point("convert", 0.1, change, steps=60)])
-    assert lines[1] == f"Convert (60 steps) or cut: at 10.0% {said}." and len(lines) == 3
+    assert lines[1] == f"Convert (60 steps) or cut: {said} at 10.0%." and len(lines) == 3
 
 
 def test_the_lines_say_how_far_a_cut_is_cheap_and_leave_records_out():
     points = [point(density=0.3, change=0.2), point(density=0.1, change=0.8), point("train", 0.1, 0.1, where="rec")]
     first, convert, train = conversion.three_lines(points)
-    assert "m to 30.0%" in first and "nothing" in convert and "nothing" in train
-    assert "m to none" in conversion.three_lines([point(change=3.0)])[0]
+    assert "30.0% of m" in first and "nothing" in convert and "nothing" in train
+    assert "none of m" in conversion.three_lines([point(change=3.0)])[0]
     assert "nothing" in conversion.three_lines([point("train", 0.2, 0.5), point()])[2]  # no cut to as few

@@ -44,7 +44,7 @@ def test_axes_have_units(draw):
 
 
 def test_training_on_has_a_line_a_copy():
-    rows = [{"step": 0, "loss": 2.0}, {"step": 10, "loss": 1.5}]
+    rows = [{"step": 0, "bits": 2.0}, {"step": 10, "bits": 1.5}]
     figure = figures.training_on({"SiLU": rows, "ReLU": rows})
     assert [trace.name for trace in figure.data] == ["SiLU", "ReLU"] and list(figure.data[0].y) == [2.0, 1.5]
-    assert "nats" in figure.layout.yaxis.title.text
+    assert "bits per byte" in figure.layout.yaxis.title.text

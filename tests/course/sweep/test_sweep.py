@@ -94,10 +94,10 @@ def test_the_verdict_is_computed():
 
 def test_the_three_lines_are_computed():
     seed, within, renewed = course.three_lines(ROWS)
-    assert seed.startswith("Within what another seed does (0.5%): ") and within.startswith(
-        "Within 2% of the twin's loss"
-    )
-    assert renewed == "Renewed, 95% of the dead neurons or more fire again; the loss moves by at most 0.5%."
+    assert seed.startswith("Within the 0.5% by which seeds differ: ")
+    assert within.startswith("Within 2.0% of the twin's loss: ") and within.endswith(" fire.")
+    assert seed.endswith(f" fire, not {sweep.twin(ROWS)['mean_nnz']:.0f}.")
+    assert renewed == "Renewed, at least 95% of the dead fire again; the loss moves by 0.5% at most."
     assert len(course.three_lines(ROWS, more=-1.0)) == 2
     assert len(course.three_lines([row for row in ROWS if "renewed" not in row["label"]])) == 2
     alone = [row for row in ROWS if "renewed" not in row["label"] and "seed" not in row["label"]]

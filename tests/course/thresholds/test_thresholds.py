@@ -64,7 +64,7 @@ def test_between_levels_and_points_it_is_on_the_line(counted):
     for name in ("error", "overflow", "dense_us"):
         for a, b, c in zip(low[name], middle[name], high[name], strict=True):
             assert b == pytest.approx(0.6 * a + 0.4 * c)
-    first, second = (counted.losses[at].change for at in (0.4, 0.8))
+    first, second = (100 * cost.change / cost.dense for cost in (counted.losses[0.4], counted.losses[0.8]))
     assert shown.view(counted, 0.2)["loss"] == pytest.approx(first / 2)
     assert shown.view(counted, 0.7)["loss"] == pytest.approx(0.25 * first + 0.75 * second)
     assert [shown.view(counted, at)["measured"] for at in (0.0, 0.4, 0.5, 0.8)] == [True, True, False, True]
@@ -82,7 +82,11 @@ def test_a_point_is_measured_by_running_the_model_and_nothing_else_is(counted, m
     cost = shown.measure(own, 0.9)
     assert runs and torch.equal(answer(model), before) and not lossy_parts(model)
     expected = tl.thresholds(model, tokens(10), 0.9).loss(model, tokens(6, seed=7))
-    assert cost == expected and shown.view(own, 0.9)["loss"] == cost.change and shown.view(own, 0.9)["measured"]
+    assert (
+        cost == expected
+        and shown.view(own, 0.9)["loss"] == 100 * cost.change / cost.dense
+        and shown.view(own, 0.9)["measured"]
+    )
     assert [at for at, *_ in shown.view(own, 0.1)["points"]] == [0.0, 0.4, 0.8, 0.9]
 
 

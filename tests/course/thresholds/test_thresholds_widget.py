@@ -65,7 +65,8 @@ def test_the_button_measures_here_and_marks_the_points(explorer):
     assert explorer.button.description == "measure here" and list(trace(explorer, "with thresholds").x) == []
     explorer.button.click()
     assert explorer.view["measured"] and list(trace(explorer, "measured").x) == [0, 30, 45, 60]
-    assert explorer.view["loss"] == explorer.counted.losses[0.45].change
+    cost = explorer.counted.losses[0.45]
+    assert explorer.view["loss"] == 100 * cost.change / cost.dense
     assert "(measured)" in explorer.figure.layout.title.text
     step = explorer.view["step"]
     assert step["ms"] > 0 and list(trace(explorer, "with thresholds").x) == list(trace(explorer, "without").x) == [45]

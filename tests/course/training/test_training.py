@@ -50,4 +50,6 @@ def test_dead_are_counted_over_more_and_more_tokens():
 
 def test_sentences_follow_the_numbers(small):
     layer = profile(small[1].model, [torch.randint(256, (2, 8))]).layers[0]
-    assert f"{layer.dead} never fire" in training.skew_sentence(layer, "layer 0")
+    said = training.skew_sentence(layer)
+    assert f"{training.firing_share(layer.neuron_counts):.0%} of the neurons do 80%" in said
+    assert (f"{layer.dead} never fire" in said) == (layer.dead > 0)

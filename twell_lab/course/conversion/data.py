@@ -8,6 +8,7 @@ training, with the new activation or penalty) and `where` (here, or recorded).""
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,6 @@ from ... import records
 from ...analysis.profile import profile
 from ...core.errors import InputError
 from ...layers.anatomy import feed_forwards
-from ...layers.lossy import lossy_parts
 from ...models.relufy import relufy
 from ...models.swap import sparsify
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
@@ -49,7 +49,8 @@ ON = replace(SMALL, steps=60, lr=5e-3, warmup=10, l1_delay=10, l1_warmup=20, see
 class Judged:
     """A model, what its layers did on some windows, and its loss on others.
 
-    model: left as it is. windows: int64 [n, context], of held-out text. alone: the loss of each, float64 [n]."""
+    model: left as it is. windows: int64 [n, context], of held-out text. alone: the loss of each, nats a token, float64
+    [n]."""
 
     what: str
     model: nn.Module
@@ -61,6 +62,11 @@ class Judged:
     def density(self) -> float:
         """The share of values that are not zero without a threshold."""
         return _left(self.calibration, 0.0)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss of a model whose tokens are bytes, mean over windows."""
+        return self.alone.mean().item() / math.log(2)
 
 
 def judge(what: str, model: nn.Module, seen: Tensor, held_out: Tensor) -> Judged:
@@ -106,9 +112,16 @@ def cut_to(judged: Judged, density: float) -> dict:
     return cut(judged, [low])[0]
 
 
-def _left(calibration: Calibration, sparsity: float) -> float:
+def by_layer(calibration: Calibration, sparsity: float) -> list[float]:
+    """The share of neurons that fire in each layer after a cut: what the sparsity leaves, or less where a layer fires
+    less by itself."""
     sites = [layer.sites["activation"] for layer in calibration.layers]
-    return sum(site.density(site.threshold(sparsity)) for site in sites) / len(sites)
+    return [site.density(site.threshold(sparsity)) for site in sites]
+
+
+def _left(calibration: Calibration, sparsity: float) -> float:
+    left = by_layer(calibration, sparsity)
+    return sum(left) / len(left)
 
 
 def _point(way: str, model: str, what: str, density: float, change: LossChange, steps: int = 0) -> dict:
@@ -154,15 +167,15 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
     L1 the model has to be a ReLU's.
 
     Returns:
-        {step, loss (nats a token)} on the windows `held_out`, before the first step and after every tenth; none
-        without windows.
+        {step, bits (the loss in bits per byte, for tokens that are bytes)} on the windows `held_out`, before the first
+        step and after every tenth; none without windows.
     """
     device, draw = next(model.parameters()).device, torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
     data, history = text.split()[0].data, []
     for step in range(1, config.steps + 1):
         if held_out is not None and step % 10 == 1:
-            history.append({"step": step - 1, "loss": losses(model, held_out).mean().item()})
+            history.append({"step": step - 1, "bits": _bits(model, held_out)})
         model.train()
         tokens = random_windows(data, config.batch, config.context, draw).long().to(device)
         caught: AbstractContextManager[list[Tensor]] = hidden_activations(model) if config.l1 else nullcontext([])
@@ -178,8 +191,12 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
         optimizer.step()
     model.eval()
     if held_out is not None:
-        history.append({"step": config.steps, "loss": losses(model, held_out).mean().item()})
+        history.append({"step": config.steps, "bits": _bits(model, held_out)})
     return history
+
+
+def _bits(model: nn.Module, held_out: Tensor) -> float:
+    return losses(model, held_out).mean().item() / math.log(2)
 
 
 def converted(models: dict[str, nn.Module], against: Judged, steps: int) -> list[dict]:
@@ -250,45 +267,15 @@ def _newest(name: str) -> records.Record | None:
 # ---- what it comes to ----
 
 
-def table(points: Sequence[dict], cuts: Sequence[dict] = ()) -> str:
-    """Points as lines of text: what fires, and the interval of what it costs; beside it that of the cut of the same
-    model to as few, where `cuts` has one."""
+def table(points: Sequence[dict], cuts: Sequence[dict]) -> str:
+    """Points as lines of text: what fires, the interval of what it costs, and that of the cut of the same model to as
+    few, where `cuts` has one."""
     rows = []
     for point in points:
         other = _nearest(point, cuts)
-        rows.append(
-            {
-                "what": point["what"],
-                "fires": f"{point['density']:.2%}",
-                "loss": _span(point),
-                "cut": _span(other) if other else "",
-            }
-        )
-    columns = {"what": "what", "fires": "fires", "loss": "loss, %"} | ({"cut": "cut to as few, %"} if cuts else {})
-    return records.table(rows, columns)
-
-
-def costs(points: Sequence[dict]) -> str:
-    """What each way takes, as lines of text, a line for each model and where it was measured: steps of training,
-    whether it is lossy, and the fewest neurons that a point within CHEAP percent of the loss has, by the upper end of
-    its interval where it has one."""
-    points = [point for point in points if point["what"] != THEN_CUT]
-    rows = []
-    for way in ("cut", "convert", "train"):
-        for model, there in dict.fromkeys((each["model"], each["where"]) for each in points if each["way"] == way):
-            mine = [point for point in points if (point["way"], point["model"], point["where"]) == (way, model, there)]
-            rows.append(
-                {
-                    "way": way,
-                    "model": model,
-                    "where": there,
-                    "steps": max(point["steps"] for point in mine),
-                    "lossy": "lossy" if way == "cut" else "exact",
-                    "fires": _fewest(mine),
-                }
-            )
-    names = {"way": "way", "model": "model", "where": "measured", "steps": "steps", "lossy": "kind"}
-    return records.table(rows, {**names, "fires": f"neurons within {CHEAP:g}%"})
+        fires = f"{point['density']:.1%}"
+        rows.append({"what": point["what"], "fires": fires, "loss": span(point), "cut": span(other) if other else ""})
+    return records.table(rows, {"what": "", "fires": "fires", "loss": "loss", "cut": "cut"})
 
 
 def _fewest(points: Sequence[dict]) -> str:
@@ -301,24 +288,22 @@ def _most(point: dict) -> float:
 
 
 def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str]:
-    """Whether kernels give what the model gives: for a cut of this sparsity, and for a ReLU model."""
+    """Whether layers that skip zeros give what the model gives: for a cut of this sparsity, and for a ReLU model."""
     tokens = judged.windows[:4]
-    model, off = copy.deepcopy(judged.model), {}
+    model = copy.deepcopy(judged.model)
     before = _logits(model, tokens)
     judged.calibration.at(sparsity).apply(model)
-    lossy, cut_logits = len(lossy_parts(model)), _logits(model, tokens)
-    pairs = {
-        "cut, against the model as it was": (cut_logits, before),
-        "cut and swapped, against the cut one": (_logits(sparsify(model, "twell"), tokens), cut_logits),
-        "converted and swapped, against itself": (
-            _logits(sparsify(copy.deepcopy(relu), "twell"), tokens),
-            _logits(relu, tokens),
-        ),
-    }
-    for what, (got, wanted) in pairs.items():
-        off[what] = float((got - wanted).norm() / wanted.norm())
-    lines = [f"{what}: {'same' if error < SAME else 'different'}" for what, error in off.items()]
-    return [f"lossy layers, by name: {lossy}", *lines]
+    cut_logits = _logits(model, tokens)
+    kept, swapped = _logits(relu, tokens), _logits(sparsify(copy.deepcopy(relu), "twell"), tokens)
+    return [
+        f"cut: {_same(cut_logits, before)}",
+        f"cut, zeros skipped: {_same(_logits(sparsify(model, 'twell'), tokens), cut_logits)}",
+        f"ReLU, zeros skipped: {_same(swapped, kept)}",
+    ]
+
+
+def _same(got: Tensor, wanted: Tensor) -> str:
+    return "same" if (got - wanted).norm() < SAME * wanted.norm() else "different"
 
 
 @torch.no_grad()
@@ -332,15 +317,19 @@ def three_lines(points: Sequence[dict]) -> list[str]:
     here = [point for point in points if point["where"] == HERE and point["what"] != THEN_CUT]
     cuts = [point for point in here if point["way"] == "cut"]
     cheap = [
-        f"{model} to {_fewest([point for point in cuts if point['model'] == model])}"
+        f"{_fewest([point for point in cuts if point['model'] == model])} of {model}"
         for model in dict.fromkeys(point["model"] for point in cuts)
     ]
-    lines = [f"Within {CHEAP:g}% of the loss a cut takes {', '.join(cheap)} of the neurons."]
+    lines = [f"Within {CHEAP:g}% of loss, a cut leaves {', '.join(cheap)}."]
     for way in ("convert", "train"):
         pairs = [(point, _nearest(point, cuts)) for point in here if point["way"] == way]
-        said = [f"at {point['density']:.1%} {_better(point, other)}" for point, other in pairs if other]
+        won: dict[str, list[str]] = {}
+        for point, other in pairs:
+            if other:
+                won.setdefault(_better(point, other), []).append(f"{point['density']:.1%}")
+        said = [f"{which} at {', '.join(at)}" for which, at in won.items()]
         steps = max((point["steps"] for point, _ in pairs), default=0)
-        lines.append(f"{way.capitalize()} ({steps:,} steps) or cut: {', '.join(said) or 'nothing was measured here'}.")
+        lines.append(f"{way.capitalize()} ({steps:,} steps) or cut: {'; '.join(said) or 'nothing was measured here'}.")
     return lines
 
 
@@ -357,8 +346,9 @@ def _nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
 def _better(point: dict, other: dict) -> str:
     if point["high"] < other["low"]:
         return point["way"]
-    return "cut" if point["low"] > other["high"] else "no clear difference"
+    return "cut" if point["low"] > other["high"] else "unclear"
 
 
-def _span(point: dict) -> str:
-    return f"{point['low']:+.1f}..{point['high']:+.1f}"
+def span(point: dict) -> str:
+    """The interval of what a point costs."""
+    return f"{point['low']:+.1f}..{point['high']:+.1f}%"

@@ -27,14 +27,14 @@ def training_on(histories: dict[str, list[dict]]) -> go.Figure:
     for (name, rows), colour in zip(histories.items(), plots.COLOURS, strict=False):
         figure.add_scatter(
             x=[row["step"] for row in rows],
-            y=[row["loss"] for row in rows],
+            y=[row["bits"] for row in rows],
             name=name,
             mode="lines+markers",
             line={"color": colour},
-            hovertemplate="step %{x}: %{y:.3f} nats<extra></extra>",
+            hovertemplate="step %{x}: %{y:.3f} bits per byte<extra></extra>",
         )
     figure.update_xaxes(title_text="further steps")
-    figure.update_yaxes(title_text="held-out loss, nats a byte")
+    figure.update_yaxes(title_text="held-out text, bits per byte (lower is better)")
     return plots.styled(figure, "One SiLU model, trained on in several ways")
 
 

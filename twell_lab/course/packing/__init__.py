@@ -5,12 +5,12 @@ from .data import (
     forms,
     found_by,
     geometries,
-    geometry_sentence,
     one_tile,
     row_errors,
     same_bits,
     sizes,
     toy_unpack,
+    usual,
     view,
     warp_slots,
 )

@@ -78,18 +78,13 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
     return torch.where(off == 0, 0.0, off / size)
 
 
-def found_by(errors: Tensor, together: float) -> str:
-    """Which checks find a packing that loses values, in lines. errors: `row_errors` [rows]; together: of all values."""
+def found_by(errors: Tensor) -> str:
+    """Which checks find a packing that loses values. errors: `row_errors` [rows]."""
     wrong, median, worst = int((errors > 0).sum()), float(errors.median()), float(errors.max())
-    lines = [
-        f"{wrong} of {len(errors):,} rows are wrong; off by: the median row {median:.2%}, the worst {worst:.2%}, all "
-        f"values together {together:.2%}",
-        "A check of the median would have passed." if median == 0 else "Even the median shows it.",
-        "A check of the worst row fails, as it should."
-        if wrong
-        else "Here no tile overflows: only made-up tiles, as above, would have shown it.",
-    ]
-    return "\n".join(lines)
+    if not wrong:
+        return "No row is wrong here: only made-up tiles, as above, would have shown it."
+    passes = "the median passes" if median == 0 else "even the median shows it"
+    return f"{wrong} of {len(errors):,} rows wrong, worst by {worst:.0%}; {passes}"
 
 
 # ---- geometry: how large a tile, how many words ----
@@ -128,24 +123,12 @@ def smallest(table: list[dict], overflow: float) -> dict | None:
     return min(fitting, key=lambda row: row["bytes"], default=None)
 
 
-def geometry_sentence(table: list[dict], dense: int, overflow: float = 0.01) -> str:
-    """What the usual geometry, TILE and WORDS, takes, and the smallest one with few overflowing rows, in two lines.
-
-    table: rows of `geometries`; dense: bytes of a dense row; overflow: the largest share of rows that may overflow.
-    """
-    usual = next((row for row in table if (row["tile"], row["words"]) == (TILE, WORDS)), None)
-    if usual is None:
+def usual(table: list[dict]) -> dict:
+    """The row of `geometries` with TILE columns and WORDS words. InputError where there is none."""
+    found = next((row for row in table if (row["tile"], row["words"]) == (TILE, WORDS)), None)
+    if found is None:
         raise InputError(f"the table has no tile {TILE} with {WORDS} words; one that has this pair is accepted")
-    best = smallest(table, overflow)
-    line = (
-        f"{TILE} x {WORDS}: {usual['slots_used']:.0%} of the slots used, "
-        f"{usual['overflow']:.1%} of rows overflow, {usual['bytes']:,.0f} bytes a row."
-    )
-    if best is None:
-        return f"{line} Nothing in the table stays below {overflow:.0%} of rows."
-    least = f"{best['tile']} x {best['words']}, {best['bytes']:,.0f} bytes"
-    worth = "" if best["bytes"] < dense else f": no less than dense ({dense:,})"
-    return f"{line}\n         Below {overflow:.0%} of rows: {least}{worth}."
+    return found
 
 
 # ---- the packing algorithm, as a warp does it ----

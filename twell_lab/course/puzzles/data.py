@@ -16,6 +16,7 @@ from ...simulator import Fault, Trace, faults
 from . import gpu
 from .cases import PUZZLES, UNWRITTEN, Case, Seen
 
+_HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 
@@ -49,6 +50,8 @@ def judge(name: str, file: str | Path) -> Verdict:
                 trace=case.look,
                 seconds=SECONDS,
             )
+            if empty := _empty(case, before):
+                return Verdict(False, f"{empty} is empty.")
             if wrong := _wrong(case, case.arguments, before):
                 return Verdict(False, f"with {case.said}: {wrong}")
             seen = Seen(run)
@@ -57,7 +60,7 @@ def judge(name: str, file: str | Path) -> Verdict:
     except Fault as fault:
         return Verdict(False, f"with {case.said}: {in_words(fault, case)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
-        return Verdict(False, str(error))
+        return Verdict(False, _own_lines(str(error)))
     if not torch.cuda.is_available():
         return Verdict(True, puzzle.right)
     for case, before in zip(cases, originals, strict=True):
@@ -106,29 +109,26 @@ def standing(folder: str | Path) -> str:
 def summary(right: Mapping[str, bool]) -> str:
     """The three lines of `standing`. right: puzzle -> whether it is solved, in the order of PUZZLES."""
     numbers = {name: number for number, name in enumerate(PUZZLES, 1)}
-
-    def listed(which: bool) -> str:
-        return ", ".join(
-            f"{numbers[name]} {PUZZLES[name].title}" for name, is_right in right.items() if is_right == which
-        )
-
     left = [name for name, is_right in right.items() if not is_right]
-    done = len(right) - len(left)
-    lines = [
-        f"Right: {done} of {len(right)}" + (f": {listed(True)}." if done else "."),
-        f"Open: {listed(False)}." if left else "Open: none.",
-    ]
-    if left:
-        minutes = sum(PUZZLES[name].minutes for name in left)
-        lines.append(
-            f"Next: puzzle {numbers[left[0]]}, {PUZZLES[left[0]].title}. All that is open: {minutes} minutes or so."
+    done = f"Right: {len(right) - len(left)} of {len(right)}."
+    if not left:
+        return (
+            f"{done}\nOpen: none.\nNext: notebook 08, where a kernel packs and another multiplies with what was packed."
         )
-    else:
-        lines.append("Next: 04, where a kernel packs and another multiplies with what was packed.")
-    return "\n".join(lines)
+    which = "all" if len(left) == len(right) else ", ".join(f"{numbers[name]}" for name in left)
+    minutes = sum(PUZZLES[name].minutes for name in left)
+    return f"{done}\nOpen: {which}, some {minutes} minutes.\nNext: puzzle {numbers[left[0]]}, {PUZZLES[left[0]].title}."
 
 
 # ---- in words ----
+
+
+def _own_lines(said: str) -> str:
+    """What a compiler says of the reader's file, without its notes on the simulator's header."""
+    lines = said.splitlines()
+    end = next((at for at, line in enumerate(lines) if f"{_HEADER}:" in line), len(lines))
+    own = "\n".join(lines[:end])
+    return own if "error:" in own else said
 
 
 def in_words(fault: Fault, case: Case) -> str:
@@ -173,6 +173,14 @@ def _uneven(seen: Seen) -> str | None:
     if high == low:
         return None
     return f"thread {most} comes to {high} barriers and thread {least} to {low}: every thread has to come to each."
+
+
+def _empty(case: Case, before: Mapping[str, Tensor]) -> str | None:
+    """The first output into which nothing was written; None where all hold something."""
+    for name in case.wanted:
+        if torch.equal(case.arguments[name].nan_to_num(nan=0.25), before[name].nan_to_num(nan=0.25)):
+            return name
+    return None
 
 
 def _wrong(case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str | None:

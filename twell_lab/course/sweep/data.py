@@ -92,22 +92,20 @@ def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
     """What the sweep comes to: the sparsest run whose loss another seed might explain, the sparsest within `more`, and
     what renewing dead rows changed. Lines that these rows do not carry are left out."""
     base, spread, lines = twin(rows), seed_spread(rows), []
-    for limit, said in ((spread, "Within what another seed does"), (more, f"Within {more:.0%} of the twin's loss")):
+    for limit, said in (
+        (spread, "Within the {:.1%} by which seeds differ"),
+        (more, "Within {:.1%} of the twin's loss"),
+    ):
         found = [row for row in pressed(rows) if limit is not None and cost(row, rows) <= limit]
         if found:
             best = min(found, key=lambda row: row["mean_nnz"])
-            fewer = base["mean_nnz"] / best["mean_nnz"]
-            lines.append(
-                f"{said} ({limit:.1%}): {best['mean_nnz']:.0f} of {best['config']['d_ff']} fire, "
-                f"{fewer:.1f} times fewer than without L1."
-            )
+            than = f" of {base['config']['d_ff']} fire, not {base['mean_nnz']:.0f}." if not lines else " fire."
+            lines.append(f"{said.format(limit)}: {best['mean_nnz']:.0f}{than}")
     if pairs := renewed(rows):
         dead = [[sum(layer["dead"] for layer in row["layers"]) for row in pair] for pair in pairs]
         moved = max(abs(cost(after, rows) - cost(before, rows)) for before, after in pairs)
-        lines.append(
-            f"Renewed, {1 - max(after / before for before, after in dead):.0%} of the dead neurons or more fire again; "
-            f"the loss moves by at most {moved:.1%}."
-        )
+        again = 1 - max(after / before for before, after in dead)
+        lines.append(f"Renewed, at least {again:.0%} of the dead fire again; the loss moves by {moved:.1%} at most.")
     return lines
 
 

@@ -181,7 +181,8 @@ def view(counted: Counted, sparsity: float) -> dict:
         histograms; error, overflow: of each layer, between levels on a line; path, us, dense_us: of each layer, the
         path that should take least, and what it and the dense path should take, between levels on a line; plain_us:
         what the best path should take without a threshold (all of these empty with "teal"); loss: the change of the
-        loss, on a line between the measured points around it, None beyond the last;
+        loss, in percent of the loss without thresholds, on a line between the measured points around it, None beyond
+        the last;
         measured: whether it was measured here; points: (sparsity, change, low, high) of each point, the first at 0;
         step: what was timed and on what, and ms and dense_ms, medians, None where no step was timed here; steps:
         (sparsity, median, low, high, median without thresholds) of each that was, low and high of the middle half.
@@ -197,7 +198,7 @@ def view(counted: Counted, sparsity: float) -> dict:
     ]
     best = [min(paths, key=lambda path: paths[path]) for paths in took]
     points = [(0.0, 0.0, 0.0, 0.0)]
-    points += [(at, found.change, found.low, found.high) for at, found in sorted(counted.losses.items()) if at]
+    points += [(at, *_percent(found)) for at, found in sorted(counted.losses.items()) if at]
     inside = sparsity <= points[-1][0]
     steps = [(at, *_middle(step.ms), _middle(step.dense_ms)[0]) for at, step in sorted(counted.steps.items())]
     here = counted.steps.get(sparsity)
@@ -241,9 +242,7 @@ def sentence(view: dict) -> str:
     if view["loss"] is None:
         loss = "loss not measured beyond the last point"
     else:
-        loss = (
-            f"loss {view['loss']:+.3g} nats a token ({'measured' if view['measured'] else 'between measured points'})"
-        )
+        loss = f"loss {view['loss']:+.2f}% ({'measured' if view['measured'] else 'between measured points'})"
     # Predicted: a view asks what thresholds that were never put on a layer would be worth.
     us, plain, dense = (sum(view[name]) for name in ("us", "plain_us", "dense_us"))
     if not view["us"]:
@@ -262,6 +261,12 @@ def sentence(view: dict) -> str:
     if step := view["step"]:
         time += f"; here {step['what']} took {step['ms']:.3g} ms instead of {step['dense_ms']:.3g}, computed densely"
     return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
+
+
+def _percent(found: LossChange) -> tuple[float, float, float]:
+    """The change of the loss and its interval, in percent of the loss without thresholds."""
+    change, low, high = (100 * value / found.dense for value in (found.change, found.low, found.high))
+    return change, low, high
 
 
 def _middle(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ def picture(view: dict) -> go.Figure:
             "relative error of the layer's output, %",
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
-            "change of the loss, nats a token; points: measured",
+            "change of the loss, %; points: measured",
             "ms of a step here; dashes: no thresholds",
         ],
     )
@@ -67,7 +67,7 @@ def picture(view: dict) -> go.Figure:
         showlegend=False,
         row=3,
         col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.4f}, measured<extra></extra>",
+        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%, measured<extra></extra>",
     )
     figure.add_scatter(
         mode="markers",
@@ -76,7 +76,7 @@ def picture(view: dict) -> go.Figure:
         showlegend=False,
         row=3,
         col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.4f}<extra></extra>",
+        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%<extra></extra>",
     )
     figure.add_scatter(
         mode="markers",

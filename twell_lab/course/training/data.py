@@ -41,12 +41,6 @@ def held_out(text: Text, windows: int = 64, context: int = SMALL.context, device
     return spread_windows(text.split()[1].data, windows, context)[:, :-1].to(device)
 
 
-# ---- runs, compared ----
-
-
-# ---- the penalty, taken apart ----
-
-
 # ---- who fires ----
 
 
@@ -76,9 +70,7 @@ def dead_seen_in(fired: Tensor, parts: int = 6) -> list[tuple[int, int]]:
     return [(size, int((~fired[:size].any(0)).sum())) for size in sizes]
 
 
-def skew_sentence(layer: LayerProfile, name: str) -> str:
-    """How unevenly the neurons of one layer fire, in a sentence."""
-    return (
-        f"{name}: {layer.mean_nnz:.1f} of {layer.d_ff} neurons fire at a token; "
-        f"{firing_share(layer.neuron_counts):.0%} of them do 80% of the firing, {layer.dead} never fire."
-    )
+def skew_sentence(layer: LayerProfile) -> str:
+    """How unevenly the neurons of a layer fire, in a sentence."""
+    dead = f", {layer.dead} never fire" if layer.dead else ""
+    return f"{firing_share(layer.neuron_counts):.0%} of the neurons do 80% of the firing{dead}."
