@@ -29,7 +29,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "11-train-with-the-kernels.ipynb",
     "12-capstone.ipynb",
     "measured-speedups.ipynb",
-    "your-own-model.ipynb",
 }
 TOO_MUCH_CODE = {"08-first-kernels.ipynb", "11-train-with-the-kernels.ipynb"}
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
