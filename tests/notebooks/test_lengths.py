@@ -28,7 +28,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "10-choose-a-path.ipynb",
     "11-train-with-the-kernels.ipynb",
     "12-capstone.ipynb",
-    "measured-speedups.ipynb",
 }
 TOO_MUCH_CODE = {"08-first-kernels.ipynb", "11-train-with-the-kernels.ipynb"}
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
