@@ -24,7 +24,6 @@ TOO_LONG = {  # strict: a notebook that became short enough must leave this list
     "06-cuda-puzzles.ipynb",
     "07-pack-it.ipynb",
     "08-first-kernels.ipynb",
-    "09-hopper-kernels.ipynb",
     "10-choose-a-path.ipynb",
     "11-train-with-the-kernels.ipynb",
     "12-capstone.ipynb",

@@ -77,8 +77,9 @@ def provenance() -> str:
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
 
 
-def ready() -> bool:
-    """Whether kernels can run in the simulator here, which is printed; if not, cells marked NEEDS do not run."""
+def ready(say: bool = True) -> bool:
+    """Whether kernels can run in the simulator here, which is printed, without `say` only if they cannot; then cells
+    marked NEEDS do not run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
@@ -91,7 +92,8 @@ def ready() -> bool:
         )
         _transform(_left_out, True)
         return False
-    print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
+    if say:
+        print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
     return True
 
 

@@ -28,8 +28,8 @@ def summary(rows: list[dict]) -> str:
         return (
             "No host times are recorded in this checkout; on a machine with a GPU, `twell-lab record host-time` does."
         )
-    share = [f"{row['ms'] / row['wall_ms']:.0%} at {row['tokens']:,}" for row in (mine[0], mine[-1])]
-    return f"When a call of TwELL returns, so much of its time has passed: {share[0]} token, {share[1]}."
+    first, last = (f"{row['ms'] / row['wall_ms']:.0%}" for row in (mine[0], mine[-1]))
+    return f"TwELL's call returns after {first} of its time ({mine[0]['tokens']:,} token), {last} ({mine[-1]['tokens']:,})."
 
 
 def timeline(launch: float, kernels: Sequence[float]) -> tuple[float, float]:
