@@ -77,9 +77,8 @@ def provenance() -> str:
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
 
 
-def ready(say: bool = True) -> bool:
-    """Whether kernels can run in the simulator here, which is printed, without `say` only if they cannot; then cells
-    marked NEEDS do not run."""
+def ready() -> bool:
+    """Whether kernels can run in the simulator here, which is printed; if not, cells marked NEEDS do not run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
@@ -92,8 +91,7 @@ def ready(say: bool = True) -> bool:
         )
         _transform(_left_out, True)
         return False
-    if say:
-        print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
+    print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
     return True
 
 
