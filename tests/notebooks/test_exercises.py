@@ -49,6 +49,9 @@ LEAST = {
     "07-pack-it.ipynb": 6,
     "08-first-kernels.ipynb": 6,
     "11-train-with-the-kernels.ipynb": 6,
+    "09-hopper-kernels.ipynb": 7,
+    "measured-speedups.ipynb": 4,
+    "your-own-model.ipynb": 3,
 }
 HEADING = re.compile(r"^### Exercise (\d+): ", re.MULTILINE)
 
@@ -303,6 +306,18 @@ def wide_interval(before, after):
 
 def beaten_in_both(points):
     return sorted(a for a in points if not any(b[0] < a[0] and b[1] < a[1] for b in points))
+
+
+def differs(layers, scales, at_once=False, allowed=1e-3):
+    """Names of the layers that differ from the formula at these scales of x, row by row or `at_once`."""
+    found = []
+    for name, (layer, gate, up, down) in layers.items():
+        x = torch.cat([scale * torch.randn(64, gate.shape[1]) for scale in scales])
+        want = ((x @ gate.T).relu() * (x @ up.T)) @ down.T
+        size = (layer(x) - want).norm() / want.norm() if at_once else (layer(x) - want).norm(dim=1) / want.norm(dim=1)
+        if size.max() > allowed:
+            found.append(name)
+    return found
 
 
 def route_by_a_loop(scores, top_k):
@@ -669,6 +684,26 @@ WRONG = {
         lambda before, at_once, after, twin: (at_once - after) / (at_once - before),  # as if the twin stood still
         lambda before, at_once, after, twin: (after - twin) / (at_once - before),
         lambda before, at_once, after, twin: 1 - (after - twin) / (at_once - twin),
+    ],
+    "share_saved": [
+        lambda layers: sum(d - n for d, n, swapped in layers if swapped) / sum(d for d, *_ in layers),  # gate, too
+        lambda layers: sum(2 * (d - n) for d, n, _ in layers) / sum(3 * d for d, *_ in layers),  # dense layers, too
+        lambda layers: sum(2 * (d - n) / (3 * d) * swapped for d, n, swapped in layers) / len(layers),  # of shares
+        lambda layers: sum(2 * (d - n) for d, n, s in layers if s) / sum(3 * d for d, _, s in layers if s),  # of theirs
+    ],
+    "must_stay": [
+        lambda layers: differs(layers, [1.0]),  # no large x
+        lambda layers: differs(layers, [1000.0]),  # no small x
+        lambda layers: differs(layers, [0.01, 1.0, 100.0], at_once=True),  # large rows hide small ones
+        lambda layers: differs(layers, [0.01, 1.0, 100.0], allowed=0.0),  # rounding is no difference
+        lambda layers: [*layers],
+        lambda layers: [],
+    ],
+    "deepest_cut": [
+        lambda points, most: max((s for s, _, change, _ in points if change <= most), default=0.0),  # by the middle
+        lambda points, most: max((s for s, low, *_ in points if low <= most), default=0.0),
+        lambda points, most: max(s for s, *_, high in points if high <= most),  # fails where there is none
+        lambda points, most: next((s for s, *_, high in points if high <= most), 0.0),  # as if sorted
     ],
     "front": [sorted, beaten_in_both, lambda points: [min(points)], lambda points: [min(points, key=lambda p: p[1])]],
     "keep_largest": [

@@ -15,9 +15,6 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb") if path.name != "glo
 PROSE, PRINTED, CELLS, LINES = 800, 200, 25, 12
 CODE_IS_THE_POINT = {"06-cuda-puzzles.ipynb", "12-capstone.ipynb"}  # free in the number and the length of code cells
 TOO_LONG = {  # strict: a notebook that became short enough must leave this list
-    "09-hopper-kernels.ipynb",
-    "measured-speedups.ipynb",
-    "your-own-model.ipynb",
 }
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
 LINK = re.compile(r"\]\([^)]*\)")

@@ -27,6 +27,7 @@ from .hopper import checks as hopper
 from .hopper.calls import timeline
 from .measure import checks as start
 from .measure import zeros_checks
+from .own_model import checks as own_model
 from .packing import checks as packing
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
@@ -279,5 +280,6 @@ CHECKS: dict[str, Callable] = {
     **zeros_checks.CHECKS,
     **clocks.CHECKS,
     **conversion.CHECKS,
+    **own_model.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}

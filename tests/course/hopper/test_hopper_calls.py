@@ -35,9 +35,7 @@ def test_the_newest_calls_without_gradients_are_read(keep):
 
 
 def test_the_summary_has_the_hosts_share():
-    assert calls.summary(ROWS) == (
-        "When a call of TwELL returns, so much of its time has passed: 80% at 1 token, 25% at 16,384."
-    )
+    assert calls.summary(ROWS) == "TwELL's call returns after 80% of its time (1 token), 25% (16,384)."
     assert "twell-lab record host-time" in calls.summary([])
 
 

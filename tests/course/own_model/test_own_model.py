@@ -1,16 +1,15 @@
 """A model of the reader's, ours or of transformers, is read as it is; sentences say what made-up rows hold."""
 
-import math
-
 import pytest
 import torch
 
 import twell_lab as tl
 from twell_lab.analysis import costs, predict
+from twell_lab.analysis.plan import Plan
 from twell_lab.core.errors import InputError
-from twell_lab.course import own_model, thresholds
+from twell_lab.course import own_model
 from twell_lab.course.own_model import data
-from twell_lab.layers.choice import DENSE
+from twell_lab.layers.choice import DENSE, Candidate, LayerPlan
 from twell_lab.layers.paths.cost import Firing
 
 SAID = "def "
@@ -78,45 +77,34 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
     )
     assert row["launches"] == pytest.approx(100 * launches / row["dense_us"])
     assert sum(int(part.split()[0]) for part in row["paths"].split(", ")) == 4
-    assert "L4" in own_model.gains_table([row])
+    assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
 
 
 def test_how_far_off_predictions_are_is_that_of_the_records(monkeypatch):
     monkeypatch.setattr(
         predict, "errors", lambda: [{"gpu": "L4", "layers": 7, "least": 0.5, "median": 1.0, "most": 2.0}]
     )
-    assert (
-        own_model.off()
-        == "L4: for 7 recorded layers, predicted over measured time was 0.50 to 2.00, 1.00 in the middle"
-    )
+    assert own_model.off() == "L4, 7 recorded layers: predicted over measured time 0.50 to 2.00, median 1.00"
     monkeypatch.setattr(predict, "errors", list)
     assert "no recorded layer" in own_model.off()
 
 
-def test_a_cut_costs_what_the_library_measures(small, halves):
-    counted = thresholds.count("small", small.model, [halves[0]], halves[1], sparsities=(0.5,))
-    half, most = own_model.cut(counted, (0.5, 0.98))
-    expected = tl.thresholds(small.model, [halves[0]], 0.98)
-    cost = expected.loss(small.model, halves[1])
-    assert most["density"] == pytest.approx(sum(each.density["activation"] for each in expected.layers) / 4)
-    assert (
-        most["change"] == pytest.approx(100 * cost.change / cost.dense) and most["low"] < most["change"] < most["high"]
-    )
-    assert half["change"] == 0 < most["change"]  # half of all values are zero by themselves
-
-
-def test_where_the_trained_pair_is_missing_nothing_is_compared(small, monkeypatch, text):
+def test_without_its_twin_a_shipped_model_is_its_own(small, monkeypatch):
     monkeypatch.setattr(data, "checkpoints", lambda: ["small"])
-    assert own_model.trained(text) is None and own_model.never_sparse(small) is small
+    assert own_model.never_sparse(small) is small
 
 
-def test_the_trained_pair_differs_in_density(text, monkeypatch):
-    if own_model.never_sparse(own_model.read("small")).name != "l1-free":
-        pytest.skip("the pair lies in a checkout alone")
-    few = data.windows
-    monkeypatch.setattr(data, "windows", lambda mine, text: few(mine, text, count=4))
-    found = own_model.trained(text)
-    assert found["density"] < found["before"] / 3 and found["low"] <= found["change"] <= found["high"]
+def layer(name, **classes):
+    candidates = tuple(Candidate(int(most[1:]), path, 0, 1.0, None, True, "") for most, path in classes.items())
+    return LayerPlan(name, 8, 4, True, 1, (0, 0, 0, 0), candidates)
+
+
+def test_a_plan_says_how_many_layers_stay_dense_at_each_number_of_tokens():
+    plan = Plan(
+        [layer("a", _1="twell", _64="dense"), layer("b", _64="dense"), layer("c", _8="dense", _64="twell")], "", "", {}
+    )
+    assert own_model.planned(plan, (1,)) == "left dense of 3 layers: 2 with 1 token"
+    assert own_model.planned(plan, (8, 9, 500)).endswith(": 3 with 8 tokens, 2 with 9 tokens, 2 with 500 tokens")
 
 
 HERE = {"what": "decode step, batch 1", "low": 1.1, "times": 1.2, "high": 1.3}
@@ -126,61 +114,42 @@ PREDICTED = [
     {"gpu": "A", "tokens": 64, "x_dense": 1.0},
     {"gpu": "B", "tokens": 64, "x_dense": 1.05},
 ]
-ROWS = [
-    {"density": 0.1, "change": 0.5, "low": 0.2, "high": 0.8},
-    {"density": 0.02, "change": 8.0, "low": 7.0, "high": 9.0},
+CUTS = [
+    {"model": "l1-free", "density": 0.1, "change": 0.5, "low": 0.2, "high": 0.8},
+    {"model": "l1-free", "density": 0.021, "change": 8.0, "low": 7.0, "high": 9.0},
 ]
-TRAINED = {"density": 0.02, "before": 0.1, "change": 1.0, "low": 0.5, "high": 1.5}
+TRAINED = [{"density": 0.02, "change": 1.0, "low": 0.5, "high": 1.5}]
 
 
 def test_three_lines_say_what_to_do():
-    here, gpus, cut = own_model.decide("mine", HERE, PREDICTED, "its twin", ROWS, TRAINED)
-    assert (
-        "(decode step, batch 1), mine with planned layers is 1.20 times as fast (middle half 1.10 to 1.30): swap the layers"
-        in here
-    )
-    assert "with 1 token on 2 of 2 GPUs (at best 2.50, B), with 64 tokens on 0 of 2 GPUs (at best 1.05, B)" in gpus
-    assert cut.startswith(
-        "A cut of its twin to 10.0% of the neurons costs at most 1% of the loss; at 2.0% the cut costs +7.0 to +9.0%"
-    )
-    assert cut.endswith("+0.5 to +1.5%: train.")
+    here, gpus, cut = own_model.decide(HERE, PREDICTED, CUTS, TRAINED)
+    assert here == "Here, decode step, batch 1: 1.20 times as fast (1.10 to 1.30): swap."
+    assert gpus.endswith(": 1.50 to 2.50 with 1 token, 1.00 to 1.05 with 64 tokens.")
+    assert cut.startswith("For 1% of the loss l1-free may be cut to 10.0% of its neurons; at 2.1%, +7.0 to +9.0%")
+    assert cut.endswith("with L1 +0.5 to +1.5%: train.")
 
 
 @pytest.mark.parametrize(
-    "low, high, said", [(0.5, 0.9, ": stay dense."), (0.9, 1.1, "no difference that counts"), (1.01, 1.2, ": swap")]
+    "low, high, said", [(0.5, 0.9, ": stay dense."), (0.9, 1.1, ": stay dense."), (1.01, 1.2, ": swap.")]
 )
 def test_what_is_slower_or_the_same_here_stays_dense(low, high, said):
-    assert (
-        said
-        in own_model.decide(
-            "mine",
-            {"what": "a forward", "low": low, "times": (low + high) / 2, "high": high},
-            PREDICTED,
-            "its twin",
-            ROWS,
-            None,
-        )[0]
-    )
+    here = {"what": "a forward", "low": low, "times": (low + high) / 2, "high": high}
+    assert own_model.decide(here, PREDICTED, CUTS, [])[0].endswith(said)
 
 
 @pytest.mark.parametrize("low, high, said", [(0, 1, "train."), (10, 11, "cut."), (8, 9.5, "either will do.")])
 def test_a_cut_is_compared_by_its_interval(low, high, said):
-    assert own_model.decide("mine", HERE, PREDICTED, "its twin", ROWS, TRAINED | {"low": low, "high": high})[
-        2
-    ].endswith(said)
+    assert own_model.decide(HERE, PREDICTED, CUTS, [TRAINED[0] | {"low": low, "high": high}])[2].endswith(said)
 
 
 def test_no_cut_may_be_cheap_and_no_twin_be_here():
-    third = own_model.decide("mine", HERE, PREDICTED, "its twin", ROWS[1:], None)[2]
-    assert third == "Each cut of its twin that was measured may cost more than 1% of the loss."
-
-
-def test_the_figure_shows_each_point_with_its_interval():
-    figure = own_model.figures.cut_or_train(ROWS, TRAINED, "mine")
-    cut, one = figure.data
-    assert cut.name.startswith("mine") and list(cut.x) == [2, 10] and list(cut.y) == [8, 0.5]
-    assert list(cut.error_y.array) == pytest.approx([1, 0.3]) and list(cut.error_y.arrayminus) == pytest.approx(
-        [1, 0.3]
+    assert (
+        own_model.decide(HERE, PREDICTED, CUTS[1:], [])[2] == "No cut of l1-free surely costs at most 1% of the loss."
     )
-    assert list(one.x) == [2] and list(one.y) == [1] and math.isclose(one.error_y.array[0], 0.5)
-    assert len(own_model.figures.cut_or_train(ROWS, None, "mine").data) == 1
+
+
+def test_the_figure_has_a_bar_for_each_gpu_and_number_of_tokens():
+    rows = [row | {"dense_us": 10.0, "us": 5.0, "launches": 40.0, "paths": "2 twell"} for row in PREDICTED]
+    one, many = own_model.figures.gains(rows).data
+    assert (one.name, many.name) == ("1 token", "64 tokens") and list(one.x) == list(many.x) == ["A", "B"]
+    assert list(one.y) == [1.5, 2.5] and one.text[0] == "1.50<br>launches 40%"

@@ -1,5 +1,6 @@
 """What the slider shows is what the library gives at that sparsity, and looking it up runs no model."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -90,48 +91,69 @@ def test_a_point_is_measured_by_running_the_model_and_nothing_else_is(counted, m
     assert [at for at, *_ in shown.view(own, 0.1)["points"]] == [0.0, 0.4, 0.8, 0.9]
 
 
-def test_a_step_is_timed_with_thresholds_and_without_in_turn(counted, model, monkeypatch):
-    own = dataclasses.replace(counted, steps={})
-    before, seen = answer(model), []
+def stepping(monkeypatch, seen, ms=4.0, dense_ms=2.0):
+    """Have the clock run each call once, append what it gave, and tell these milliseconds."""
 
     def bursts(calls, wait, *, rounds, count):
-        cut = bool(lossy_parts(model))
-        seen.append((cut, calls[0](0).shape, count))
-        return {0: ([], [4.0 if cut else 2.0])}
+        seen.append(({name: call(0) for name, call in calls.items()}, rounds, count))
+        return {"ms": ([], [ms] * rounds), "dense_ms": ([], [dense_ms] * rounds)}
 
     monkeypatch.setattr(shown.data.clocks, "time_bursts", bursts)
+
+
+def test_a_step_is_timed_with_thresholds_on_the_twell_path_and_without_in_turn(counted, model, monkeypatch):
+    own = dataclasses.replace(counted, steps={})
+    before, seen = answer(model), []
+    stepping(monkeypatch, seen)
     step = shown.clock(own, 0.9)
-    assert [cut for cut, *_ in seen] == [False, *[True, False] * 7] and {count for *_, count in seen[1:]} == {5}
-    assert set(step.ms) == {4.0} and set(step.dense_ms) == {2.0} and step.device == "CPU"
+    assert [how for _, *how in seen] == [[1, 1], [7, 5]]  # bursts of about ten milliseconds
+    assert step.ms == (4.0,) * 7 and step.dense_ms == (2.0,) * 7 and (step.device, step.path) == ("CPU", "twell")
     assert step.what == "a forward of 64 tokens"  # four windows of 16
-    assert {shape for _, shape, _ in seen} == {(4, 16, 64)}
+    # What was timed is the model as it was, and one with thresholds whose layers gave up none of their values.
+    gave, cut = seen[0][0], counted.calibration.at(0.9).apply(copy.deepcopy(model))
+    read = own.windows[:4]
+    with torch.no_grad():
+        assert torch.equal(gave["dense_ms"], model(read).logits)
+        assert torch.allclose(gave["ms"], cut(read).logits, atol=1e-5)
+    assert not torch.allclose(gave["ms"], gave["dense_ms"], atol=1e-5)
     assert torch.equal(answer(model), before) and not lossy_parts(model)
     view = shown.view(own, 0.9)
-    assert view["step"] == {"what": step.what, "device": "CPU", "ms": 4.0, "dense_ms": 2.0}
+    assert view["step"] == {"what": step.what, "device": "CPU", "path": "twell", "ms": 4.0, "dense_ms": 2.0}
     assert view["steps"] == [(0.9, 4.0, 4.0, 4.0, 2.0)] and shown.view(own, 0.8)["step"] is None
-    assert "a forward of 64 tokens took 4 ms instead of 2, computed densely" in shown.sentence(view)
+    assert "a forward of 64 tokens took 4 ms on the TwELL path instead of 2" in shown.sentence(view)
     shown.clock(dataclasses.replace(own, tokens=3), 0.9)
-    assert seen[-1][1] == (1, 3, 64)
+    assert seen[-1][0]["ms"].shape == (1, 3, 64)
+
+
+def test_the_layers_with_thresholds_are_on_the_path_that_the_step_names(counted, monkeypatch):
+    given, swap = [], shown.data.sparsify
+    monkeypatch.setattr(shown.data, "sparsify", lambda model, path: given.append(path) or swap(model, path))
+    stepping(monkeypatch, [])
+    shown.clock(dataclasses.replace(counted, steps={}), 0.5)
+    assert given == ["twell"]
+
+
+def test_with_teal_a_step_is_computed_densely_and_says_so(model, monkeypatch):
+    found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), method="teal", **HOW)
+    stepping(monkeypatch, [])
+    assert shown.clock(found, 0.6).path == "dense"
+    assert "took 4 ms computed densely instead of 2" in shown.sentence(shown.view(found, 0.6))
 
 
 def test_a_step_of_one_token_is_decoding_with_what_came_before(model, monkeypatch):
     own = shown.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=())
+    seen = []
+    stepping(monkeypatch, seen)
     with torch.no_grad():
-        expected, given = model(own.windows[:1]).logits[:, -1:], []
-    monkeypatch.setattr(
-        shown.data.clocks,
-        "time_bursts",
-        lambda calls, wait, **_: given.append((bool(lossy_parts(model)), calls[0](0))) or {0: ([], [1.0])},
-    )
+        expected = model(own.windows[:1]).logits[:, -1:]
     assert shown.clock(own, 0.9).what == "decoding a token"
-    for cut, found in given:
-        assert cut != torch.allclose(found, expected, atol=1e-5)
+    for gave, *_ in seen:
+        assert torch.allclose(gave["dense_ms"], expected, atol=1e-5)
+        assert not torch.allclose(gave["ms"], expected, atol=1e-5)
 
 
 def test_a_clock_that_fails_leaves_no_thresholds(counted, model, monkeypatch):
-    monkeypatch.setattr(
-        shown.data.clocks, "time_bursts", lambda *_, **__: 1 / 0 if lossy_parts(model) else {0: ([], [1])}
-    )
+    monkeypatch.setattr(shown.data.clocks, "time_bursts", lambda *_, **__: 1 / 0)
     own = dataclasses.replace(counted, steps={})
     with pytest.raises(ZeroDivisionError):
         shown.clock(own, 0.9)
@@ -177,7 +199,7 @@ def test_the_sentence_tells_what_thresholds_save_from_what_they_do_not(counted):
     wanted = "skip what is zero should take {} us instead of {}, and {} without a threshold"
     assert shown.sentence(view).endswith(wanted.format(*times))
     said = shown.sentence(shown.view(counted, 0.0))
-    assert "without a threshold the best path should take" in said and "by fewer launches" in said
+    assert "without a threshold, the best path should take" in said and "by fewer launches" in said
     assert "skip" not in said
     slow = view | {"us": view["dense_us"]}
     assert shown.sentence(slow).endswith(f"no path should be faster than dense, which should take {times[1]} us")

@@ -31,7 +31,7 @@ OTHER = VIEW | {
     "us": [9.0, 7.0],
     "loss": 0.03,
     "measured": True,
-    "step": {"what": "decoding a token", "device": "CPU", "ms": 2.5, "dense_ms": 2.25},
+    "step": {"what": "decoding a token", "device": "CPU", "path": "twell", "ms": 2.5, "dense_ms": 2.25},
     "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 
@@ -53,7 +53,7 @@ def test_each_panel_shows_its_numbers():
     assert list(found["here"].x) == [50] and list(found["here"].y) == [0.02]
     title = figure.layout.title.text
     assert "made-up numbers, cats, sparsity 50%, lossy" in title and "between measured points" in title
-    assert any("predicted us, L4, 64 tokens" in note.text for note in figure.layout.annotations)
+    assert any("predicted us of a layer, L4, 64 tokens" in note.text for note in figure.layout.annotations)
 
 
 def test_a_moved_figure_is_one_drawn_for_that_view():
@@ -69,7 +69,7 @@ def test_steps_stand_where_they_were_timed_with_the_middle_half():
     assert list(cut.x) == list(without.x) == [50, 75]
     assert list(cut.y) == [3, 2.5] and list(without.y) == [2, 2.25]
     assert list(cut.error_y.array) == [1, 0.25] and list(cut.error_y.arrayminus) == [0.5, 0.125]
-    assert "here decoding a token took 2.5 ms instead of 2.25" in figure.layout.title.text
+    assert "here decoding a token took 2.5 ms on the TwELL path instead of 2.25" in figure.layout.title.text
     empty = traces(figures.picture(VIEW))
     assert list(empty["with thresholds"].x) == list(empty["without"].y) == []
     assert " ms " not in figures.picture(VIEW).layout.title.text

@@ -122,15 +122,12 @@ def _one_run(row: dict) -> tuple:
     return row["nnz"], row["where"]
 
 
-def parts_sentence(found: list[dict], nnz: float = 29) -> str:
-    """The row of `parts` nearest to this nnz, in words."""
-    if not found:
+def parts_sentence(found: list[dict], nnz: int = 29) -> str:
+    """The row of `parts` of this nnz, in words."""
+    row = next((row for row in found if round(row["nnz"]) == nnz), None)
+    if row is None:
         return MISSING
-    row = min(found, key=lambda row: abs(row["nnz"] - nnz))
-    whole = row["torch_ms"] / row["planned_ms"]
-    return (
-        f"fused {row['fused']:.2f} x sparsity {row['sparsity']:.2f} = {whole:.2f} times as fast, nnz {row['nnz']:.0f}"
-    )
+    return f"fused {row['fused']:.2f} x sparsity {row['sparsity']:.2f} = {row['torch_ms'] / row['planned_ms']:.2f}"
 
 
 # ---- by how many neurons fire ----
@@ -163,14 +160,12 @@ def crossing(found: dict[str, list[tuple[float, float]]], slow: str = TWELL, oth
 
 
 def crossing_sentence(found: dict[str, list[tuple[float, float]]]) -> str:
-    """From which nnz on TwELL alone is slower than both dense layers, in words."""
+    """From which nnz on both dense layers are faster than TwELL alone, in words."""
     if TWELL not in found:
         return MISSING
-    said = [
-        f"than {name} from nnz {nnz:.0f} on" if (nnz := crossing(found, other=path)) else f"nowhere than {name}"
-        for path, name in ((FUSED, "the fused layer"), (TORCH, "torch's"))
-    ]
-    return f"TwELL is slower {', '.join(said)}"
+    ends = {path: crossing(found, other=path) for path in (FUSED, TORCH)}
+    fused, torch_ = (f"from {'nnz ' * (path == FUSED)}{nnz:.0f}" if nnz else "nowhere" for path, nnz in ends.items())
+    return f"fused wins {fused}, torch's {torch_}"
 
 
 # ---- where sparsity loses ----
@@ -206,5 +201,5 @@ def losses(found: list[dict]) -> str:
     said = []
     for path, name in ((PLANNED, "planned"), (TWELL, "TwELL")):
         here = [cell["x"] for cell in found if cell["path"] == path]
-        said.append(f"{name} in {sum(x < LEAST for x in here)} of {len(here)} cells")
-    return f"Slower than torch's dense layer: {', '.join(said)}."
+        said.append(f"{name} in {sum(x < LEAST for x in here)} of {len(here)}")
+    return f"Cells slower than torch's layer: {', '.join(said)}."

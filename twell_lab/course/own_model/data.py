@@ -1,5 +1,5 @@
-"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, what swapped
-layers should be worth on other GPUs, and what cutting costs beside training."""
+"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, what a plan does
+with its layers, and what swapped layers should be worth on other GPUs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from ... import records
 from ...analysis import costs, predict
-from ...analysis.profile import FiringProfile, profile
+from ...analysis.plan import Plan
+from ...analysis.profile import FiringProfile
 from ...core import folders
 from ...core.errors import InputError
 from ...layers.anatomy import feed_forwards
 from ...layers.choice import DENSE
 from ...layers.paths.cost import Firing
 from ...models import published
-from ...models.thresholds import LossChange, losses
 from ...models.tiny import LanguageModel
 from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
 from ..notebook import dtype_for
 from ..sweep.data import checkpoints
-from ..thresholds.data import Counted
 
 CONTEXT = 512  # tokens of a window at most
 CHEAP = 1.0  # percent of the loss that a cut may cost
-WORTH = 1.1  # times as fast as dense: what a plan wants where it only predicts
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
 
 
@@ -140,6 +137,21 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
     return mine.decode(said[0, start:])
 
 
+# ---- what a plan does ----
+
+
+def planned(plan: Plan, tokens: Sequence[int]) -> str:
+    """How many layers a plan leaves dense, for each of these numbers of tokens."""
+    said = []
+    for count in tokens:
+        found = [
+            next((choice for most, choice in layer.choices.items() if most >= count), [*layer.choices.values()][-1])
+            for layer in plan.layers
+        ]
+        said.append(f"{sum(choice == DENSE for choice in found)} with {count:,} token{'s' * (count > 1)}")
+    return f"left dense of {len(plan.layers)} layers: {', '.join(said)}"
+
+
 # ---- on another GPU ----
 
 
@@ -174,107 +186,50 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
     return rows
 
 
-def gains_table(rows: list[dict]) -> str:
-    """What `gains` returned, as lines of text."""
-    columns = {"gpu": "GPU", "tokens": "tokens", "dense_us": "dense us", "launches": "launches, % of it", "us": "us"}
-    return records.table(rows, columns | {"x_dense": "x dense", "paths": "layers"})
-
-
 def off() -> str:
-    """How far off such predictions are where layers were recorded, in a line for each GPU."""
-    lines = [
-        f"{row['gpu']}: for {row['layers']} recorded layers, predicted over measured time was {row['least']:.2f} to "
-        f"{row['most']:.2f}, {row['median']:.2f} in the middle"
+    """How far off such predictions are where layers were recorded, in a few words for each GPU."""
+    found = [
+        f"{row['gpu']}, {row['layers']} recorded layers: predicted over measured time {row['least']:.2f} to "
+        f"{row['most']:.2f}, median {row['median']:.2f}"
         for row in predict.errors()
     ]
-    return "\n".join(lines) or "no recorded layer is here to compare a prediction with"
-
-
-# ---- cut, or train ----
-
-
-def cut(counted: Counted, sparsities: Sequence[float]) -> list[dict]:
-    """What thresholds of these sparsities cost on the held-out windows of `course.thresholds.count`.
-
-    Rows: sparsity, density (the share that is left of all layers), change, low, high (of the loss, in percent of what
-    it was, with its 95% interval). Sparsities whose loss was measured before are looked up."""
-    rows = []
-    for sparsity in sparsities:
-        chosen = counted.calibration.at(sparsity)
-        cost = counted.losses.get(sparsity) or chosen.loss(counted.model, counted.windows)
-        neurons = sum(layer.d_ff for layer in chosen.layers)
-        left = sum(layer.density["activation"] * layer.d_ff for layer in chosen.layers) / neurons
-        rows.append({"sparsity": sparsity, "density": left} | _percent(cost))
-    return rows
-
-
-def trained(text: str, device: str = "cpu") -> dict | None:
-    """What training with L1 cost the shipped model "sparse" beside "l1-free", on a text that neither has read: density,
-    change, low, high, as in the rows of `cut`, and `before`, the density without L1. None where they are not here."""
-    if not {"sparse", "l1-free"} <= {*checkpoints()}:
-        return None
-    pair = [read(name, device) for name in ("l1-free", "sparse")]
-    first, second = windows(pair[0], text)
-    before, after = (_density(profile(each.model, [first])) for each in pair)
-    alone, sparse = (losses(each.model, second) for each in pair)
-    return {"density": after, "before": before} | _percent(LossChange.of(alone, sparse, second.shape[1] - 1))
-
-
-def _density(firing: FiringProfile) -> float:
-    return sum(layer.mean_nnz for layer in firing.layers) / sum(layer.d_ff for layer in firing.layers)
-
-
-def _percent(cost: LossChange) -> dict:
-    return {name: 100 * getattr(cost, name) / cost.dense for name in ("change", "low", "high")}
+    return "; ".join(found) or "no recorded layer is here to compare a prediction with"
 
 
 # ---- what to do ----
 
 
-def decide(
-    what: str, here: dict, predicted: list[dict], uncut: str, rows: list[dict], instead: dict | None
-) -> list[str]:
+def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained: Sequence[dict]) -> list[str]:
     """What the numbers say, in three lines: here, on a GPU, and whether to cut or to train.
 
     Args:
-        what: the model that was swapped.
         here: what was timed, and low, times, high: how many times as fast it then was, in the middle half of its turns.
         predicted: what `gains` returned.
-        uncut: the model that was cut.
-        rows: what `cut` returned; where `instead` is given, the last one for its density.
-        instead: what `trained` returned.
+        cuts, trained: points of `course.conversion`, of one model; of a cut to as few neurons as fire in the first that
+            was trained, if there is one.
     """
-    span = f"{here['times']:.2f} times as fast (middle half {here['low']:.2f} to {here['high']:.2f})"
-    if here["low"] > 1:
-        todo = "swap the layers"
-    else:
-        todo = "stay dense" if here["high"] < 1 else "no difference that counts; stay dense"
-    first = f"Here ({here['what']}), {what} with planned layers is {span}: {todo}."
-    worth = []
+    todo = "swap" if here["low"] > 1 else "stay dense"
+    first = (
+        f"Here, {here['what']}: {here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {todo}."
+    )
+    spans = []
     for count in dict.fromkeys(row["tokens"] for row in predicted):
-        of = [row for row in predicted if row["tokens"] == count]
-        best = max(of, key=lambda row: row["x_dense"])
-        fast = sum(row["x_dense"] >= WORTH for row in of)
-        tokens = f"with {count:,} token{'s' * (count > 1)}"
-        worth.append(f"{tokens} on {fast} of {len(of)} GPUs (at best {best['x_dense']:.2f}, {best['gpu']})")
-    second = f"Predicted, the layers are at least {WORTH:g} times as fast {', '.join(worth)}."
-    cheap = [row for row in rows if row["high"] <= CHEAP]
-    if cheap:
-        least = min(row["density"] for row in cheap)
-        third = f"A cut of {uncut} to {least:.1%} of the neurons costs at most {CHEAP:g}% of the loss"
-    else:
-        third = f"Each cut of {uncut} that was measured may cost more than {CHEAP:g}% of the loss"
-    if instead:
-        last = rows[-1]
-        todo = (
-            "train" if instead["high"] < last["low"] else "cut" if instead["low"] > last["high"] else "either will do"
-        )
-        third += (
-            f"; at {last['density']:.1%} the cut costs {_span(last)}, where training with L1 cost the shipped model "
-            f"{_span(instead)}: {todo}"
-        )
+        each = [row["x_dense"] for row in predicted if row["tokens"] == count]
+        spans.append(f"{min(each):.2f} to {max(each):.2f} with {count:,} token{'s' * (count > 1)}")
+    second = f"Layers on GPUs, predicted: {', '.join(spans)}."
+    model, cheap = cuts[0]["model"], [point["density"] for point in cuts if point["high"] <= CHEAP]
+    third = (
+        f"For {CHEAP:g}% of the loss {model} may be cut to {min(cheap):.1%} of its neurons"
+        if cheap
+        else f"No cut of {model} surely costs at most {CHEAP:g}% of the loss"
+    )
+    if trained:
+        point = trained[0]
+        cut = min(cuts, key=lambda cut: abs(cut["density"] - point["density"]))
+        better = "train" if point["high"] < cut["low"] else "cut" if point["low"] > cut["high"] else "either will do"
+        third += f"; at {cut['density']:.1%}, {_span(cut)}, with L1 {_span(point)}: {better}"
     return [first, second, f"{third}."]
 
 
-def _span(row: dict) -> str:
-    return f"{row['low']:+.1f} to {row['high']:+.1f}%"
+def _span(point: dict) -> str:
+    return f"{point['low']:+.1f} to {point['high']:+.1f}%"

@@ -1,38 +1,35 @@
-"""The figure of a cut beside a training: density against loss. Drawn from what `data` returned."""
+"""The figure of what swapped layers should be worth on GPUs. Drawn from what `data` returned."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
 from ... import plots
+from . import data
 
 
-def cut_or_train(rows: list[dict], instead: dict | None, what: str) -> go.Figure:
-    """The change of the loss over the share of neurons that is left: by thresholds, and by training with L1.
-
-    rows, instead: what `data.cut` and `data.trained` returned. what: the model that was cut."""
+def gains(rows: Sequence[dict]) -> go.Figure:
+    """How many times as fast the layers of a model should be on each GPU, a bar a number of tokens, and which percent
+    of the dense layers' time launches take. rows: what `data.gains` returned."""
     figure = go.Figure()
-    shown = [(f"{what}, cut", rows, plots.RED, "circle")]
-    if instead:
-        shown.append(("trained with L1, beside its twin without", [instead], plots.BLUE, "diamond"))
-    for name, points, colour, symbol in shown:
-        points = sorted(points, key=lambda point: point["density"])
-        figure.add_scatter(
-            x=[100 * point["density"] for point in points],
-            y=[point["change"] for point in points],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [point["high"] - point["change"] for point in points],
-                "arrayminus": [point["change"] - point["low"] for point in points],
-            },
-            name=name,
-            mode="lines+markers",
-            line={"color": colour, "dash": "dot"},
-            marker={"size": 11, "symbol": symbol},
-            hovertemplate="%{x:.2f}% left: %{y:+.2f}% loss<extra></extra>",
+    for count, colour in zip(dict.fromkeys(row["tokens"] for row in rows), plots.COLOURS, strict=False):
+        mine = [row for row in rows if row["tokens"] == count]
+        figure.add_bar(
+            x=[row["gpu"] for row in mine],
+            y=[row["x_dense"] for row in mine],
+            text=[f"{row['x_dense']:.2f}<br>launches {row['launches']:.0f}%" for row in mine],
+            textposition="outside",
+            cliponaxis=False,
+            name=f"{count:,} token{'s' * (count > 1)}",
+            marker_color=colour,
+            customdata=[[row["dense_us"], row["us"], row["paths"]] for row in mine],
+            hovertemplate="%{y:.2f} times as fast: %{customdata[1]:,.0f} us instead of %{customdata[0]:,.0f}; "
+            "layers: %{customdata[2]}<extra></extra>",
         )
-    figure.add_hline(y=0, line={"color": plots.GREY, "width": 1})
-    figure.update_xaxes(title_text="neurons left for a token, % (log scale)", type="log")
-    figure.update_yaxes(title_text="change of the loss, %")
-    return plots.styled(figure, "What fewer neurons cost on held-out text (95% intervals)")
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dash"})
+    most = max((row["x_dense"] for row in rows), default=1)
+    figure.update_yaxes(title_text="times as fast as dense", range=[0, 1.25 * most])
+    figure = plots.styled(figure, f"All feed-forward layers, predicted<br><sup>{data.off()}</sup>")
+    return figure.update_layout(margin_t=90)

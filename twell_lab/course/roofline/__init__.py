@@ -5,7 +5,6 @@ from .data import (
     datasheet,
     floors,
     gained,
-    header_line,
     of_the_peak,
     peaks,
     points,

@@ -7,7 +7,6 @@ Data in, data out, nothing drawn. Rows are those of the "inference" record (twel
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ... import records
@@ -128,7 +127,7 @@ def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dic
 
 
 def gained(found: list[dict], version: int) -> str:
-    """What this version of gate_pack (1 to 3) gained over the one before, in words. found: `versions`."""
+    """How much less time this version of gate_pack (1 to 3) takes than what came before. found: `versions`."""
     name = f"sm90 gate_pack v{version}"
     if name not in STEPS:
         raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
@@ -137,22 +136,14 @@ def gained(found: list[dict], version: int) -> str:
         return MISSING
     before, after = ms[STEPS[name]], ms[name]
     change = 1 - after / before
-    return f"{1e3 * before:.0f} -> {1e3 * after:.0f} us, {abs(change):.1%} {'less' if change >= 0 else 'more'}"
+    return f"{abs(change):.1%} {'less' if change >= 0 else 'more'}"
 
 
 def of_the_peak(found: list[dict], floor_ms: float) -> str:
     """How much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their peak."""
     if not found:
         return MISSING
-    return f"{found[-1]['path']}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."
-
-
-def header_line(file: str, name: str) -> str:
-    """What the header of kernels/`file` says about one of its versions, without line breaks."""
-    found = re.search(rf"^//   ({name}  .*(?:\n//    .*)*)", (folders.kernels_dir() / file).read_text("utf-8"), re.M)
-    if found is None:
-        raise InputError(f"name is {name!r}; the header of {file} has no such line")
-    return " ".join(found[1].replace("//", "").split()).replace(name, f"{name}:", 1)
+    return f"{found[-1]['path'].removeprefix('sm90 ')}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."
 
 
 def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> tuple[int, float]:

@@ -24,7 +24,7 @@ from ...core.errors import StackError
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import ModelConfig
 from ..notebook import dtype_for
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select, sources
+from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
 _KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING}
@@ -254,16 +254,15 @@ def trainings(found: list[Step]) -> tuple[list[Step], list[Step]]:
 
 
 def about(found: list[Step]) -> str:
-    """What was measured, and where and when, in a sentence."""
+    """Which model was measured, in a few words; where and when, say the figures."""
     speaks, _ = trainings(found)
     if not speaks:
         return NOTHING
     row = speaks[0].dense
-    random = " (random weights)" * row["model"].startswith("drawn ")
+    random = ", random weights" * row["model"].startswith("drawn ")
     return (
-        f"{row['model']}{random}: {row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}, "
-        f"{row['parameters'] / 1e9:.2g} billion parameters, mean nnz {row['nnz']:.0f}; "
-        f"{sources([step.dense for step in speaks])}"
+        f"{row['model']}{random}: {row['parameters'] / 1e9:.2g} billion parameters, {row['layers']} layers of "
+        f"{row['d_model']:,} x {row['d_ff']:,}, mean nnz {row['nnz']:.0f}"
     )
 
 
@@ -359,21 +358,15 @@ def by_nnz(layers: list[dict], kind: str, tokens: int | None) -> dict[str, list[
     return found
 
 
-def stops(tokens: list[dict], inference: dict, training: dict) -> str:
-    """Where a layer's gain stops, in lines: the ways in which it loses, at which numbers of tokens, and the nnz from
-    which TwELL does."""
-    lines = []
-    for how in dict.fromkeys(row["how"] for row in tokens):
-        if below := [f"{row['tokens']:,}" for row in tokens if row["how"] == how and row["x"] < LEAST]:
-            lines.append(f"one planned layer, {how}: below {LEAST} at {', '.join(below)} tokens")
-    for what, paths in (("inference", inference), ("training", training)):
+def stops(panels: dict[str, dict]) -> str:
+    """The nnz from which TwELL is slower than torch's layer. panels: what it was timed in -> what `by_nnz` returned."""
+    said = []
+    for what, paths in panels.items():
         if points := paths.get("forced twell"):
             found, below = crossing(points), [f"{nnz:.0f}" for nnz, x in points if x < 1]
             where = f"from nnz {found:.0f}" if found else f"at nnz {', '.join(below)}" if below else ""
-            lines.append(
-                f"{what}: TwELL loses {where or f'nowhere up to {points[-1][0]:.0f}'} (beside torch's eager layer)"
-            )
-    return "\n".join(lines)
+            said.append(f"{what}: {where or f'nowhere up to {points[-1][0]:.0f}'}")
+    return "; ".join(said)
 
 
 # ---- memory and energy ----
@@ -482,8 +475,7 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
         best = max(both, key=lambda step: step.x)
         models = ends([step.x for step in both])
         lines = [
-            f"Layers {ends([step.layer_x for step in both])} times as fast make models {models} (best: "
-            f"{best.name}, layers {best.share:.0%} of the time).",
+            f"Layers {ends([step.layer_x for step in both])} times as fast make models {models} (best: {best.name}).",
             f"Amdahl's law is within {1 - LEAST:.0%} in {len(right)} of {len(both)}; waiting for the host explains "
             f"{len(host)} more.",
         ]
@@ -492,5 +484,5 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
     last = max(own, key=lambda step: step.x)
     predicted = f" ({last.predicted:.2f} predicted)" if last.predicted else ""
     low, high = last.span
-    todo = "swap the layers" if low > 1 else "stay dense" if high < 1 else "no difference that counts"
+    todo = "swap" if low > 1 else "stay dense" if high < 1 else "no difference that counts"
     return [*lines, f"Here: {last.x:.2f} times as fast{predicted}, {last.name}: {todo}."]

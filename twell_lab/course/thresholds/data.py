@@ -6,6 +6,7 @@ that were measured."""
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from ...core.errors import InputError
 from ...formats.twell import TILE, WORDS
 from ...layers.lossy import lossy_parts
 from ...layers.paths.cost import Firing
+from ...models.swap import sparsify
 from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
 from ...ops import measure as clocks
 from ...plots.data import layer_names
@@ -32,12 +34,15 @@ _ROUNDS, _BURST_MS = 7, 10.0  # samples of a step's time, and about how long the
 
 @dataclass(frozen=True)
 class Step:
-    """How long a step of the model took, milliseconds on the wall of plain calls, with thresholds and without, in turn.
+    """How long a step of the whole model took, milliseconds on the wall of plain calls, with thresholds and without, in
+    turn.
 
-    what: the step, such as "decoding a token"; device: where."""
+    what: the step, such as "decoding a token"; device: where; path: what computed the layers with thresholds, "twell",
+    or "dense" for "teal", whose zeros no path of this package skips. Without thresholds the layers are as they were."""
 
     what: str
     device: str
+    path: str
     ms: tuple[float, ...]
     dense_ms: tuple[float, ...]
 
@@ -139,27 +144,24 @@ def measure(counted: Counted, sparsity: float) -> LossChange:
 def clock(counted: Counted, sparsity: float) -> Step:
     """Measure on this machine how long a step takes with thresholds of this sparsity and without any, and keep it among
     the points: decoding a token after a window of the text, or a forward of `tokens` tokens where those are more than
-    one (or of all windows, where they are fewer). The layers are computed densely, as they are before a swap. The
-    model is left as it was. InputError for a model that is no causal language model, and for one
-    with thresholds on it."""
+    one (or of all windows, where they are fewer). A copy of the model gets the thresholds, and with "cats" the TwELL
+    path in every layer, be that faster or not; the model is left as it was. InputError for a model that is no causal
+    language model, and for one with thresholds on it."""
     _check(sparsity)
     if lossy_parts(counted.model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    chosen, model = counted.calibration.at(sparsity, greedy=counted.greedy), counted.model
-    device = next(model.parameters()).device
-    run, what = _step(Causal(model), counted.windows.to(device), counted.tokens)
+    path = "twell" if counted.calibration.method == "cats" else "dense"
+    cut = counted.calibration.at(sparsity, greedy=counted.greedy).apply(copy.deepcopy(counted.model))
+    cut = sparsify(cut, path) if path != "dense" else cut
+    device = next(cut.parameters()).device
+    windows = counted.windows.to(device)
+    run, what = _step(Causal(counted.model), windows, counted.tokens)
+    runs = {"ms": _step(Causal(cut), windows, counted.tokens)[0], "dense_ms": run}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    took: dict[bool, list[float]] = {True: [], False: []}
-    try:
-        once = clocks.time_bursts({0: run}, wait, rounds=1, count=1)[0][1][0]
-        count = min(10, max(1, int(_BURST_MS / once)))
-        for _ in range(_ROUNDS):
-            for cut, samples in took.items():
-                (chosen.apply if cut else chosen.remove)(model)
-                samples += clocks.time_bursts({0: run}, wait, rounds=1, count=count)[0][1]
-    finally:
-        chosen.remove(model)
-    counted.steps[sparsity] = step = Step(what, clocks.device_name(device), tuple(took[True]), tuple(took[False]))
+    once = clocks.time_bursts(runs, wait, rounds=1, count=1)["dense_ms"][1][0]
+    took = clocks.time_bursts(runs, wait, rounds=_ROUNDS, count=min(10, max(1, int(_BURST_MS / once))))
+    samples = {name: tuple(wall) for name, (_, wall) in took.items()}
+    counted.steps[sparsity] = step = Step(what, clocks.device_name(device), path, **samples)
     return step
 
 
@@ -184,8 +186,9 @@ def view(counted: Counted, sparsity: float) -> dict:
         loss, in percent of the loss without thresholds, on a line between the measured points around it, None beyond
         the last;
         measured: whether it was measured here; points: (sparsity, change, low, high) of each point, the first at 0;
-        step: what was timed and on what, and ms and dense_ms, medians, None where no step was timed here; steps:
-        (sparsity, median, low, high, median without thresholds) of each that was, low and high of the middle half.
+        step: what was timed, on what device and path, and ms and dense_ms, medians, None where no step was timed here;
+        steps: (sparsity, median, low, high, median without thresholds) of each that was, low and high of the middle
+        half.
     """
     _check(sparsity)
     layers = counted.calibration.layers
@@ -230,6 +233,7 @@ def view(counted: Counted, sparsity: float) -> dict:
         and {
             "what": here.what,
             "device": here.device,
+            "path": here.path,
             "ms": _middle(here.ms)[0],
             "dense_ms": _middle(here.dense_ms)[0],
         },
@@ -248,18 +252,19 @@ def sentence(view: dict) -> str:
     if not view["us"]:
         time = ""
     elif not us < dense:
-        time = f"; no path should be faster than dense, which should take {dense:,.0f} us"
+        time = f"; on {view['gpu']} no path should be faster than dense, which should take {dense:,.0f} us"
     elif view["sparsity"] == 0:
         time = (
-            f"; without a threshold the best path should take {us:,.0f} us instead of {dense:,.0f}, by fewer launches "
-            "or what is zero by itself"
+            f"; on {view['gpu']}, without a threshold, the best path should take {us:,.0f} us instead of {dense:,.0f}, "
+            "by fewer launches or what is zero by itself"
         )
     else:
-        time = f"; kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
+        time = f"; on {view['gpu']} kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
         time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
         time += ": launches decide" if f"{us:,.0f}" == f"{plain:,.0f}" else ""
     if step := view["step"]:
-        time += f"; here {step['what']} took {step['ms']:.3g} ms instead of {step['dense_ms']:.3g}, computed densely"
+        how = "on the TwELL path" if step["path"] == "twell" else "computed densely"
+        time += f"; here {step['what']} took {step['ms']:.3g} ms {how} instead of {step['dense_ms']:.3g}"
     return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
 
 

@@ -15,7 +15,7 @@ _SITES = {"activation": "kept behind the gate", "input": "kept of x", "hidden": 
 def picture(view: dict) -> go.Figure:
     """Density, error, overflow and predicted time by layer; and over the sparsity the change of the loss, and how long
     a step took here."""
-    times = f"predicted us, {view['gpu']}, {view['tokens']:,} token{'s' * (view['tokens'] > 1)}"
+    times = f"predicted us of a layer, {view['gpu']}, {view['tokens']:,} token{'s' * (view['tokens'] > 1)}"
     figure = make_subplots(
         rows=3,
         cols=2,
@@ -27,7 +27,7 @@ def picture(view: dict) -> go.Figure:
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
             "change of the loss, %; points: measured",
-            "ms of a step here; dashes: no thresholds",
+            "ms of a step of the model here; dashes: as it was",
         ],
     )
     looks = [
@@ -86,7 +86,7 @@ def picture(view: dict) -> go.Figure:
         showlegend=False,
         row=3,
         col=2,
-        hovertemplate="sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured<extra></extra>",
+        hovertemplate="sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured here<extra></extra>",
     )
     figure.add_scatter(
         mode="markers",
@@ -95,7 +95,7 @@ def picture(view: dict) -> go.Figure:
         showlegend=False,
         row=3,
         col=2,
-        hovertemplate="%{y:.3g} ms without thresholds, measured in turn<extra></extra>",
+        hovertemplate="%{y:.3g} ms as it was, measured in turn<extra></extra>",
     )
     for row, col in ((1, 1), (2, 1)):
         figure.update_yaxes(range=[0, 105], row=row, col=col)

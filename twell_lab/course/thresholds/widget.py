@@ -32,7 +32,8 @@ class ThresholdExplorer(Drawn):
             layout={"width": "560px", "max_width": "100%"},
         )
         self.button = ipywidgets.Button(
-            tooltip="the loss on the held-out text, and the time of a step on this machine", layout={"width": "200px"}
+            tooltip="the loss on the held-out text, and the time of a step here, on the TwELL path and as it was",
+            layout={"width": "200px"},
         )
         self._measuring = False
         super().__init__([ipywidgets.HBox([self.slider, self.button])], figures.picture(self.view))
