@@ -14,14 +14,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb") if path.name != "glossary.ipynb")
 PROSE, PRINTED, CELLS, LINES = 800, 200, 25, 12
 CODE_IS_THE_POINT = {"06-cuda-puzzles.ipynb", "12-capstone.ipynb"}  # free in the number and the length of code cells
-TOO_LONG = {  # strict: a notebook that became short enough must leave this list
-}
 FOLDED = re.compile(r"<details.*?</details>|```.*?```|<!--.*?-->", re.S)
 LINK = re.compile(r"\]\([^)]*\)")
-
-
-def each(names: list[str], unfinished: set[str]) -> list:
-    return [pytest.param(n, marks=pytest.mark.xfail(strict=True) if n in unfinished else ()) for n in names]
 
 
 def cells(name: str, kind: str) -> list[dict]:
@@ -43,12 +37,12 @@ def printed(name: str) -> int:
     return sum(len("".join(out["text"]).split()) for out in streams)
 
 
-@pytest.mark.parametrize("name", each(NAMES, TOO_LONG))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_short(name):
     assert (prose(name) <= PROSE, printed(name) <= PRINTED) == (True, True), (prose(name), printed(name))
 
 
-@pytest.mark.parametrize("name", each([name for name in NAMES if name not in CODE_IS_THE_POINT], TOO_MUCH_CODE))
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in CODE_IS_THE_POINT])
 def test_code_cells_are_few_and_short(name):
     shown = ["".join(cell["source"]) for cell in cells(name, "code") if not is_exercise(cell)]
     lines = [sum(bool(line.strip()) for line in text.splitlines()) for text in shown]
