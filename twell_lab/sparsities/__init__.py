@@ -13,5 +13,6 @@ _PATHS = {
     "int8": "quantised",
     "fp8": "quantised",
     "twell_int8": "quantised",
+    "predicted": "predictors",
 }
 PATHS.further |= {name: f"{__name__}.{file}" for name, file in _PATHS.items()}
