@@ -365,6 +365,21 @@ def comparison(seconds: float = SECONDS) -> Record:
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 
 
+def model_paths(seconds: float = 600.0) -> Record:
+    """A Llama of the paper's 2B shape with each path that its weights allow on all layers, lossy ones with the error of
+    their logits, and a small trained model with their loss on a text; each beside the dense model. On a CPU the Llama
+    is a small one. The notes say under "refused" which paths did not run, and why. seconds, and the other notes: as for
+    `inference`."""
+    from ..bench import drawn
+    from ..bench import paths as tables
+
+    refused: dict[str, str] = {}
+    shape = drawn.LLAMA if torch.cuda.is_available() else tables.small()
+    rows, notes = _sections(tables.sections(shape, refused), seconds)
+    notes |= {"refused": refused} if refused else {}
+    return Record.new("model-paths", "a whole model on each path beside the dense one", rows, notes)
+
+
 def pruning(seconds: float = 600.0) -> Record:
     """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
     byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
@@ -401,6 +416,7 @@ RECORDINGS = {
     "inference": inference,
     "training": training,
     "model": model,
+    "model-paths": model_paths,
     "thresholds": thresholds,
     "comparison": comparison,
     "pruning": pruning,
