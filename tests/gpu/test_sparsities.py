@@ -13,7 +13,7 @@ from twell_lab.models.swap import sparsify
 from twell_lab.ops.reference import GatedFeedForward
 from twell_lab.sparsities.adapters import drawn as drawn_adapter
 from twell_lab.sparsities.adapters import switch, switching
-from twell_lab.sparsities.blocks import block_mask, group_columns, to_bsr_linear
+from twell_lab.sparsities.blocks import NestedLinear, block_mask, group_columns, nested_mask, to_bsr_linear
 from twell_lab.sparsities.dropout import product_times
 from twell_lab.sparsities.predictors import CoreFFN, predict
 from twell_lab.sparsities.two_four import prune_two_four, to_semi_structured, two_four_mask
@@ -75,6 +75,23 @@ def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
         pytest.skip(str(error))
     assert_as_good(fast, dense, torch.randn(tokens, 256, device="cuda", dtype=dtype))
     assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 128])
+def test_two_four_inside_blocks_is_the_dense_layer(backend, dtype, tokens):
+    dense = drawn(192, 256, dtype)
+    with torch.no_grad():
+        dense.weight.mul_(nested_mask(dense.weight, 0.5, (32, 64)))
+    try:
+        fast = NestedLinear(dense, (32, 64), backend=backend)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    x = torch.randn(tokens, 256, device="cuda", dtype=dtype)
+    assert_as_good(fast, dense, x)
+    assert len(fast.products) == len(fast.shapes) > 0 and fast(x[:0]).shape == (0, 192)
+    assert all(hasattr(each.weight, "packed") for each in fast.products)
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
