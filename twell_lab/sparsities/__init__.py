@@ -1,6 +1,6 @@
-"""The other kinds of sparsity, one file a method: of weights (weights, two_four, blocks; quantised: fewer bits), of
-tokens and activations (microtiles, experts, predictors), and what changes few weights or drops them (adapters,
-dropout).
+"""The other kinds of sparsity, one file a method: of weights (weights, two_four, two_four_training, blocks;
+quantised: fewer bits), of tokens and activations (microtiles, experts, predictors), and what changes few weights or
+drops them (adapters, dropout).
 
 May import training and all below."""
 
