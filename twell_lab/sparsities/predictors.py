@@ -144,7 +144,11 @@ class FewNeurons(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier."""
+    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier.
+
+    set_aside: weights.prune leaves these alone."""
+
+    set_aside = True
 
     def __init__(self, d_model: int, d_ff: int, rank: int) -> None:
         super().__init__()

@@ -21,17 +21,15 @@ computed densely, which is the reference; where values tie a GPU may keep others
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.errors import DeviceError, InputError, StackError
-from ..layers.anatomy import Only, check_model, raise_all, replaced, selected
+from ..layers.anatomy import Only, check_model, raise_all, replaced
 from ..ops import measure
 from .two_four import tensor_kind, two_four_mask, usual_backend
-from .weights import checked_linear
+from .weights import checked_linear, prunable
 
 OPERANDS = ("weight", "input")
 ALGORITHM = "largest_abs_values_greedy"  # of torch._sparse_semi_structured_tile; its default ranks signed values
@@ -177,20 +175,17 @@ def train_two_four(
         only: the layers for which only(name, module) is true.
 
     Raises:
-        InputError: with nothing changed, for a model without such layers, and layers that TwoFourLinear refuses.
+        InputError: with nothing changed, for a model without such layers, and for layers that TwoFourLinear or
+            `weights.prune` refuses.
     """
     check_model(model)
     made, reasons = {}, []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, TwoFourLinear) and selected(only, name, module):
-            try:
-                made[module] = TwoFourLinear(module, operand, backend=backend)
-            except InputError as error:
-                reasons.append(f"{name or 'the model'}: {error}")
+    for name, module in prunable(model, only).items():
+        try:
+            made[module] = TwoFourLinear(module, operand, backend=backend)
+        except InputError as error:
+            reasons.append(f"{name or 'the model'}: {error}")
     raise_all(reasons)
-    if not made:
-        kinds = Counter(type(each).__name__ for each in model.modules())
-        raise InputError(f"there is no nn.Linear to take in {dict(kinds)!s:.200}; at least one is accepted")
     return replaced(model, made)
 
 

@@ -18,11 +18,12 @@ from torch import nn
 
 import twell_lab as tl
 from twell_lab.analysis import planner
-from twell_lab.analysis.costs import Rates
+from twell_lab.analysis.costs import Firing, Rates
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.layers.paths import PATHS
+from twell_lab.layers.paths.cost import Work
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.weights import Weights
 from twell_lab.ops import differentiable
@@ -405,6 +406,29 @@ def test_lossy_paths_are_close_and_say_so(name, most, gated, dtype, x):
     bad[2, 3] = math.inf
     y = model(bad)
     assert y[2].isnan().all() and torch.equal(y[:2], model(x.to(dtype))[:2])
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_rows_of_few_bits_are_predicted_to_gain_what_was_measured(tokens, fuses):
+    profile = tl.profile(nn.Sequential(layer()), [torch.randn(90, D_MODEL)]).layers[0]
+    work = Work(Firing.of(profile), replace(RATES, fuses=fuses), tokens, 2)
+    ours, twell = (PATHS[name].cost(work) for name in ("twell_int8", "twell"))
+    assert ours["rows"] == pytest.approx(twell["rows"] / 1.14, rel=0.02) and ours["lost"] == 0
+    assert ours["gemm"] == twell["gemm"] and ours["launches"] >= twell["launches"] * (not fuses)
+    assert (ours["memory"] > twell["memory"]) == (tokens <= 64 or fuses)
+
+
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted"])
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_weights_that_are_not_finite_are_refused_and_later_dense(name, part, x):
+    made = layer(bias=True, mask=empty_blocks)
+    sparse = SparseFFN(made, plan=Choice(name))
+    made.get_submodule(part).weight[0, 0] = math.nan
+    torch.testing.assert_close(sparse(x), made(x), equal_nan=True, rtol=0, atol=0)
+    assert made(x).isnan().any() and sparse.extra_bytes == 0
+    with pytest.raises(InputError, match=f"path '{name}', layer '0': .* not finite"):
+        tl.sparsify(nn.Sequential(made), name)
 
 
 def test_rows_of_few_bits_with_another_activation(x):

@@ -135,9 +135,9 @@ def test_bad_input():
     with pytest.raises(InputError, match=r"0: the input .*; 1: the input"):
         train_two_four(model := nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)), "input")
     assert type(model[0]) is nn.Linear
-    with pytest.raises(InputError, match="there is no nn.Linear to take"):
+    with pytest.raises(InputError, match="no nn.Linear to prune in ReLU"):
         train_two_four(nn.ReLU())
-    with pytest.raises(InputError, match="there is no nn.Linear to take"):
+    with pytest.raises(InputError, match="no nn.Linear to prune in Sequential"):
         train_two_four(nn.Sequential(linear), only=lambda name, module: False)
     with pytest.raises(InputError, match="not finite"):
         TwoFourLinear(linear, "input")(torch.full((4, 8), math.nan))
