@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.bench import energy
+from twell_lab.bench import drawn, energy, paths
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
 
@@ -39,6 +39,26 @@ def test_a_model_of_this_project_on_a_path_by_name():
     record = tl.bench.model(model, tokens=(64,), batches=(8,), text=text, plan="twell", seconds=0, progress=False)
     assert {row["choice"] for row in record.rows if row["path"].startswith("forced twell")} == {"3 twell"}
     assert {row["path"] for row in record.rows} >= {"forced twell (graph)", "dense eager (graph)"}
+
+
+def test_every_path_in_a_whole_model():
+    """What `twell-lab record model-paths` does, at a small size."""
+    pytest.importorskip("transformers")
+    sizes = {"layers": 2, "d_model": 512, "d_ff": 1024, "heads": 8, "vocabulary": 256, "context": 256}
+    shape = drawn.Shape(**sizes, sequences=80, cached=64, least=4.0, most=12.0, mean=8.0)
+    left_out = {}
+    found = {name: [row for step in steps for row in step()] for name, steps in paths.sections(shape, left_out).items()}
+    assert not any("are off by" in why or "CUDA graphs" in what for what, why in left_out.items()), left_out
+    for subject in paths.SUBJECTS:
+        rows = found[subject.name]
+        ways = {row["path"].removesuffix(" (graph)").removesuffix(" (lossy)") for row in rows}
+        refused = {each for each in subject.paths if f"{subject.name}, {each}" in left_out}
+        assert refused <= {"fp8", "two_four"}  # where this GPU or this torch has none
+        assert ways == {"dense eager", *(f"forced {each}" for each in subject.paths if each not in refused)}, left_out
+        assert {row["path"].endswith(" (graph)") for row in rows if row["tokens"] < 2**14} == {True, False}
+        for row in rows:
+            assert row["dtype"] == "bfloat16" and 0 < row["error"] < 1
+            assert ("loss" in row) == (subject.trained and row["kind"] == "model_forward")
 
 
 def test_the_energy_of_calls_is_read():

@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core.errors import DeviceError, InputError, StackError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify
 from twell_lab.ops.reference import GatedFeedForward
 from twell_lab.sparsities.adapters import drawn as drawn_adapter
 from twell_lab.sparsities.adapters import switch, switching
-from twell_lab.sparsities.blocks import block_mask, group_columns, to_bsr_linear
+from twell_lab.sparsities.blocks import NestedLinear, block_mask, group_columns, nested_mask, to_bsr_linear
 from twell_lab.sparsities.dropout import product_times
 from twell_lab.sparsities.predictors import CoreFFN, predict
 from twell_lab.sparsities.two_four import prune_two_four, to_semi_structured, two_four_mask
+from twell_lab.sparsities.two_four_training import TwoFourLinear, step_times, two_four
 from twell_lab.sparsities.weights import SparseLinear, magnitude_mask, prune, to_linears
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi", "ignore:Sparse ")]
@@ -75,6 +76,74 @@ def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
         pytest.skip(str(error))
     assert_as_good(fast, dense, torch.randn(tokens, 256, device="cuda", dtype=dtype))
     assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 128])
+def test_two_four_inside_blocks_is_the_dense_layer(backend, dtype, tokens):
+    dense = drawn(192, 256, dtype)
+    with torch.no_grad():
+        dense.weight.mul_(nested_mask(dense.weight, 0.5, (32, 64)))
+    try:
+        fast = NestedLinear(dense, (32, 64), backend=backend)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    x = torch.randn(tokens, 256, device="cuda", dtype=dtype)
+    assert_as_good(fast, dense, x)
+    assert len(fast.products) == len(fast.shapes) > 0 and fast(x[:0]).shape == (0, 192)
+    assert all(hasattr(each.weight, "packed") for each in fast.products)
+
+
+def untied(rows, columns, dtype):
+    """Of each 4 x 4 values all magnitudes differ, so that it is clear which stay."""
+    torch.manual_seed(0)
+    tiles = torch.rand(rows // 4, columns // 4, 16).argsort(-1).add(1).view(rows // 4, columns // 4, 4, 4)
+    signs = torch.randint(0, 2, (rows, columns)) * 2 - 1
+    return (tiles.transpose(1, 2).reshape(rows, columns) * signs / 64).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
+@pytest.mark.parametrize("operand", ["weight", "input"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
+    dense = nn.Linear(256, 128).to("cuda", dtype)
+    values = untied(128, 256, dtype)
+    x = (untied(192, 256, dtype) if operand == "input" else torch.randn(192, 256, device="cuda", dtype=dtype))[:140]
+    with torch.no_grad():
+        dense.weight.copy_(values)
+    here, layer = copy.deepcopy(dense).cpu().float(), TwoFourLinear(dense, operand, backend=backend)
+    there, dy = TwoFourLinear(here, operand), torch.randn(140, 128, device="cuda", dtype=dtype)
+    try:
+        kept = two_four(values, backend=backend)
+        given = x.clone().requires_grad_()
+        layer(given).backward(dy)
+    except (DeviceError, StackError) as error:
+        pytest.skip(str(error))
+    except RuntimeError as error:  # CUTLASS's products in torch are for GPUs of 8.x
+        if backend == "cutlass" and torch.cuda.get_device_capability()[0] != 8:
+            pytest.skip(str(error)[:100])
+        raise
+    assert torch.equal(kept.to_dense().cpu(), two_four(values.cpu()))
+    given_here = x.cpu().float().requires_grad_()
+    y = there(given_here)
+    y.backward(dy.cpu().float())
+    for ours, theirs in (
+        (layer(x), y),
+        (given.grad, given_here.grad),
+        (dense.weight.grad, here.weight.grad),
+        (dense.bias.grad, here.bias.grad),
+    ):
+        assert (ours.cpu().float() - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm()
+
+
+def test_a_step_of_two_four_training_is_timed_after_a_check():
+    try:
+        rows = {row["path"]: row for row in step_times(256, 512, 256)}
+    except (DeviceError, StackError) as error:
+        pytest.skip(str(error))
+    assert len(rows) == 5 and all(row["ms"] > 0 for row in rows.values())
+    assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])

@@ -73,7 +73,15 @@ def test_links_and_pictures_lead_somewhere(page, text):
         *(
             (PAGES["measured.md"], each)
             for each in (
-                *(tables.layer, tables.calls, tables.model, tables.heavy, tables.training, tables.steps),
+                *(
+                    tables.layer,
+                    tables.calls,
+                    tables.model,
+                    tables.heavy,
+                    tables.training,
+                    tables.steps,
+                    tables.model_paths,
+                ),
                 *(tables.host, tables.comparison, tables.padding, tables.experts, tables.attacks, tables.course),
             )
         ),

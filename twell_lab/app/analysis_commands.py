@@ -70,8 +70,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--paths",
         nargs="+",
         metavar="PATH",
-        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8 "
-        "[twell hot_cold]",
+        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
+        "predicted [twell hot_cold]",
     )
     parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
     add_device(parser)
@@ -295,7 +295,7 @@ COMMANDS = (
         plan,
         _add_plan_options,
         "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
-        "two_four, blocks, int8, fp8 or twell_int8.",
+        "two_four, blocks, int8, fp8, twell_int8 or predicted.",
     ),
     (
         "thresholds",

@@ -45,6 +45,11 @@ _PAIR_COLUMNS = {
     "sparse_peak": "sparse peak MiB",
     "dense_mj": "dense mJ/token",
     "sparse_mj": "sparse mJ/token",
+    "dense_error": "dense error",
+    "sparse_error": "sparse error",
+    "sparse_layer_error": "a layer's",
+    "dense_loss": "dense loss",
+    "sparse_loss": "sparse loss",
     "layers": "sparse model's layers",
 }
 
@@ -146,6 +151,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "ones [0.5%% of them for a token]",
     )
     parser.add_argument("--plan", type=path, metavar="FILE", help="a plan that twell-lab plan --out wrote [a new one]")
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="time the model on each of these too: twell, hot_cold, where its weights are so two_four, blocks, or "
+        "lossy, with error and loss: int8, fp8, twell_int8, predicted [none]",
+    )
     parser.add_argument("--compiled", action="store_true", help="time both models under torch.compile too")
     parser.add_argument("--graphs", action="store_true", help="on a GPU, time forwards as CUDA graphs too")
     parser.add_argument("--training", action="store_true", help="time a training step too")
@@ -174,6 +187,7 @@ def model(options: argparse.Namespace) -> Answer:
         "batches": options.batches,
         "firing": options.firing,
         "plan": options.plan,
+        "paths": options.paths,
         "compiled": options.compiled,
         "graphs": options.graphs,
         "training": options.training,
@@ -212,6 +226,9 @@ def told(record: Record, read: str) -> str:
     missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
     if not compared:
         return "\n".join([*missing, "bench: nothing could be compared"])
+    # How far off results are, and their loss, is of interest where a path is lossy.
+    lossy, off = any("lossy" in (row["layers"] or "") for row in compared), ("error", "loss")
+    shown = [{key: each for key, each in row.items() if lossy or not key.endswith(off)} for row in compared]
     first = record.rows[0]
     about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
     lines = [
@@ -221,13 +238,15 @@ def told(record: Record, read: str) -> str:
         f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
         f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take {_weights(record.rows)}",
         "",
-        table(compared, {key: head for key, head in _PAIR_COLUMNS.items() if any(row[key] for row in compared)}),
+        table(compared, {key: head for key, head in _PAIR_COLUMNS.items() if any(row.get(key) for row in shown)}),
         "",
         "bench: rates are of plain calls, one after another, or of replays of graphs, in the middle of all turns; x "
         "dense: the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the "
         "quarters above and below left out"
         + "; peak: beyond what was there before the call; mJ: of the whole GPU, with the spread in brackets"
-        * any(each["dense_peak"] for each in compared),
+        * any(each["dense_peak"] for each in compared)
+        + "; error: of the results against a float32 run, by its norm; a layer's: of its output against the dense "
+        "layer's, on average; loss: in nats a token" * lossy,
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",
@@ -269,6 +288,8 @@ def pairs(rows: list[dict]) -> list[dict]:
                 "half": f"{low:.2f} to {high:.2f}",
                 **{f"{side}_peak": _mebibytes(each) for side, each in (("dense", dense), ("sparse", row))},
                 **{f"{side}_mj": _energy(each) for side, each in (("dense", dense), ("sparse", row))},
+                **{f"dense_{key}": dense.get(key) for key in ("error", "loss")},
+                **{f"sparse_{key}": row.get(key) for key in ("error", "layer_error", "loss")},
                 "layers": row.get("choice"),
             }
         )
@@ -276,8 +297,11 @@ def pairs(rows: list[dict]) -> list[dict]:
 
 
 def _weights(rows: list[dict]) -> str:
-    held = {row["path"].startswith("dense"): row["weight_bytes"] / 2**20 for row in rows if "weight_bytes" in row}
-    return f"{held[True]:,.4g} MiB dense, {held[False]:,.4g} sparse"
+    held = {row["path"]: row["weight_bytes"] / 2**20 for row in rows if "weight_bytes" in row}
+    dense = next(each for path, each in held.items() if path.startswith("dense"))
+    sparse = [f"{each:,.4g}" for path, each in held.items() if not path.startswith("dense")]
+    low, high = (pick(sparse, key=lambda text: float(text.replace(",", ""))) for pick in (min, max))
+    return f"{dense:,.4g} MiB dense, {low if low == high else f'{low} to {high}'} sparse"
 
 
 def _mebibytes(row: dict) -> float | None:

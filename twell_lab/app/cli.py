@@ -37,7 +37,7 @@ from .options import DTYPES, TourOptions, add_device, add_fields, given, path, p
 from .terminal import Answer
 
 # The options of `record` that not all recordings take.
-_LIMITED = ("attack", "comparison", "inference", "model", "pruning", "thresholds", "training")
+_LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "training")
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED}
 
 
@@ -264,7 +264,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--seconds",
         type=seconds,
         metavar="S",
-        help="for attack, inference, model and training, on a GPU: how long at most",
+        help="for attack, and recordings of large tables: how long at most",
     )
     record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
 

@@ -365,6 +365,21 @@ def comparison(seconds: float = SECONDS) -> Record:
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 
 
+def model_paths(seconds: float = 600.0) -> Record:
+    """A Llama of the paper's 2B shape with each path that its weights allow on all layers, lossy ones with the error of
+    their logits, and a small trained model with their loss on a text; each beside the dense model. On a CPU the Llama
+    is a small one. The notes say under "refused" which paths did not run, and why. seconds, and the other notes: as for
+    `inference`."""
+    from ..bench import drawn
+    from ..bench import paths as tables
+
+    refused: dict[str, str] = {}
+    shape = drawn.LLAMA if torch.cuda.is_available() else tables.small()
+    rows, notes = _sections(tables.sections(shape, refused), seconds)
+    notes |= {"refused": refused} if refused else {}
+    return Record.new("model-paths", "a whole model on each path beside the dense one", rows, notes)
+
+
 def pruning(seconds: float = 600.0) -> Record:
     """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
     byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
@@ -386,13 +401,14 @@ def predictors() -> Record:
 
 
 def experiments() -> Record:
-    """Switching a sparse adapter in place beside fusing a LoRA, and dropout as 2:4: what it does to the loss of a small
-    model, and on a GPU whether its product is faster. The notes hold the verdict, computed from the rows."""
+    """Switching a sparse adapter in place beside fusing a LoRA; dropout as 2:4: what it does to the loss of a small
+    model, and on a GPU whether its product is faster, of which the notes hold the verdict, computed from the rows; and
+    on a GPU with torchao steps of training in which weights or activations become 2:4."""
     from ..bench import experiments as tables
 
     shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)
     rows, notes = _sections(tables.sections(shape), limit)
-    purpose = "sparse adapters beside LoRA, and dropout as 2:4"
+    purpose = "sparse adapters beside LoRA, dropout as 2:4, and steps of training with 2:4 operands"
     return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
 
 
@@ -411,6 +427,7 @@ RECORDINGS = {
     "inference": inference,
     "training": training,
     "model": model,
+    "model-paths": model_paths,
     "thresholds": thresholds,
     "comparison": comparison,
     "pruning": pruning,

@@ -179,6 +179,42 @@ def model(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def model_paths(recorded: list[Record]) -> str:
+    """Of the newest record of whole models on each path: for each model and path how many times as fast as the dense
+    model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; and of the first forward
+    how far results are from a float32 run, and the loss, each beside the dense model's, and how far a layer's output is
+    off."""
+    record = _newest(recorded, "model-paths")
+    rows = [] if record is None else [row for row in record.rows if row["kind"] in ("model_forward", "model_decode")]
+    if record is None or not rows:
+        return _nothing("times as fast as the dense model")
+    of = {(*row["workload"].split(", ", 1), row["path"]): row for row in rows}
+    works = [*dict.fromkeys(work for _, work, _ in of)]
+    forwards = [row["workload"].partition(", ")[2] for row in rows if row["kind"] == "model_forward"]
+    lines = [[f"times as fast as dense, {_where(rows[0]['device'], record)}", *works, "error", "of a layer", "loss"]]
+    for about, path in dict.fromkeys((about, path) for about, _, path in of):
+        if path == DENSE or path.endswith("(graph)"):
+            continue
+        shown = []
+        for work in works:
+            plain, graph = (
+                of[about, work, DENSE + how]["wall_ms"] / of[about, work, path + how]["wall_ms"]
+                if (about, work, path + how) in of
+                else None
+                for how in ("", " (graph)")
+            )
+            shown.append("" if plain is None else f"{plain:.2f}" + (f" ({graph:.2f})" if graph is not None else ""))
+        first = next((work for work in forwards if (about, work, path) in of), None)
+        both = [of[about, first, each] for each in (path, DENSE)] if first else []
+        error, layer, loss = "", "", ""
+        if both:
+            error = f"{_percent(both[0]['error'])} (dense {_percent(both[1]['error'])})"
+            layer = _percent(both[0]["layer_error"]) if "layer_error" in both[0] else ""
+            loss = f"{both[0]['loss']:.4f} (dense {both[1]['loss']:.4f})" if "loss" in both[0] else ""
+        lines.append([f"{about}: {path.removeprefix('forced ')}", *shown, error, layer, loss])
+    return _markdown(lines)
+
+
 def pruning(recorded: list[Record]) -> str:
     """Of the newest record of pruning: for each way bits a byte of held-out text before and after the model was trained
     on, for each seed, and how much more that is than the dense model's, trained on as long."""
@@ -348,6 +384,10 @@ def _tokens(count: int) -> str:
 
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def _nothing(head: str) -> str:

@@ -4,7 +4,7 @@ each layer fires as sparsely as asked for. Wherever their times are shown, they 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,9 +170,19 @@ def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
     return found
 
 
-def fired(shape: Shape, dtype: torch.dtype = torch.bfloat16, firing: FiringProfile | None = None) -> nn.Module:
-    """A drawn model whose layers fire as the shape says, or as those of the profile do."""
+@torch.no_grad()
+def fired(
+    shape: Shape,
+    dtype: torch.dtype = torch.bfloat16,
+    firing: FiringProfile | None = None,
+    mask: Callable[[Tensor], Tensor] | None = None,
+) -> nn.Module:
+    """A drawn model whose layers fire as the shape says, or as those of the profile do. mask: from the weight of a
+    feed-forward projection to what of it is kept, bool; the others become zero before it is seen to what fires."""
     model = llama(shape, dtype)
+    for found in feed_forwards(model) if mask is not None else ():
+        for part in (found.gate, found.up, found.down):
+            part.weight.mul_(mask(part.weight))
     tokens = torch.randint(0, shape.vocabulary, (windows_of(shape.context), shape.context), device=shape.device)
     fire(model, tokens, shape.nnzs if firing is None else rates_like(firing, shape.layers, shape.d_ff))
     return model

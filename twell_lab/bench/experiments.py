@@ -1,4 +1,5 @@
-"""Two experiments of twell_lab.sparsities as rows: switching a sparse adapter beside fusing a LoRA; dropout as 2:4."""
+"""Experiments of twell_lab.sparsities as rows: switching a sparse adapter beside fusing a LoRA; dropout as 2:4; steps
+of training with an operand that is made 2:4."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.errors import DeviceError
+from ..core.errors import DeviceError, TwellError
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import measure
 from ..sparsities.adapters import switching
 from ..sparsities.dropout import loss_effect, product_times, verdict
+from ..sparsities.two_four_training import step_times
 from ..training.config import TrainConfig
 from . import rows
 
@@ -75,6 +77,20 @@ def product_rows(shape: Shape, sizes: tuple[int, int, int]) -> list[dict]:
     return [shared | row | {"dense_ms": dense, "x_dense": dense / row["ms"]} for row in found]
 
 
+def step_rows(sizes: tuple[int, int, int]) -> list[dict]:
+    """Forward and backward of one linear layer with weight or input made 2:4 in every step, beside the dense layer
+    (sparsities.two_four_training). RuntimeError where it does not run here, as without torchao, so that a recording
+    leaves it out."""
+    try:
+        found = step_times(*sizes)
+    except TwellError as error:
+        raise RuntimeError(str(error)) from error
+    dense = found[0]["ms"]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    shared = {"kind": "two_four_training", "device": name, "dtype": "bfloat16", "workload": "y = h Wd^T, both ways"}
+    return [shared | row | {"dense_ms": dense, "x_dense": dense / row["ms"]} for row in found]
+
+
 def verdicts(made: list[dict]) -> dict:
     """By number of tokens, what the rows say of dropout as 2:4 (sparsities.dropout.verdict); under "loss" what they say
     without times. {} where there are fewer than two seeds."""
@@ -93,5 +109,6 @@ def sections(shape: Shape) -> rows.Sections:
     return {
         "adapters": [lambda share=share: adapter_rows(shape, share) for share in shape.shares],
         "products": [lambda sizes=sizes: product_rows(shape, sizes) for sizes in shape.products],
+        "2:4 in training": [lambda sizes=sizes: step_rows(sizes) for sizes in shape.products],
         "dropout": [lambda seed=seed: loss_rows(shape, seed) for seed in shape.seeds],
     }

@@ -32,6 +32,7 @@ from .rows import COMPILED, DENSE
 from .workloads import (
     COMPILED_TOO,
     FOR_GRAPHS,
+    FORCED,
     PLANNED,
     Clocks,
     Models,
@@ -56,6 +57,7 @@ def model(
     text: Tensor | None = None,
     firing: FiringProfile | str | os.PathLike | None = None,
     plan: Plan | Choice | str | os.PathLike | None = None,
+    paths: Iterable[str] = (),
     compiled: bool = False,
     graphs: bool = False,
     training: bool = False,
@@ -84,8 +86,9 @@ def model(
         firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
             fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
-            path. By default the layers are planned here, for these numbers of tokens. Of lossy paths rows have the
-            `error`, as a share of the norm of the result, and no error is too large.
+            path. By default the layers are planned here, for these numbers of tokens.
+        paths: names of paths, each of which all layers of one more copy of the model take. No error of a lossy one is
+            too large: rows have it, and of a text the loss, beside those of the dense model.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards as CUDA graphs, and a model that is planned for these.
         training: also time a training step on the fewest of `tokens`, dense and on the paths that `--kernels auto` of
@@ -99,18 +102,21 @@ def model(
     Returns:
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error_over_allowed`, `weight_bytes`; on a GPU `peak_bytes` and `mj_per_token` with `mj_spread`. Its notes
-        say under "energy" why there is none, and under "left_out" what does not run here.
+        run), `error` (of logits, or without the head of states, against a float32 run), `error_over_allowed`,
+        `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
+        forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes` and `mj_per_token` with `mj_spread`.
+        Its notes say under "energy" why there is none, and under "left_out" what does not run here.
 
     Raises:
-        InputError: for a model or an argument that is not accepted, a plan of another model, and a text that is shorter
-            than one batch needs.
+        InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
+            the layers, and a text that is shorter than one batch needs.
         DeviceError, StackError: for a device that is not there, or where transformers is missing.
         WrongResult: where logits are wrong; then nothing is timed.
     """
     _check_seconds(0.0 if seconds is None else seconds)
     counts, steps = None if tokens is None else _counts("tokens", tokens), _counts("batches", batches)
-    subject = _subject(model, device, dtype, firing, copies=3 if graphs else 2)
+    asked = _paths(paths)
+    subject = _subject(model, device, dtype, firing, copies=(3 if graphs else 2) + len(asked))
     length, place = subject.length, subject.device
     counts = [length] if counts is None else counts
     if wrong := [count for count in counts if count > length and count % length]:
@@ -136,16 +142,18 @@ def model(
         works = _workloads(models, counts, steps, held, left_out)
         models.exact = None
         if given is not None:
-            models.follow(PLANNED if isinstance(given, Plan) else f"forced {given}", given, reorder=on_gpu)
+            models.follow(PLANNED if isinstance(given, Plan) else f"{FORCED}{given}", given, reorder=on_gpu)
         else:
             models.plan({*counts, *steps})
             if graphs and on_gpu:
                 models.plan({*counts, *steps}, for_graphs=True)
-        paths = [DENSE, *models.sparse]
+        for each in asked:
+            models.force(each, {*counts, *steps})
+        ways = [DENSE, *models.sparse]
         if compiled:
-            paths += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in models.sparse if name != FOR_GRAPHS)]
+            ways += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in models.sparse if name != FOR_GRAPHS)]
         made: list[tuple[str, Callable[[], list[dict]]]] = [
-            (work.label, functools.partial(workload_rows, models, work, paths, clocks, left_out)) for work in works
+            (work.label, functools.partial(workload_rows, models, work, ways, clocks, left_out)) for work in works
         ]
         if training:
             fewest = min([*counts, longest])
@@ -320,6 +328,14 @@ def _plan_of(plan, layers: list) -> Plan | Choice:
             f"a path ({', '.join(map(repr, PATHS.names()))}), a Choice, or None"
         )
     return plan
+
+
+def _paths(names) -> list[str]:
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    for each in listed:
+        if each not in PATHS.names():
+            raise InputError(f"paths has {each!r:.80}; accepted: {', '.join(map(repr, PATHS.names()))}")
+    return list(dict.fromkeys(listed))
 
 
 def _counts(name: str, values) -> list[int]:

@@ -2,7 +2,11 @@
 
 Before any clock starts, results are compared: those of a sparse model may be no further from a float32 run than those
 of the dense model in the same dtype are (MARGIN, SLACK). Rows are of kind "model_forward", "model_decode"
-(tokens: the batch) and "model_training" (see twell_lab.records), with the time of the device and of plain calls. On a
+(tokens: the batch) and "model_training" (see twell_lab.records), with the time of the device and of plain calls. Those
+of the first two kinds say how far results are from that float32 run, `error`, as a share of its norm; of a text with
+all its logits also the `loss`, the cross-entropy of the next token in nats. What a drawn model makes of an error in
+its layers says little of a trained one: so rows of a path that was forced have `layer_error` too, how far the output of
+a layer is off on average, and what a lossy path's `error` comes to is seen beside the dense model's own. On a
 GPU `gpu_ms`, beside the times of plain calls, is the time of the same call as a CUDA graph: events around a call that
 waits for the host hold the waiting too.
 """
@@ -10,23 +14,27 @@ waits for the host hold the waiting too.
 from __future__ import annotations
 
 import copy
+import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from ..analysis import planner
-from ..analysis.profile import profile
+from ..analysis.plan import Plan
+from ..analysis.profile import captured, profile
 from ..analysis.room import SHARE
 from ..analysis.switching import Switch
 from ..core.errors import InputError, TwellError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice
 from ..layers.learner import DENSE as LEARNS_DENSE
+from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import layer_terms
 from ..models.swap import sparsify
@@ -37,6 +45,7 @@ from .rows import COMPILED, DENSE
 from .training import L1
 
 PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
+FORCED = "forced "  # what comes before the name of a path that all layers take
 COMPILED_TOO = " compiled"  # what follows the name of a sparse model that is compiled
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
 # result's norm.
@@ -84,6 +93,7 @@ class Workload:
         makes: (model, compiled) -> a call that takes the number of its turn.
         few: the same on a few of the inputs, to be compared, for the model in float32.
         says: what else the rows say.
+        read: token ids [sequences, length] of a text, whose loss the results of the first turn have; or None.
     """
 
     kind: str
@@ -93,6 +103,7 @@ class Workload:
     makes: Callable[[Causal, bool], Callable[[int], Tensor]]
     few: Callable[[Causal], Tensor]
     says: dict
+    read: Tensor | None = None
     right: Tensor | None = None  # the result of the model in float32
 
     def expect(self, exact: Causal | None) -> Workload:
@@ -112,7 +123,8 @@ def forward(tokens: Tokens, sequences: int, length: int, head: Head) -> Workload
 
     few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
     label = f"{sequences} x {length:,} tokens"
-    return Workload("model_forward", sequences * length, label, head != "none", makes, few, {})
+    read = ids[0] if head == "all" and tokens.text is not None and length > 1 else None
+    return Workload("model_forward", sequences * length, label, head != "none", makes, few, {}, read)
 
 
 def decode(
@@ -169,6 +181,8 @@ class Models:
             float32 is its own.
         sparse: the models that follow plans, by path.
         seconds: how long each plan took, by path.
+        off: of paths that were forced, how far a layer's output is from the dense layer's on average, as a share of its
+            norm, on rows that the dense layers are given.
     """
 
     def __init__(self, dense: Causal, tokens: Tokens, about: str, length: int) -> None:
@@ -182,6 +196,7 @@ class Models:
         self.nnzs = [layer.mean_nnz for layer in self.firing.layers]
         self.seconds: dict[str, float] = {}
         self.sparse: dict[str, Causal] = {}
+        self.off: dict[str, float] = {}
 
     def plan(self, classes: Iterable[int], *, for_graphs: bool = False) -> None:
         """Plan the layers for these token counts, and swap those of a copy."""
@@ -203,6 +218,56 @@ class Models:
         rows.drain()
         self.seconds[name] = time.perf_counter() - start
         self.follow(name, made, **how)
+
+    def force(self, path: str, classes: Iterable[int]) -> str:
+        """Have the layers of a copy take this path, whatever it is worth; returns what rows call that. On one that
+        splits neurons, with as many hot ones in each of these classes of token counts as should be fastest.
+
+        Raises a TwellError where layers do not take the path."""
+        how = {"reorder": True} if self.device.type == "cuda" else {}
+        if not PATHS[path].splits:
+            self.follow(name := f"{FORCED}{(choice := Choice(path))}", choice, **how)
+        else:
+            plan = self._split(path, sorted(set(classes)), **how)
+            self.follow(name := f"{FORCED}{path}", plan, memory=math.inf, **how)
+        if (off := self._layers_off(self.sparse[name])) is not None:
+            self.off[name] = off
+        return name
+
+    def _split(self, path: str, counts: list[int], **how) -> Plan:
+        """A plan of this path for every class, each with the number of hot neurons that is predicted to be best."""
+        made = planner.plan(
+            self.firing, self.dense.model, tokens=counts, measure=False, paths=[path], progress=False, **how
+        )
+        layers = []
+        for layer in made.layers:
+            best = {
+                each.tokens: each
+                for each in sorted(layer.candidates, key=lambda each: -each.predicted_us)
+                if each.path == path
+            }
+            if not best:
+                raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
+            asked = (replace(each, chosen=True, why="asked for by name") for each in best.values())
+            layers.append(replace(layer, candidates=tuple(asked)))
+        return Plan(layers, made.device, made.dtype, made.rates)
+
+    @cached_property
+    def _inputs(self) -> dict[str, Tensor]:
+        names = [layer.name for layer in self.layers]
+        return captured(self.dense.model, [self.tokens.windows(self.tokens.PROFILED, 1, self.length)], names, _PLACES)
+
+    @torch.no_grad()
+    def _layers_off(self, model: Causal) -> float | None:
+        """None where a layer cannot be called by itself."""
+        off = []
+        for dense, sparse in zip(self.layers, feed_forwards(model.model), strict=True):
+            if isinstance(sparse.module, SparseFFN) and not sparse.module.registered:
+                return None
+            x = self._inputs[dense.name]
+            right = dense.module(x).double()
+            off.append((sparse.module(x).double() - right).norm() / right.norm().clamp(min=1e-30))
+        return float(torch.stack(off).mean())
 
     def follow(self, name: str, plan, **how) -> None:
         """Swap the layers of a copy by this plan (whatever `sparsify` takes) and call it so."""
@@ -242,6 +307,7 @@ class Models:
             told = [each if isinstance(each, Choice) else each.choice(tokens) for each in plans]
             taken = Counter(each.path if each.hot else str(each) for each in told)
             found[name] = {"weight_bytes": weight_bytes(model.model), "choice": _counted(taken)}
+            found[name] |= {"layer_error": round(self.off[name], 9)} if name in self.off else {}
             found[name + COMPILED_TOO] = {"choice": _counted(taken)}
         return found
 
@@ -358,26 +424,54 @@ def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, timed: t
 
 
 def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[str, str] | None) -> dict[str, dict]:
-    """Compare the results of all calls with float32. Returns the facts of those that ran, with the ratio of error to
-    what is allowed; of a lossy path with its error, as a share of the norm of the result. Raises measure.WrongResult
-    where another path exceeds what is allowed."""
+    """Compare the results of all calls with float32. Returns the facts of those that ran, with their error and loss,
+    and the ratio of error to what is allowed. Raises measure.WrongResult where a path that is not lossy exceeds that,
+    and where one that is gives what is no number.
+    """
     assert work.right is not None  # Workload.expect came before
-    right = work.right
-    found = {name: _some(result).float() for name, result in _first(calls, work.label, left_out)}
+    right, found = work.right, {}
+    for name, result in _first(calls, work.label, left_out):
+        found[name] = _some(result).float()
+        if work.read is not None:
+            facts[name] = facts.get(name, {}) | {"loss": round(_loss(result, work.read), 6)}
     allowed = MARGIN * (found[DENSE] - right).norm() + SLACK * right.norm()
     for name, result in found.items():
+        off = (result - right).norm()
+        facts[name] = facts.get(name, {}) | {"error": round(float(off / right.norm()), 9)}
         if name != DENSE:
-            ratio = float((result - right).norm() / allowed)
-            lossy = LOSSY in facts.get(name, {}).get("choice", "")
-            if lossy:
-                facts[name]["error"] = round(float((result - right).norm() / right.norm()), 6)
-            elif not ratio <= 1.0:
+            ratio = float(off / allowed)
+            lossy = LOSSY in facts[name].get("choice", "")
+            if not ratio <= (sys.float_info.max if lossy else 1.0):
                 raise measure.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
                     "what is allowed: nothing was timed"
                 )
-            facts[name] = facts.get(name, {}) | {"error_over_allowed": round(ratio, 4)}
+            facts[name]["error_over_allowed"] = round(ratio, 4)
     return {name: facts.get(name, {}) for name in calls}
+
+
+def _loss(logits: Tensor, ids: Tensor) -> float:
+    """The mean cross-entropy of the next token, in nats, of logits [sequences, length, vocabulary]."""
+    each = [nn.functional.cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(logits, ids, strict=True)]
+    return float(torch.stack(each).mean())
+
+
+@torch.no_grad()
+def right_ones(models: Models, work: Workload, paths: Iterable[str], left_out: dict[str, str]) -> list[str]:
+    """Those of these paths that give what they should, so that one that does not, or that torch's kernels refuse,
+    keeps no other from being timed; why the others do not is put into `left_out`."""
+    found = []
+    for path in paths:
+        calls: rows.Calls = {each: work.makes(models.model_of(each), False) for each in (DENSE, path)}
+        try:
+            _check(calls, work, models.facts(work.tokens), None)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TwellError) as error:  # measure.WrongResult among them
+            left_out[f"{models.about}, {work.label}, {path}"] = f"{str(error).partition(chr(10))[0]:.200}"
+        else:
+            found.append(path)
+    return found
 
 
 def _first(calls: dict, label: str, left_out: dict[str, str] | None) -> Iterator[tuple[str, Tensor]]:

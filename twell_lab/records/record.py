@@ -55,8 +55,9 @@ class Record:
         name: how the names of its files begin: lower-case letters, digits, "-", "_" and ".".
         purpose: what was measured, as a sentence.
         rows: dicts. A row with a `kind` is a measurement, and must also have its `device`, its `path` (see
-            twell_lab.layers.paths) and its median time `ms`. Other rows, such as those of test reports, may hold
-            anything.
+            twell_lab.layers.paths) and its median time `ms`. `error` says how far its result is from the exact one, as
+            a share of the norm of that (`layer_error` a layer's within a model); `loss` what a model's cross-entropy
+            is, in nats a token. Other rows, such as those of test reports, may hold anything.
         date: UTC, as "2026-11-22T10:53:58Z".
         commit: the commit that the code came from; None outside a checkout.
         dirty: whether the code differed from that commit.
@@ -227,6 +228,10 @@ _MEASUREMENT = {  # the fields of a row with a `kind`
     **dict.fromkeys(
         ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread", "wall_ms", "dense_wall_ms", "host_us"),
         _or_null(_Rule(_is_number, "a finite number")),
+    ),
+    **dict.fromkeys(
+        ("error", "layer_error", "loss"),
+        _or_null(_Rule(lambda value: _is_number(value) and value >= 0, "a number from 0 up")),
     ),
     **dict.fromkeys(("dtype", "workload"), _or_null(_kind(str, "a name"))),
 }

@@ -16,13 +16,17 @@ second gathered them when the prompt was read; both compute small dense products
 nothing waits for the host. What fires and was not chosen is missing: `recall` is the share of firing neurons that were
 chosen on inputs that the predictor was not trained on, `precision` the share of the chosen ones that fire, `error` the
 relative error of the layer's output there. What that does to a model's loss, `bench.predictors` measures beside
-thresholds (models.thresholds) and L1."""
+thresholds (models.thresholds) and L1.
+
+As a path of a feed-forward layer, `tl.plan(..., paths=["predicted"])` or `tl.sparsify(model, "predicted")`, there is
+nothing to train a predictor on but the weights: it is the gate's own truncated singular value decomposition."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +40,14 @@ from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_forwards, raise_all, replaced, title
 from ..layers.experts import Expert
 from ..layers.parts import uncompiled
+from ..layers.paths import Path
+from ..layers.paths.converted import Converted
+from ..layers.paths.cost import Work
+from ..layers.paths.dense import dense_parts
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from ..ops import copies
-from .weights import largest
+from .weights import checked_weight, largest
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
@@ -135,7 +144,11 @@ class FewNeurons(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier."""
+    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier.
+
+    set_aside: weights.prune leaves these alone."""
+
+    set_aside = True
 
     def __init__(self, d_model: int, d_ff: int, rank: int) -> None:
         super().__init__()
@@ -517,3 +530,117 @@ def core_neurons(
             raise InputError(f"{layer.name!r} saw no token of the prompt; an `only` that leaves it out is accepted")
         neurons[layer.name] = largest(counts[layer.name], math.ceil(share * d_ff)).nonzero()[:, 0]
     return Core(neurons, {layer.name: tuple(layer.up.weight.shape) for layer in layers}, prompt.shape[1])
+
+
+# ---- as a path ----
+
+RANK, NEURONS = 1 / 4, 1 / 8  # of the path's predictors, as a share of d_model; and computed for a token, of d_ff
+
+
+def truncated(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """narrow [rank, columns] and wide [rows, rank], whose product is the closest matrix of this rank to weight [rows,
+    columns] by the sum of squares: its truncated singular value decomposition.
+
+    From the eigenvectors of weight^T weight, in float32; of weight's dtype.
+
+    Raises:
+        InputError: for a rank that is not from 1 to the number of columns, and for a weight that is no matrix, on meta
+            or not finite.
+    """
+    matrix = checked_weight(weight)
+    if type(rank) is not int or not 1 <= rank <= matrix.shape[1]:
+        raise InputError(f"rank is {rank!r:.80}; a whole number from 1 to {matrix.shape[1]} is accepted")
+    wide = matrix.float()
+    size = wide.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if wide.numel() else 1.0
+    own = wide / size  # whose squares float32 holds
+    narrow = torch.linalg.eigh(own.t() @ own).eigenvectors[:, -rank:].t().contiguous()
+    return narrow.to(weight.dtype), (wide @ narrow.t()).to(weight.dtype)
+
+
+class Predicted(Converted):
+    """For each token the NEURONS of a layer that the `truncated` gate, of RANK, scores highest. Lossy.
+
+    One token gathers their weights, from `down` turned, which it holds; several, which have each their own, are
+    computed densely and masked, and take longer than the dense layer. To make its form takes an eigendecomposition of
+    d_model x d_model. Predictors that were trained (`predict`) guess better, and are applied to a model by themselves.
+    """
+
+    name = "predicted"
+    exact = False
+
+    @staticmethod
+    def sizes_of(d_ff: int, d_model: int) -> tuple[int, int]:
+        """The rank, and how many neurons a token computes."""
+        return max(1, math.ceil(RANK * d_model)), max(1, math.ceil(NEURONS * d_ff))
+
+    def fitted(self, weights: Weights) -> Path:
+        for weight in weights[:3]:
+            if weight is not None:
+                checked_weight(weight)
+        return self
+
+    def form_bytes(self, weights: Weights) -> int:
+        rank, _ = self.sizes_of(*weights.up.shape)
+        return (rank * sum(weights.up.shape) + weights.down.numel()) * weights.up.itemsize
+
+    def convert(self, weights: Weights) -> tuple[Any, Sequence[Tensor]]:
+        self.fitted(weights)
+        narrow, wide = truncated(
+            weights.up if weights.gate is None else weights.gate, self.sizes_of(*weights.up.shape)[0]
+        )
+        made = narrow, wide, weights.down.t().clone(memory_format=torch.contiguous_format)
+        return made, made
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Sequence[Tensor | None], value: Any) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias, _ = weights
+        narrow, wide, turned = value
+        rows, neurons = x.reshape(-1, x.shape[-1]), self.sizes_of(*up.shape)[1]
+        scores = F.linear(F.linear(rows, narrow), wide, up_bias if gate is None else gate_bias)
+        best = scores.topk(neurons, sorted=False).indices
+        if len(rows) == 1:
+            chosen = best[0]
+            parts = [None if t is None else t.index_select(0, chosen) for t in (gate, up, gate_bias, up_bias)]
+            if gate is up:  # gathered twice; the formula asks whether they are one
+                parts[0] = parts[1]
+            y = self._hidden(layer, rows, *parts) @ turned.index_select(0, chosen)
+            y = y if down_bias is None else y + down_bias
+        else:
+            hidden = self._hidden(layer, rows, gate, up, gate_bias, up_bias)
+            y = F.linear(torch.where(_chosen(best, len(up)), hidden, 0), down, down_bias)
+        # What is not chosen does not see that 0 * inf is NaN, as the dense layer does.
+        y = y + torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True) * 0
+        return y.view(x.shape)
+
+    @staticmethod
+    def _hidden(
+        layer: nn.Module,
+        x: Tensor,
+        gate: Tensor | None,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+    ) -> Tensor:
+        acts, both = layer.formula["acts"], layer.formula["both"]
+        beside = F.linear(x, up, up_bias)
+        if gate is None:
+            return acts(beside)
+        if gate is up:
+            return acts(beside).square()
+        return acts(F.linear(x, gate, gate_bias)) * (acts(beside) if both else beside)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        """Gathered weights are read, written, and read by their product."""
+        d_ff, d_model, gated = work.firing.d_ff, work.firing.d_model, work.firing.gated
+        rank, neurons = self.sizes_of(d_ff, d_model)
+        scored = work.gemm(rank, d_model) + work.gemm(d_ff, rank)
+        sorts = 4 * work.tokens * d_ff * work.itemsize / work.rates.bandwidth  # scores: written, and read to choose
+        if work.tokens == 1:
+            gathered = 3 * (3 if gated else 2) * neurons * d_model * work.itemsize / work.rates.bandwidth
+            parts = {"gemm": scored, "rows": gathered, "memory": sorts}
+        else:
+            gemm, values = dense_parts(work)
+            parts = {"gemm": scored + gemm, "rows": 0.0, "memory": sorts + 2 * values}
+        return {**parts, "launches": 20 * work.rates.launch, "lost": 0.0}
+
+
+PATHS = (Predicted(),)

@@ -450,7 +450,7 @@ def prune(
         raise InputError(f"scope is {scope!r:.80}; 'layer' is accepted, and with a sparsity 'global'")
     if sparsity is not None:
         check_sparsity(sparsity)
-    layers = _layers(model, only)
+    layers = prunable(model, only)
     if scope == "global":
         masks = _global(layers, sparsity)
     else:
@@ -530,14 +530,16 @@ def checked_linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-def _layers(model: nn.Module, only: Only | None) -> dict[str, nn.Linear | SparseLinear]:
-    """The layers to prune, by name. InputError for those that cannot be, and where there are none."""
+def prunable(model: nn.Module, only: Only | None) -> dict[str, nn.Linear | SparseLinear]:
+    """The layers to prune, by name; what predictors (sparsities.predictors.LowRank) are made of is none. InputError for
+    those that cannot be, and where there are none."""
     found, reasons = {}, []
+    aside = {part for each in model.modules() if getattr(each, "set_aside", False) for part in each.modules()}
     swapped = [each.feed_forward("") for each in model.modules() if isinstance(each, StandIn)]
     theirs = {whole(part) for each in swapped for part in (each.gate, each.up, each.down) if part is not None}
     holders = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, SparseLinear)) or not selected(only, name, module):
+        if not isinstance(module, (nn.Linear, SparseLinear)) or module in aside or not selected(only, name, module):
             continue
         found[name] = module
         if isinstance(module, SparseLinear):

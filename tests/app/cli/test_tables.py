@@ -208,6 +208,31 @@ def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, 
     assert "nothing is recorded yet" in tables.course([])
 
 
+def test_the_table_of_paths_has_each_beside_its_own_dense_model():
+    def rows(about, work, path, wall, error, loss=None, kind="model_forward"):
+        more = {} if loss is None else {"loss": loss}
+        return {"kind": kind, "workload": f"{about}, {work}", "path": path, "wall_ms": wall, "error": error, **more}
+
+    made = [
+        rows("drawn", "decode step, batch 1", "dense eager", 4.0, 0.2, kind="model_decode"),
+        rows("drawn", "decode step, batch 1", "forced int8 (lossy)", 2.0, 0.9, kind="model_decode"),
+        rows("drawn", "decode step, batch 1", "dense eager (graph)", 3.0, 0.2, kind="model_decode"),
+        rows("drawn", "decode step, batch 1", "forced int8 (lossy) (graph)", 1.0, 0.9, kind="model_decode"),
+        rows("drawn", "1 x 8 tokens", "dense eager", 9.0, 0.25),
+        rows("drawn", "1 x 8 tokens", "forced int8 (lossy)", 18.0, 0.5),
+        rows("trained", "1 x 4 tokens", "dense eager", 1.0, 0.0, 1.5),
+        rows("trained", "1 x 4 tokens", "forced int8 (lossy)", 0.5, 0.125, 1.75) | {"layer_error": 0.75},
+    ]
+    assert tables.model_paths([record("model-paths", 1, made)]).splitlines() == [
+        "| times as fast as dense, NVIDIA H100, 2026-01-01 | decode step, batch 1 | 1 x 8 tokens | 1 x 4 tokens | error | of a layer | loss |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| drawn: int8 (lossy) | 2.00 (3.00) | 0.50 |  | 50% (dense 25%) |  |  |",
+        "| trained: int8 (lossy) |  |  | 2.00 | 12% (dense 0%) | 75% | 1.7500 (dense 1.5000) |",
+    ]
+    assert "nothing is recorded yet" in tables.model_paths([])
+    assert tables.model_paths([record("model-paths", 1, [])]) == tables.model_paths([])
+
+
 def test_the_table_of_the_model_compares_like_with_like():
     rows = [
         {"workload": "Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from twell_lab.core.errors import InputError
-from twell_lab.sparsities.blocks import block_mask, empty_share, group_columns, to_bsr, to_bsr_linear
+from twell_lab.sparsities.blocks import (
+    NestedLinear,
+    block_mask,
+    empty_share,
+    group_columns,
+    nested_mask,
+    to_bsr,
+    to_bsr_linear,
+)
 from twell_lab.sparsities.two_four import is_two_four, two_four_mask
 from twell_lab.sparsities.weights import prune, to_linears
 
@@ -227,3 +235,90 @@ def test_a_block_linear_is_not_cast_and_says_what_it_takes():
             made(x)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="under autocast"):
         made(torch.randn(2, 64))
+
+
+# ---- 2:4 inside blocks ----
+
+
+def nested(rows=96, columns=128, sparsity=0.75, size=32, bias=True, mask=None, seed=0):
+    torch.manual_seed(seed)
+    made = nn.Linear(columns, rows, bias).requires_grad_(False)
+    made.weight.mul_(nested_mask(made.weight, sparsity, size) if mask is None else mask)
+    return made
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.75])
+def test_2_4_inside_blocks_leaves_half_of_the_blocks_that_stay(size, sparsity):
+    weight = torch.randn(96, 96, generator=torch.Generator().manual_seed(0))
+    mask = nested_mask(weight, sparsity, size)
+    high, wide = high_and_wide(size)
+    blocks = 96 // high * (96 // wide)
+    kept = blocks - round(sparsity * blocks)
+    assert int(mask.sum()) == kept * high * wide // 2 and is_two_four(mask.float())
+    assert empty_share(mask, size) == 1 - kept / blocks
+    norms = norms_of(torch.where(two_four_mask(weight), weight, 0), size, 2)
+    stay = norms_of(torch.where(mask, weight, 0), size, 2)
+    assert sorted(norms)[-kept:] == pytest.approx(sorted(stay)[-kept:])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.sampled_from(SIZES),
+    sparsity=st.floats(0, 1, exclude_max=True),
+    shape=st.sampled_from([(), (1,), (5,), (2, 3), (0,)]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_its_product_is_the_dense_one(size, sparsity, shape, bias, seed):
+    dense = nested(96, 96, sparsity, size, bias, seed=seed)
+    fast = NestedLinear(dense, size)
+    x = torch.randn(*shape, 96, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(fast(x), dense(x), rtol=1e-4, atol=1e-5)
+    rows, columns = high_and_wide(size)
+    count = sum(high * wide for high, wide in fast.shapes)
+    assert count == pytest.approx((1 - empty_share(dense.weight, size)) * dense.weight.numel())
+    assert all(not high % rows and not wide % columns for high, wide in fast.shapes)
+    assert [each.weight.shape for each in fast.products] == [torch.Size(each) for each in fast.shapes]
+
+
+def test_bands_that_need_the_same_columns_are_one_product():
+    mask = torch.zeros(96, 128)
+    mask[:, 32:64] = mask[:, 96:] = 1
+    dense = nested(mask=mask * two_four_mask(torch.arange(96.0 * 128).view(96, 128)))
+    assert NestedLinear(dense).shapes == [(96, 64)]
+    dense.weight[32:64] = 0
+    assert NestedLinear(dense).shapes == [(64, 64)]
+    dense.weight.zero_()
+    fast, x = NestedLinear(dense), torch.randn(3, 128)
+    assert fast.shapes == [] and torch.equal(fast(x), dense.bias.expand(3, 96))
+
+
+def test_what_is_skipped_adds_nothing_where_x_is_infinite():
+    dense = nested(bias=False)
+    x = torch.ones(2, 128)
+    x[0, 5] = math.inf
+    fast = NestedLinear(dense)(x)
+    needs = [band for band in range(3) if dense.weight[32 * band : 32 * band + 32, :32].any()]
+    for band in range(3):
+        assert fast[0, 32 * band : 32 * band + 32].isfinite().all() == (band not in needs)
+    torch.testing.assert_close(fast[1], dense(x)[1])
+
+
+def test_what_is_not_2_4_inside_blocks_is_refused():
+    with pytest.raises(InputError, match="at most two values of these four"):
+        NestedLinear(nn.Linear(128, 96))
+    with pytest.raises(InputError, match="blocks of 48 x 48 do not divide"):
+        NestedLinear(nested(), 48)
+    with pytest.raises(InputError, match="not finite"):
+        nested_mask(torch.full((32, 32), math.nan), 0.5)
+    with pytest.raises(InputError, match="sparsity is 1"):
+        nested_mask(torch.ones(32, 32), 1)
+    fast = NestedLinear(nested())
+    for wrong in (torch.zeros(2, 127), torch.zeros(2, 128).half()):
+        with pytest.raises(InputError, match=r"x is .*; torch.float32 \[..., 128\] on cpu"):
+            fast(wrong)
+    for move in (nn.Module.half, lambda layer: layer.to("meta")):
+        with pytest.raises(InputError, match="a NestedLinear is not cast or moved"):
+            move(fast)
+    assert fast.eval().float() is fast

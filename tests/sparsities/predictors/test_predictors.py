@@ -358,3 +358,13 @@ def test_layers_that_cannot_be_replaced_are_named(model):
     half = predict(model, [tokens], steps=1, rank=1, only=lambda name, module: name == "layers.1.mlp")
     half.apply(model)
     assert isinstance(model.layers[0].mlp, GatedFeedForward) and isinstance(model.layers[1].mlp, PredictedFFN)
+
+
+def test_what_predicts_is_not_pruned(model):
+    found = predict(model, [windows()], rank=4, steps=2)
+    found.apply(model)
+    before = [copy.deepcopy(each.state_dict()) for each in model.modules() if isinstance(each, LowRank)]
+    prune(model, 0.5)
+    there = [each for each in model.modules() if isinstance(each, LowRank)]
+    assert len(there) == 2 and all(same(each.state_dict(), was) for each, was in zip(there, before, strict=True))
+    assert type(there[0].narrow) is nn.Linear and type(model.head).__name__ == "SparseLinear"

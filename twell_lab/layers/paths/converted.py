@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.errors import TwellError
+from ...core.errors import InputError, TwellError
 from ...ops import checks, copies
 from ..again import Known
 from ..weights import Weights
@@ -151,6 +151,13 @@ class Converted(Path):
         return form
 
 
+def _check_finite(weights: Weights) -> None:
+    """InputError for a weight that holds what is not finite: the layer is dense then, whose result shows it."""
+    for name, weight in weights.named().items():
+        if "bias" not in name and not weight.is_meta and not weight.detach().isfinite().all():
+            raise InputError(f"{name} holds a value that is not finite; finite weights are accepted")
+
+
 class Products(Converted):
     """The layer with other products in the place of those that its three projections are, or some of them.
 
@@ -173,6 +180,7 @@ class Products(Converted):
         raise NotImplementedError
 
     def fitted(self, weights: Weights) -> Path:
+        _check_finite(weights)
         counted, refused = [], None
         for weight in weights[:3]:
             try:
@@ -195,6 +203,7 @@ class Products(Converted):
         return sum(each[0] for each in counted[squared:] if each is not None)
 
     def convert(self, weights: Weights) -> tuple[Any, Sequence[Tensor]]:
+        _check_finite(weights)
         made: list[Callable | None] = []
         held: list[Tensor] = []
         refused = None
