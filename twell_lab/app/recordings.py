@@ -414,8 +414,8 @@ def experiments() -> Record:
 
 def course() -> Record:
     """Every notebook of the course, run from its first cell to its last on this machine: how long each takes. Raises
-    course.walk.Stumbled where a cell raises or complains."""
-    from ..course.walk import walk
+    walk.Stumbled where a cell raises or complains."""
+    from .walk import walk
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     rows = [{"kind": "notebook", "device": device, **row} for row in walk()]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ..bench.comparison import crossings, leading
 from ..bench.rows import DENSE
-from ..course.walk import code_hash, with_code
 from ..records.record import Record, stale
+from .walk import code_hash, with_code
 
 
 def attacks(recorded: list[Record]) -> str:

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 
 from twell_lab import records
-from twell_lab.app import tables
-from twell_lab.course import walk
+from twell_lab.app import tables, walk
 
 
 def test_the_table_of_products_says_where_each_is_faster():
