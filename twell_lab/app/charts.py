@@ -143,10 +143,10 @@ def _round(low: float, high: float) -> list[float]:
 def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[Markup]:
     parts = [Markup("<text class='of' x='4' y='14'>{}</text>").format(y.title)]
     for tick in up.ticks:
-        place = f"{up.at(tick):.1f}"
-        parts.append(Markup("<path class='grid' d='M{} {}H{}'/>").format(_LEFT, place, _RIGHT))
+        height = f"{up.at(tick):.1f}"
+        parts.append(Markup("<path class='grid' d='M{} {}H{}'/>").format(_LEFT, height, _RIGHT))
         parts.append(
-            Markup("<text x='{}' y='{}' dy='.35em' text-anchor='end'>{}</text>").format(_LEFT - 6, place, y.show(tick))
+            Markup("<text x='{}' y='{}' dy='.35em' text-anchor='end'>{}</text>").format(_LEFT - 6, height, y.show(tick))
         )
     for tick in across.ticks:
         place = across.at(tick)
