@@ -3,7 +3,6 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-COMMA := ,
 READY := $(VENV)/ready
 
 # READY is written last and says what was installed: stack, interpreter, how much of the stack (what a tour needs, or
@@ -25,7 +24,7 @@ endif
 # A CPU machine compiles the kernels without running them; the CUDA stacks bring their own compiler.
 EXTRA := $(if $(filter cpu,$(STACK)),compile,$(STACK))
 EXTRAS_whole := course,test,$(EXTRA)
-EXTRAS_tour := tour$(if $(filter cpu,$(STACK)),,$(COMMA)$(STACK))
+EXTRAS_tour := $(filter-out cpu,$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help setup tour lint test test-long test-colab test-browser lab site clean
@@ -69,7 +68,7 @@ $(READY): pyproject.toml constraints/$(STACK).txt
 	@echo "setup: installing the $(STACK) stack; this can take minutes (log: build/setup.log)"
 	@rm -f build/setup.log build/setup.done; start=$$(date +%s); \
 	{ $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
-	    --log build/setup.log -c constraints/$(STACK).txt -e '.[$(EXTRAS_$(PART))]' 2>&1 \
+	    --log build/setup.log -c constraints/$(STACK).txt -e '.$(if $(EXTRAS_$(PART)),[$(EXTRAS_$(PART))])' 2>&1 \
 	  && touch build/setup.done; } | while IFS= read -r line; do case "$$line" in \
 	    *Downloading*[0-9][0-9].[0-9]\ MB*|ERROR:*) echo "setup: $$line" ;; \
 	    Installing\ collected*) echo "setup:   installing what was collected" ;; esac; done; \

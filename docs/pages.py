@@ -27,7 +27,7 @@ def on_config(config):
     kernels = sorted(f"kernels/{path.name}" for path in (ROOT / "docs" / "kernels").glob("*.md"))
     config["nav"] = [
         {"twell-lab": "README.md"},
-        {"Course": ["notebooks/README.md", *_notebooks()]},
+        {"Course": ["notebooks/README.md", *({_title(name): name} for name in _notebooks())]},
         {"Library": ["library.md", "reference.md", "measured.md", "calls.md", "status.md"]},
         {"Kernels": kernels},
         {"Changing it": ["architecture.md", *BESIDE]},
@@ -85,6 +85,13 @@ def _notebooks() -> list[str]:
     """Numbered ones first."""
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     return [f"notebooks/{name}" for name in sorted(names, key=lambda name: not name[0].isdigit())]
+
+
+def _title(name: str) -> str:
+    """A notebook's own first heading, which its menu entry and its window are called."""
+    cells = json.loads((ROOT / name).read_text(encoding="utf-8"))["cells"]
+    lines = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "markdown")
+    return re.search(r"^# (.+)$", lines, re.MULTILINE)[1].replace("`", "")
 
 
 def _reference() -> str:

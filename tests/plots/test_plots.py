@@ -266,18 +266,6 @@ def test_speedups_of_labelled_rows_are_one_line_a_label():
     assert names(figure) == [f"this tour: layer {i}, fp32, twell, mean nnz 64" for i in range(2)]
 
 
-def test_bytes_are_per_token():
-    figure = plots.formats_bytes(
-        [{"layer": "layers.0.mlp", "tokens": 10, "bytes": {"dense": 1000, "CSR": 100, "ELL": 200, "TwELL": 300}}]
-    )
-    assert {trace.name: list(trace.y) for trace in figure.data} == {
-        "dense": [100.0],
-        "CSR": [10.0],
-        "ELL": [20.0],
-        "TwELL": [30.0],
-    }
-
-
 @pytest.mark.parametrize(
     "given, shown",
     [

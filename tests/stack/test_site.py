@@ -30,6 +30,11 @@ def test_every_notebook_worklog_and_page_is_there(site):
     assert "What runs where" in (site / "index.html").read_text(encoding="utf-8")
 
 
+def test_a_notebooks_page_is_called_what_its_first_heading_says(site):
+    page = (site / "notebooks" / "01-why-gpus-ignore-zeros.html").read_text(encoding="utf-8")
+    assert "<title>01 · Why GPUs ignore zeros - " in page and "01 why gpus" not in page
+
+
 def test_the_reference_has_the_face_of_the_library(site):
     page = (site / "reference.html").read_text(encoding="utf-8")
     for name in ("sparsify", "profile", "plan", "SparseFFN", "TrainConfig", "pack"):

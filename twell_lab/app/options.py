@@ -23,7 +23,7 @@ class TourOptions:
 
     text: a file or folder to train on, instead of the source of Python's standard library.
     out: where index.html and tour.json go.
-    record_only: write tour.json only, which needs no plotly.
+    record_only: write tour.json only; --render draws its page later.
     quick: a few steps and small layers, to see that everything works; its figures say nothing.
     progress: show the progress on stderr.
     """

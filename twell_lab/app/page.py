@@ -1,22 +1,28 @@
-"""The tour's page: one HTML file that opens without a network, drawn from nothing but a tour's record.
+"""The tour's page: one small HTML file without scripts that opens without a network, made of a tour's record alone.
 
 Every sentence with a number is made from the record's numbers, whatever they are; the text around them is in
-page.html.jinja. Needs plotly, whose script is written into the page, but not torch.
+page.html.jinja, and what draws lines and bars in charts.py. Needs neither torch nor plotly.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from .. import records
-from ..core.errors import RecordError
+from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
-from ..plots import figures as plots
-from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, share
+from ..plots.data import FORMAT, WITH, WITHOUT, alike, decode, layer_names, percentiles, picked, said_fast, share
+from . import charts
+
+FORMATS = ("dense", "CSR", "ELL", "TwELL")
+RECORDED_NNZ = (8, 29, 60, 120, 300)  # how many neurons fire, roughly, in the recorded times that are drawn
+_HOW = {"graph)": "in a CUDA graph", "cold)": "weights cold"}
+_TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 _PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -26,6 +32,7 @@ _PAGES = jinja2.Environment(
     lstrip_blocks=True,
 )
 _PAGES.filters.update(number=format, share=share, json=json.dumps)
+_PAGES.globals.update(bar=charts.bar)
 
 
 def render(record: records.Record, recorded: list[dict] | None = None) -> str:
@@ -46,38 +53,48 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
         )
     try:
         return _page(record, tour, recorded or [])
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, jinja2.TemplateError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        InputError,
+        jinja2.TemplateError,
+    ) as error:
         raise RecordError(
             f"record {record.name!r}: notes.tour or a row is not as a tour writes it ({type(error).__name__}: {error})"
         ) from error
 
 
 def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
-    from plotly.offline import get_plotlyjs  # here, so that importing `plots` says what is missing
-
     own, large = split_rows(record.rows)
     beside = comparable(recorded, large)
     layers, packing, tile = tour["profile"]["layers"], tour["packing"], tour["tile"]
     without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     busiest = max(range(len(layers)), key=lambda i: layers[i]["density"])
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
-    title = "; ".join(f"A feed-forward layer with d_model {d_model}, d_ff {d_ff}" for d_model, d_ff in sizes)
-    of_own, of_large = plots.speedups(own, mine="this tour"), plots.speedups(large, beside, mine="this tour")
-    figures = {
-        "training": (plots.training_curves(tour["runs"]), see_training(without, sparse)),
-        "firing": (plots.firing_by_layer(layers, without["density"]), see_firing(layers)),
-        "frequency": (plots.neuron_frequency(layers, busiest), see_frequency(layers, busiest)),
-        "tile": (plots.packed_tile(tile), see_tile(tile)),
-        "bytes": (plots.formats_bytes(packing["layers"]), see_bytes(packing)),
-        "own": (of_own.update_layout(title_text="The trained model's own layers"), see_speed(own) + see_size(own)),
-        "large": (of_large.update_layout(title_text=title), see_speed(large) + " " + see_recorded(beside)),
+    wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
+    alone = [row for row in own if not _how(row)]
+    captions = {
+        "training": see_training(without, sparse),
+        "firing": see_firing(layers),
+        "frequency": see_frequency(layers, busiest),
+        "tile": see_tile(tile),
+        "bytes": see_bytes(packing),
+        "own": see_speed(alone) + see_size(alone),
+        "large": see_speed(large),
+        "recorded": see_recorded(beside),
     }
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
-        layers=layer_rows(tour),
-        times=large,
-        plotly=Markup(get_plotlyjs()),
+        result=see_result(tour, large),
+        layers=layer_table(tour),
+        bytes=bytes_table(packing),
+        tile=tile_cells(tile),
+        times=own + large,
+        wide=wide,
         about={
             "training": about_training(tour),
             "firing": about_firing(tour),
@@ -85,19 +102,14 @@ def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
             "timing": about_timing(record),
             **({"texts": about_texts(tour["texts"]), "speed": see_spoken(tour["texts"])} if "texts" in tour else {}),
         },
-        figures={name: (_drawn(name, figure), caption) for name, (figure, caption) in figures.items()},
-    )
-
-
-def _drawn(name: str, figure) -> Markup:
-    return Markup(
-        figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            include_mathjax=False,
-            div_id=f"figure-{name}",
-            config={"displayModeBar": False, "responsive": True},
-        )
+        charts={
+            "training": draw_training(tour["runs"]),
+            "frequency": draw_frequency(layers, busiest),
+            "own": draw_speeds("The trained model's own layers", alone),
+            "large": draw_speeds(f"A layer of {wide}, weights drawn", large),
+            "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
+        },
+        captions=captions,
     )
 
 
@@ -116,7 +128,7 @@ def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
     """The recorded times to draw beside those of the tour's large layer: times on GPUs of a layer of 2,048 x 5,632 on
-    the same workload, with a mean nnz of about 8 or 29.
+    the same workload, with few neurons firing and with many, near one of RECORDED_NNZ.
 
     Args:
         recorded: rows of `records.flat_rows`, oldest first. Of several rows for the same, the newest is taken.
@@ -125,20 +137,186 @@ def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
     workloads = {row["workload"] for row in large}
     latest = {}
     for row in recorded:
-        size = (row["d_model"], row["d_ff"])
-        near = [nnz for nnz in (8, 29) if row["nnz"] and nnz / 1.5 < row["nnz"] < nnz * 1.5]
-        if (
-            row["kind"] == "ffn_forward"
-            and size == (2048, 5632)
-            and row["workload"] in workloads
-            and near
-            and not records.is_cpu(row["device"])
-        ):
-            latest[row["device"], row["dtype"], row["path"], row["tokens"], near[0]] = row
+        if row["kind"] != "ffn_forward" or (row["d_model"], row["d_ff"]) != (2048, 5632):
+            continue
+        if row["workload"] not in workloads or not row["nnz"] or records.is_cpu(row["device"]):
+            continue
+        near = min(RECORDED_NNZ, key=lambda nnz: abs(math.log(row["nnz"] / nnz)))
+        if near / 1.5 < row["nnz"] < near * 1.5:
+            latest[row["device"], row["dtype"], row["path"], row["tokens"], near] = row
     return list(latest.values())
 
 
+# ---- what is drawn ---------------------------------------------------------------------------------------
+
+
+def draw_training(runs: dict) -> list[Markup]:
+    """Loss, and firing, against steps: each run's line on held-out text, and a faint one on what it trained on."""
+    losses, firing = [], []
+    for label, run in runs.items():
+        history, width = run["history"], run["config"]["d_ff"]
+        seen = [(row["step"], row["val_bits_per_byte"]) for row in history if row.get("val_bits_per_byte") is not None]
+        losses.append(charts.Line(label, seen))
+        firing.append(charts.Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
+    for i, (label, run) in enumerate(runs.items()):
+        read = [(row["step"], row["ce"] / math.log(2)) for row in run["history"]]
+        losses.append(charts.Line(f"{label}, on the text it trains on", read, behind=i))
+    step = charts.Axis("training step")
+    return [
+        charts.lines("Loss on held-out text", losses, step, charts.Axis("bits per byte", show="{:.3g}".format)),
+        charts.lines("Firing", firing, step, charts.Axis("neurons firing for a token, %", show="{:.3g}".format)),
+    ]
+
+
+def draw_frequency(layers: list[dict], index: int) -> Markup:
+    """On which share of the tokens each neuron of a layer fires, most used first; "" if none does."""
+    shares = sorted((100 * value for value in layers[index]["neuron_frequency"]), reverse=True)
+    alive = [(place, value) for place, value in enumerate(shares, start=1) if value > 0]
+    if not alive:
+        return Markup("")
+    name = layer_names([layer["name"] for layer in layers])[index]
+    return charts.lines(
+        f"How often each neuron of {name} fires",
+        [charts.Line(f"{len(alive):,} of {len(shares):,} neurons", alive)],
+        charts.Axis("neuron, most used first", end=len(shares)),
+        charts.Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show="{:.3g}".format),
+    )
+
+
+def draw_speeds(title: str, rows: list[dict]) -> Markup:
+    """Times as fast as torch's eager dense layer, over tokens; "" if nothing was timed."""
+    drawn = speed_lines(rows)
+    if not drawn:
+        return Markup("")
+    return charts.lines(
+        title,
+        drawn,
+        charts.Axis("tokens at once", log=True, ticks=sorted({x for line in drawn for x, _ in line.points})),
+        charts.Axis("times as fast as torch's dense layer (at 1x)", log=True, ticks=_TIMES, show="{:.3g}x".format),
+        level=1.0,
+    )
+
+
+def speed_lines(rows: list[dict]) -> list[charts.Line]:
+    """A line for each layer, device, dtype and path, and number of neurons that fire; names say what differs."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row.get("x_dense") is not None and picked(row["path"]) and not row["path"].startswith("dense eager"):
+            key = row.get("label"), row["device"], row["dtype"], row["path"]
+            groups.setdefault(key, []).append(row)
+    parts = [
+        (key, points)
+        for key, members in groups.items()
+        for points in ([members] if key[0] or _is_dense(members[0]) else alike(members))
+    ]
+    devices, dtypes = ({key[i] for key in groups} for i in (1, 2))
+    kernels = {key[3].partition(" (")[0] for key in groups if not key[3].startswith("dense")}
+    mixed = len({bool(points[0].get("stale")) for _, points in parts}) > 1
+    drawn = []
+    for (label, device, dtype, path), points in parts:
+        points = sorted({row["tokens"]: row for row in points}.values(), key=lambda row: row["tokens"])
+        last = points[-1]
+        kernel, _, how = path.partition(" (")
+        said = [
+            label,
+            device if len(devices) > 1 else None,
+            dtype if len(dtypes) > 1 else None,
+            "torch.compile, dense" if _is_dense(last) else f"{last['nnz']:.0f} of {last['d_ff']:,} fire",
+            kernel if len(kernels) > 1 and not _is_dense(last) else None,
+            _HOW.get(how),
+            "stale" if mixed and last.get("stale") else None,
+        ]
+        drawn.append(
+            charts.Line(", ".join(part for part in said if part), [(row["tokens"], row["x_dense"]) for row in points])
+        )
+    return drawn
+
+
+def layer_table(tour: dict) -> list[dict]:
+    """What happened in each layer, a dict for each: name, and for both trainings the share that fires, its text, and
+    how many neurons are dead; span, the middle 90% of tokens; slots used and rows overflowing, as texts."""
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
+    layers = tour["profile"]["layers"]
+    rows = []
+    for i, (layer, packed) in enumerate(zip(layers, tour["packing"]["layers"], strict=True)):
+        low, high = percentiles(layer["nnz_histogram"])
+        rows.append(
+            {
+                "layer": layer_names([each["name"] for each in layers])[i],
+                "runs": [
+                    (WITHOUT, without["density"][i], without["dead"][i]),
+                    (WITH, layer["density"], sparse["dead"][i]),
+                ],
+                "span": f"{low:,} to {high:,}",
+                "d_ff": layer["d_ff"],
+                "used": share(packed["slots_used"] / packed["slots"]),
+                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+            }
+        )
+    return rows
+
+
+def bytes_table(packing: dict) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """(layer, [(format, bytes a token, share of the dense bytes)]) for each layer."""
+    names = layer_names([layer["layer"] for layer in packing["layers"]])
+    return [
+        (
+            name,
+            [
+                (kind, layer["bytes"][kind] / layer["tokens"], layer["bytes"][kind] / layer["bytes"]["dense"])
+                for kind in FORMATS
+            ],
+        )
+        for name, layer in zip(names, packing["layers"], strict=True)
+    ]
+
+
+def tile_cells(tile: dict) -> dict:
+    """One tile, as it is drawn: shades (0 to 1, one for each column) and words (what each says, None where unused)."""
+    entries = [decode(word, tile["dtype"]) for word in tile["words"][1:]]
+    everything = entries + [decode(word, tile["dtype"]) for word in tile["tail"]]
+    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
+    shades = [0.0] * tile["width"]
+    for value, column in everything:
+        shades[column] = 0.2 + 0.8 * min(1.0, value / top)
+    words = [f"{column}: {value:.2g}" for value, column in entries]
+    return {"shades": shades, "words": words, "unused": tile["slots"] - len(words)}
+
+
 # ---- sentences, made from the numbers --------------------------------------------------------------------
+
+
+def see_result(tour: dict, large: list[dict]) -> list[str]:
+    """The result in three sentences: how many neurons fire, what they take packed, and what time that saves."""
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
+    layers = tour["packing"]["layers"]
+    packed, dense = (sum(layer["bytes"][kind] for layer in layers) for kind in ("TwELL", "dense"))
+    return [
+        f"Trained with a penalty on what fires, {sparse['mean_nnz']:.1f} of {sparse['config']['d_ff']:,} neurons "
+        f"of a layer fired for a token; trained without, {without['mean_nnz']:.1f}.",
+        f"Packed, that took {share(packed / dense)} of the bytes it takes with its zeros, and every value came back "
+        "bit for bit.",
+        see_wide(large),
+    ]
+
+
+def see_wide(rows: list[dict]) -> str:
+    """The best and the worst point of the wide layer, in one sentence."""
+    rows = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
+    if not rows:
+        return "No layer of a large model's width was timed."
+    worst, best = rows[0], rows[-1]
+    text = (
+        f"A layer of {best['d_model']:,} x {best['d_ff']:,}, its weights drawn at random so that "
+        f"{_counts(rows)} neurons fire, ran at best {best['x_dense']:.2f} times as fast as torch's own ({_at(best)})"
+    )
+    return text + (f" and at worst {worst['x_dense']:.2f} times as fast ({_at(worst)})." if worst is not best else ".")
+
+
+def _counts(rows: list[dict]) -> str:
+    """How many neurons fire in these rows, roughly, in words."""
+    groups = [max(group, key=lambda row: row["tokens"]) for group in alike(rows)]
+    return "about " + " or ".join(f"{row['nnz']:.0f}" for row in groups)
 
 
 def about_training(tour: dict) -> str:
@@ -234,8 +412,8 @@ def see_tile(tile: dict) -> str:
 
 
 def see_bytes(packing: dict) -> str:
-    total = {kind: sum(layer["bytes"][kind] for layer in packing["layers"]) for kind in plots.FORMATS}
-    shares = ", ".join(f"{kind} {share(total[kind] / total['dense'])}" for kind in plots.FORMATS[1:])
+    total = {kind: sum(layer["bytes"][kind] for layer in packing["layers"]) for kind in FORMATS}
+    shares = ", ".join(f"{kind} {share(total[kind] / total['dense'])}" for kind in FORMATS[1:])
     tail, rows = (sum(layer[key] for layer in packing["layers"]) for key in ("tail", "tokens"))
     text = (
         f"Of the dense bytes, these layers take: {shares}; {min(total, key=lambda kind: total[kind])} is smallest here."
@@ -304,9 +482,11 @@ def see_recorded(rows: list[dict]) -> str:
     devices = sorted({row["device"] for row in rows})
     days = sorted({row["date"][:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    text = f"Dotted lines were recorded on {', '.join(devices)} ({when}), not here."
+    text = f"Recorded on {', '.join(devices)} ({when}), not here. {see_speed(rows)}"
+    if all(row["stale"] for row in rows):
+        return text + " All of it ran code that has changed since."
     if any(row["stale"] for row in rows):
-        text += " Those marked stale ran kernels that have changed since."
+        text += " Lines marked stale ran code that has changed since."
     return text
 
 
@@ -328,11 +508,21 @@ def see_spoken(texts: dict) -> str:
     return f"With L1, and with layers as a plan for one token chooses them, not forced: {said_fast(texts)}. {chosen}."
 
 
+def _is_dense(row: dict) -> bool:
+    return row["path"].startswith("dense")
+
+
+def _how(row: dict) -> str:
+    """How it was timed, in words, if not by plain calls one after the other."""
+    return _HOW.get(row["path"].partition(" (")[2], "")
+
+
 def _is_sparse(row: dict) -> bool:
-    return row.get("x_dense") is not None and not row["path"].startswith("dense") and picked(row["path"])
+    return row.get("x_dense") is not None and not _is_dense(row) and picked(row["path"])
 
 
 def _at(row: dict) -> str:
     what = f"{row['label']}, " if row.get("label") else ""
-    graph = ", in a CUDA graph" if row["path"].endswith("(graph)") else ""
-    return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{graph}"
+    how = f", {_how(row)}" if _how(row) else ""
+    fire = f", {row['nnz']:.0f} neurons firing" if row.get("nnz") and not what else ""
+    return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{fire}{how}"

@@ -31,6 +31,7 @@ from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked,
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, Text, load, spread_windows
+from . import page
 from .options import TourOptions
 from .speak_commands import in_turn, planned
 
@@ -47,15 +48,12 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     Raises:
         TextError: for a text that cannot be read.
         RecordError: for a folder that cannot be written; this is tried before the work starts.
-        StackError: where the page needs plotly, and it is missing.
         TwellError: if packing changed a value.
     """
     check_folder(options.out, free=_PAGE_BYTES)
     written = options.out / "tour.json", options.out / "index.html"
     for path in written[: 1 if options.record_only else 2]:
         check_target(path)
-    if not options.record_only:
-        from . import page
     say = _Steps(options.progress)
     text = load(options.text)
 

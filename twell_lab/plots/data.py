@@ -111,6 +111,17 @@ def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
     return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)
 
 
+def alike(rows: list[dict]) -> list[list[dict]]:
+    """Rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor of
+    1.5 count as one workload."""
+    groups: list[list[dict]] = []
+    for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
+        if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
 def said_fast(texts: dict) -> str:
     """How fast the model with L1 spoke on its planned layers, and on dense ones (notes["tour"]["texts"])."""
     same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"

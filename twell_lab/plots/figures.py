@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from ..core.errors import InputError, StackError
-from .data import decode, layer_names, percentiles, picked, tile_of
+from .data import alike, decode, layer_names, percentiles, picked, tile_of
 
 try:
     import plotly.graph_objects as go
@@ -24,7 +24,6 @@ BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, RED, GREY = "#56B4E9", "#D55E00", "#8A8A8A"
 COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 INK, FAINT = "#222222", "#E6E6E6"
-FORMATS = ("dense", "CSR", "ELL", "TwELL")
 
 
 def training_curves(results: Mapping[str, object]) -> go.Figure:
@@ -393,31 +392,6 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
     )
 
 
-def formats_bytes(table: list[dict]) -> go.Figure:
-    """Bytes that each format takes for one token's activations, layer by layer.
-
-    Args:
-        table: one dict per layer: {"layer": name, "tokens": rows packed, "bytes": {"dense": ..., "CSR": ..., ...}}.
-    """
-    names = layer_names([row["layer"] for row in table])
-    figure = go.Figure()
-    for colour, kind in zip((GREY, SKY, ORANGE, BLUE), FORMATS, strict=True):
-        each = [row["bytes"][kind] / row["tokens"] for row in table]
-        figure.add_bar(
-            x=names,
-            y=each,
-            name=kind,
-            marker_color=colour,
-            textfont={"size": 10},
-            text=[f"{value:,.0f}" for value in each],
-            textposition="outside",
-            hovertemplate=f"{kind}, %{{x}}: %{{y:,.0f}} bytes a token<extra></extra>",
-        )
-    figure.update_yaxes(title_text="bytes a token", rangemode="tozero", tickformat=",d")
-    figure.update_xaxes(title_text="feed-forward layer")
-    return styled(figure, "The same activations in four formats")
-
-
 # ---- parts -----------------------------------------------------------------------------------------------
 
 
@@ -481,19 +455,8 @@ def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
         dense = path.startswith("dense")
         if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
             members = list({row["tokens"]: row for row in members}.values())
-        for points in [members] if label or dense else _alike(members):
+        for points in [members] if label or dense else alike(members):
             nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
             parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
             lines[f"{where}: {', '.join(part for part in parts if part)}"] = points
     return lines
-
-
-def _alike(rows: list[dict]) -> list[list[dict]]:
-    """Rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor of
-    1.5 count as one workload."""
-    groups: list[list[dict]] = []
-    for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
-        if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):
-            groups.append([])
-        groups[-1].append(row)
-    return groups
