@@ -126,9 +126,14 @@ def merge_streams(cell) -> None:
     cell.outputs = merged
 
 
+def with_code() -> list[Path]:
+    """All notebooks but those that are words alone."""
+    return sorted(path for path in FOLDER.glob("*.ipynb") if '"cell_type": "code"' in path.read_text(encoding="utf-8"))
+
+
 def main(names: list[str]) -> None:
     os.environ["TWELL_LAB_STORE"] = "1"
-    for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
+    for path in [FOLDER / name for name in names] or with_code():
         print(store(path), flush=True)
 
 

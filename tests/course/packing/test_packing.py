@@ -138,8 +138,8 @@ def test_other_wrong_arguments_are_refused():
 @pytest.mark.parametrize(
     ("errors", "words"),
     [
-        ([0.0, 0.0, 0.5], ["1 of 3 rows wrong", "worst by 50%", "the median passes"]),
-        ([0.2, 0.0, 0.5, 0.1], ["3 of 4 rows wrong", "even the median shows it"]),
+        ([0.0, 0.0, 0.5], ["1 of 3 wrong", "worst by 50%", "the median passes"]),
+        ([0.2, 0.0, 0.5, 0.1], ["3 of 4 wrong", "even the median shows it"]),
         ([0.0, 0.0, 0.0], ["No row is wrong here", "only made-up tiles"]),
     ],
 )

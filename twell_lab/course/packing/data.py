@@ -84,7 +84,7 @@ def found_by(errors: Tensor) -> str:
     if not wrong:
         return "No row is wrong here: only made-up tiles, as above, would have shown it."
     passes = "the median passes" if median == 0 else "even the median shows it"
-    return f"{wrong} of {len(errors):,} rows wrong, worst by {worst:.0%}; {passes}"
+    return f"{wrong} of {len(errors):,} wrong, worst by {worst:.0%}; {passes}"
 
 
 # ---- geometry: how large a tile, how many words ----
