@@ -128,6 +128,7 @@ def _pack_tile(answer) -> str:
         gate[1] = -0.0
         if share == 0.6:
             gate[0] = torch.nan
+            gate[2] = -gate[0]  # a NaN with its sign bit set: its 16 bits are a negative int16
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
         own = mock.Mock(side_effect=NotYet("that is the library's own pack; write one."))

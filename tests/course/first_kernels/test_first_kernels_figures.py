@@ -207,6 +207,11 @@ def test_a_step_shows_the_line_the_lanes_and_the_arrays():
     assert flat(framed) == steps.at(step.index).last("packed").written.tolist()
 
 
+@pytest.mark.parametrize("value, text", [(-0.03, "-.03"), (0.0071, ".01"), (-0.5, "-0.5"), (1e-4, "1e-4"), (2.0, "2")])
+def test_small_values_fit_a_cell(value, text):
+    assert drawn._short(value) == text
+
+
 def test_every_cell_holds_the_value_after_the_step():
     steps = trace("block_sum")
     for index in range(0, len(steps), 7):

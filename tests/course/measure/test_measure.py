@@ -85,6 +85,14 @@ def test_without_records_the_sentences_say_so(keep):
     assert measure.recorded_zeros([]) == "no GPU's is recorded in this checkout"
 
 
+def test_of_layers_timed_twice_the_newest_counts(keep):
+    layer = {"kind": "ffn_forward", "path": "twell", "workload": "independent, lognormal", "device": "Some GPU"}
+    timed = [made.row(**layer | {"tokens": 64, "ms": 1.0}), made.row(**layer | {"tokens": 1, "ms": 0.1})]
+    again = [made.row(**layer | {"tokens": 64, "ms": 0.5})]
+    keep(made.record("old", "2026-01-01T00:00:00Z", timed), made.record("new", "2026-01-02T00:00:00Z", again))
+    assert [(row["tokens"], row["ms"]) for row in measure.recorded_layers(2048, 5632, 29)] == [(1, 0.1), (64, 0.5)]
+
+
 WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
 

@@ -29,17 +29,19 @@ def test_bytes_are_a_row_each_and_dense_is_grey():
 def test_geometries_are_a_grid_with_the_best_one_framed():
     table = packing.geometries(gate(), [8, 64], [9, 33])
     figure = figures.geometries(table, overflow=0.0)
-    cost, overflow, *frames = figure.data
+    cost, overflow = figure.data
     assert list(cost.x) == ["8", "64"] and list(cost.y) == ["9", "33"]
     assert cost.text[1][0] is None and cost.z[1][0] is None  # 33 words for a tile of 8 do not exist
     assert overflow.text[0][0] == "0%"
     best = packing.smallest(table, 0.0)
-    assert [(list(frame.x), list(frame.y)) for frame in frames] == 2 * [([f"{best['tile']}"], [f"{best['words']}"])]
+    x, y = [8, 64].index(best["tile"]), [9, 33].index(best["words"])
+    whole = (x - 0.5, x + 0.5, y - 0.5, y + 0.5)
+    assert [(frame.x0, frame.x1, frame.y0, frame.y1) for frame in figure.layout.shapes] == 2 * [whole]
 
 
 def test_geometries_without_a_fitting_one_have_no_frame():
     row = {"tile": 64, "words": 2, "bytes": 8.0, "slots_used": 1.0, "overflow": 1.0, "tail": 9.0}
-    assert len(figures.geometries([row]).data) == 2
+    assert not figures.geometries([row]).layout.shapes
     with pytest.raises(InputError):
         figures.geometries([])
 

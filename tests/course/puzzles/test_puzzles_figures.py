@@ -56,6 +56,12 @@ def test_the_prefix_sums_drawn_are_prefix_sums():
     panel = pictures.picture("prefix_sum")[1][0]
     first, last = ([int(cell.text) for cell in panel.lines[end]] for end in (0, -1))
     assert last == [sum(first[: lane + 1]) for lane in range(32)]
+    assert [int(cell.text) for cell in pictures.picture("prefix_sum")[1][1].lines[0]] == last  # what is written
+
+
+def test_the_count_drawn_is_that_of_the_bits():
+    _, bits, counts = pictures.picture("ballot_count")[1]
+    assert int(counts.lines[0][0].text[3:-4]) == sum(int(cell.text) for cell in bits.lines[0])
 
 
 def test_the_counts_drawn_are_those_of_the_list():

@@ -148,7 +148,7 @@ def _unpack(file) -> str:
             if counts.global_reads.requests > least:
                 raise NotYet(
                     f"the values are right. But a tile takes {counts.global_reads.requests / (grid[0] * rows):.3g} "
-                    "load instructions, and two are enough: let each lane read a word of its own."
+                    "load instructions, and two are enough: let each lane read one word, once, into a variable."
                 )
     return "a lane for each word, nothing past the count, and a tile's columns moved to where the tile begins."
 

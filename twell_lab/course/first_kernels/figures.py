@@ -527,6 +527,8 @@ def _short(value) -> str:
             return f"{int(value)}"
         if 0.05 <= abs(value) < 1000:
             return f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
+        if 0.005 <= abs(value) < 0.05:
+            return f"{value:.2f}".replace("0.", ".", 1)  # "-0.03" is wider than a cell
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value}" if -1000 < value < 10000 else "…"
 

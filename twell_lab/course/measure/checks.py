@@ -26,8 +26,8 @@ def _several_tokens(answer) -> str:
         up[~fires], down[:, ~fires] = torch.nan, torch.nan
         # The whole gate, up and down of who fires for anybody, and a few products of as many values as neurons.
         most = 2 * tokens * (24 * (60 + 2 * int(fires.sum())) + 4 * 60)
-        asked = f"several_tokens for {tokens} token(s), {int(fires.sum())} of 60 neurons firing for at least one,"
-        close(skipping(answer, (x, gate, up, down), most, asked), exact, asked)
+        asked = f"several_tokens for {tokens} token(s), {int(fires.sum())} of 60 neurons firing for at least one"
+        close(skipping(answer, (x, gate, up, down), most, asked), exact, f"{asked},")
     return "a neuron may be skipped only if it fires for none of the tokens. More tokens, fewer such neurons."
 
 

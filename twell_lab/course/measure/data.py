@@ -91,10 +91,13 @@ def recorded(kind: str) -> list[dict]:
 
 
 def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
-    """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz. May be empty."""
-    return [
+    """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz, from few tokens to many.
+
+    Where several records timed the same number of tokens, the newest. May be empty.
+    """
+    found = [
         row
-        for row in flat_rows(load_all())
+        for row in flat_rows(load_all())  # oldest first
         if row["kind"] == "ffn_forward"
         and row["path"] == "twell"
         and not is_cpu(row["device"])
@@ -102,6 +105,8 @@ def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
         and 0.8 * nnz < row["nnz"] < 1.25 * nnz
         and "lognormal" in (row["workload"] or "")
     ]
+    newest_of = {(row["device"], row["dtype"], row["tokens"]): row for row in found}
+    return sorted(newest_of.values(), key=lambda row: row["tokens"])
 
 
 def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:

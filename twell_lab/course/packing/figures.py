@@ -79,7 +79,7 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     """Bytes a row and overflowing rows for each tile (across) and number of words (down).
 
-    table: rows of `data.geometries`. A red square marks the fewest bytes with at most this share of rows overflowing.
+    table: rows of `data.geometries`. A red frame marks the fewest bytes with at most this share of rows overflowing.
     """
     if not table:
         raise InputError("the table is empty; at least one tile and number of words are accepted")
@@ -131,16 +131,17 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
             title_text="words a tile" if column == 1 else "", type="category", showgrid=False, row=1, col=column
         )
     if (best := smallest(table, overflow)) is not None:
-        for axis in ("", "2"):
-            figure.add_scatter(
-                x=[f"{best['tile']}"],
-                y=[f"{best['words']}"],
-                mode="markers",
-                showlegend=False,
-                marker={"symbol": "square-open", "size": 46, "color": plots.RED, "line": {"width": 2}},
-                hoverinfo="skip",
-                xaxis=f"x{axis}",
-                yaxis=f"y{axis}",
+        x, y = tiles.index(best["tile"]), words.index(best["words"])  # categories lie at whole numbers
+        for column in (1, 2):
+            figure.add_shape(
+                type="rect",
+                x0=x - 0.5,
+                x1=x + 0.5,
+                y0=y - 0.5,
+                y1=y + 0.5,
+                line={"color": plots.RED, "width": 3},
+                row=1,
+                col=column,
             )
     title = f"Tile and words (red: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)

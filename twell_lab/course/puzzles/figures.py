@@ -26,9 +26,10 @@ WHITE = "#FFFFFF"
 BARE = {"template": "none", "plot_bgcolor": WHITE}  # no axis is shown: the template would be half of what is stored
 NOTE = "number: the thread; framed: written"
 NOTES = {
-    "ballot_count": "colour: the lane; grey: zero or less",
+    "ballot_count": "colour: the lane; grey: zero or less; framed: written",
     "prefix_sum": "number: the sum so far; colour: the lane that added; framed: written",
-    "neuron_counts": "number in fired: the neuron; numbers in counts: the threads",
+    "vector_loads": "number: the thread",
+    "neuron_counts": "number in fired: the neuron; numbers in counts: the threads; framed: added to",
     "pack_words": "number in gate: the lane; numbers in words: the count and the columns; framed: written",
 }
 

@@ -121,7 +121,7 @@ def _ballot_count() -> tuple[str, list[Panel]]:
     return "One warp, a row of 27: each lane votes, and all get the same 32 bits", [
         _panel("<b>x</b>: the sign of the value that each lane reads; lanes 27 to 31 have none, and vote no", signs),
         _panel("the <b>ballot</b>: bit i is the vote of lane i (bit 0 on the left)", bits),
-        _panel(f"<b>counts</b>: written by lane 0: {sum(fires)} bits are set", [Cell("0", 0, True)]),
+        _panel("<b>counts</b>: written by lane 0, how many bits are set", [Cell(f"<b>{sum(fires)}</b>", 0, True)]),
     ]
 
 
@@ -133,13 +133,14 @@ def _prefix_sum() -> tuple[str, list[Panel]]:
         lines.append(tuple(Cell(f"{value}", lane if lane >= distance else None) for lane, value in enumerate(sums)))
         labels.append(f"distance {distance}")
         distance *= 2
+    written = [Cell(f"{value}", lane, True) for lane, value in enumerate(sums)]
     return "One warp, 32 sums in registers, five shuffles", [
         Panel(
             "the sum in each lane; coloured: it has just added the sum of the lane that stands so far below it",
             tuple(lines),
             tuple(labels),
         ),
-        _panel("<b>out</b>: written by lane", _own(32, True)),
+        _panel("<b>out</b>: each lane writes its sum", written),
     ]
 
 
