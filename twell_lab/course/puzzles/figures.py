@@ -120,7 +120,8 @@ def yours(name: str, file: str | Path) -> go.Figure | None:
     for cells in figure.data:
         if cells.text is not None:
             cells.text = [[_narrow(text) for text in line] for line in cells.text]
-    block = f", block {case.look} of {case.grid[0] * (case.grid + (1,))[1]}"
+    blocks = case.grid[0] * (case.grid + (1,))[1]
+    block = f", block {case.look} (of 0 to {blocks - 1})" if blocks > 1 else ""
     return _titled(
         figure,
         f"Yours: {case.said}{block}<br><sup>number: the thread; ×n: n of them; all: the whole block; framed: written "
