@@ -16,10 +16,16 @@ from .data import ms
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
 
 
-def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -> go.Figure:
+def bars(
+    samples: dict[str, list[float]],
+    title: str,
+    base: str | None = None,
+    shown: str = "median; whiskers hold the middle half",
+) -> go.Figure:
     """The median time of each call as a bar, with whiskers that span the middle half of its samples.
 
-    samples: name -> milliseconds; base: the name that the others are compared with, drawn grey.
+    samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
+    says of the bars, where single readings stand beside medians.
     """
     if not samples:
         raise InputError("samples is empty; at least one named list of milliseconds is accepted")
@@ -52,7 +58,7 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
             x=end, y=name, text=f"{ms(middle[name])}{ratio}", showarrow=False, xanchor="left", xshift=8
         )
     figure.update_xaxes(
-        title_text="milliseconds (median; whiskers hold the middle half)",
+        title_text=f"milliseconds ({shown})",
         rangemode="tozero",
         range=[0, 1.28 * max(reach)],
     )
@@ -113,13 +119,13 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
     # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
     figure.add_annotation(
-        x=0,
+        x=1,  # beside the line's right end: above and below it there may be points anywhere
         xref="paper",
         y=0,
         xanchor="left",
-        yanchor="bottom",
+        yanchor="middle",
         showarrow=False,
-        text="the dense product",
+        text="dense",
         font={"size": 11},
     )
     shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
@@ -136,7 +142,7 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
     )
     lines = -(-len(figure.data) // 2)
     figure = plots.styled(figure, title, height=400 + 20 * lines)
-    return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin_b=70 + 20 * lines)
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin={"b": 70 + 20 * lines, "r": 60})
 
 
 def threshold(sweep: dict, index: int = 0) -> go.Figure:

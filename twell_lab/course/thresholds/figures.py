@@ -27,7 +27,7 @@ def picture(view: dict) -> go.Figure:
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
             "change of the loss, %; points: measured",
-            "ms of a step of the model here; dashes: as it was",
+            "ms of a step here, once clocked; dashes: as it was",
         ],
     )
     looks = [
