@@ -331,7 +331,7 @@ def test_a_guess_beside_the_prediction():
 
 
 @needs_a_compiler
-def test_predicted_beside_measured_is_drawn_with_a_gpu_and_without(answer):
+def test_predicted_beside_measured_is_drawn_with_a_gpu_and_without(answer, monkeypatch):
     found, wrong = capstone.judge(answer), capstone.Judged(False, "made up")
     mine = capstone.compared(found, FAST)
     assert [row["version"] for row in mine] == ["yours", "down_v1", "down_v2", "down_v3"]
@@ -339,6 +339,12 @@ def test_predicted_beside_measured_is_drawn_with_a_gpu_and_without(answer):
     here = capstone.compared(wrong)
     assert [row["version"] for row in here] == ["down_v1", "down_v2", "down_v3"]
     assert all("recorded on NVIDIA H100" in row["where"] for row in here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert capstone.gpu_rates().device == "T4"
+    there = capstone.compared(wrong)  # beside times of an H100 stand predictions for an H100
+    assert [(row["gpu"], row["predicted_us"]) for row in there] == [(row["gpu"], row["predicted_us"]) for row in here]
+    monkeypatch.undo()
     for rows in (mine, here, capstone.compared(found)):
         drawn = figures.beside(rows)
         assert [*drawn.data[0].x] == [row["version"] for row in rows]

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,3 +268,10 @@ def test_a_call_is_told_at_the_fewest_tokens_of_each_run():
     assert there == "With 1 token the GPU works 20 us of a call's 45 to 55 us."
     assert yours.startswith("With 2 tokens the GPU works 20 us of a call's 45 to")
     assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])
+
+
+@pytest.mark.parametrize("mib, side", [(4, 1024), (40, 2048), (48, 4096), (50, 4096), (0, 1024)])
+def test_a_weight_that_is_timed_warm_fits_into_the_cache(monkeypatch, mib, side):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=mib << 20))
+    assert clocks.cached_side("cuda") == side and clocks.cached_side("cpu") == 1024
+    assert not mib or 2 * side**2 < mib << 20

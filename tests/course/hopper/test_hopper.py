@@ -51,6 +51,7 @@ def test_what_a_gpu_measures_has_the_form_of_the_record(my_gpu, dtype):
     assert [each["x_dense"] for each in rows] == [1, 2, 2, 2] and "choice" in rows[1] and "choice" not in rows[2]
     assert rows[0]["where"] == "yours, now, on My GPU" and (rows[0]["tokens"], rows[0]["d_ff"]) == (4, 512)
     assert {each["dtype"] for each in rows} == {str(dtype).removeprefix("torch.")}
+    assert [each.get("fuses") for each in rows] == [None, None, False, None]  # a CPU, as a T4, has no such kernels
 
 
 def test_a_readers_gpu_is_measured_in_its_own_type_on_other_inputs_than_planned(my_gpu, monkeypatch):

@@ -20,6 +20,14 @@ def test_the_parts_are_drawn_with_their_factors_and_the_readers_times():
     assert not [trace for trace in figures.parts(hopper.parts(everything())).data if trace.type == "scatter"]
 
 
+def test_a_dense_path_that_the_readers_gpu_does_not_fuse_is_not_called_fused():
+    rows = [each | {"where": "yours, now, on My GPU"} for each in compared(28)]
+    for fuses, name in ((True, "fused dense layer"), (False, "dense layer, which this GPU does not fuse")):
+        mine = [each | ({"fuses": fuses} if each["path"] == hopper.FUSED else {}) for each in rows]
+        drawn = figures.parts(hopper.parts(everything()), hopper.parts(mine)).data
+        assert f"{name}: yours, now" in [trace.name for trace in drawn]
+
+
 def test_times_stand_beside_floor_and_estimate():
     figure = figures.against_nnz(everything())
     floor, estimate, *lines = figure.data

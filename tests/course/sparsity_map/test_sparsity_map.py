@@ -130,6 +130,15 @@ def test_times_are_looked_up_between_what_was_measured(subject):
     assert all(len(times) == len(made.densities) and min(times) > 0 for times in made.times.values())
 
 
+def test_a_format_that_a_machine_has_no_product_for_is_left_out(subject, monkeypatch):
+    monkeypatch.setattr(
+        data.blocks, "to_bsr", lambda weight, size: weight[:, :-size]
+    )  # a product of other widths fails
+    made = data.weigh(subject.weight, subject.inputs, seconds=0.001)
+    assert {*made.times} == {"dense", "CSR"}
+    assert data.view(made, 0.01)["ms"]["blocks 16"] is None
+
+
 @pytest.mark.parametrize("density", [0.01, 0.02, 0.1, 0.55, 1.0])
 def test_a_time_on_the_line_between(weighed, density):
     assert data._time(weighed, "CSR", density) == pytest.approx(density)

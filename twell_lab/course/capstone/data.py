@@ -225,12 +225,12 @@ def beside(guess_mb: float, guess_us: float, found: Predicted) -> str:
 
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
-    predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones."""
+    predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones, and
+    predicted is for the GPU that they were recorded on."""
     counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
-    times = {row["path"]: (1e3 * row["ms"], f"yours, now, on {row['device']}") for row in rows or []}
-    if not times:
-        times = {row["path"]: (1e3 * row["ms"], row["where"]) for row in _recorded()}
-    device = rows[0]["device"] if rows else None
+    shown = rows or _recorded()
+    times = {row["path"]: (1e3 * row["ms"], row.get("where", f"yours, now, on {row['device']}")) for row in shown}
+    device = shown[0]["device"] if shown else None
     least = judged.floor or floor()
     found = []
     for version, each in counts.items():

@@ -6,6 +6,7 @@ from .data import (
     Queue,
     apart,
     asked_and_done,
+    cached_side,
     calls_sentence,
     case,
     dense_work,

@@ -69,7 +69,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     as in the record.
 
     inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
-    ops.measure.time_cuda does.
+    ops.measure.time_cuda does. The row of the dense path says by `fuses` whether this GPU has the kernels for it.
     """
     from ...bench import inference
     from ...layers.choice import Choice, LayerPlan
@@ -95,7 +95,8 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     samples = clock({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
     rows = rows_of(samples, NAME, tokens, d_model, d_ff, nnz)
     dtype = str(layer.gate_proj.weight.dtype).removeprefix("torch.")
-    return [row | {"dtype": dtype} | ({"choice": str(choice)} if row["path"] == PLANNED else {}) for row in rows]
+    more = {PLANNED: {"choice": str(choice)}, FUSED: {"fuses": calls[FUSED].fuses_dense}}
+    return [row | {"dtype": dtype} | more.get(row["path"], {}) for row in rows]
 
 
 # ---- what the fused dense layer gives, and what sparsity ----
@@ -103,17 +104,19 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
 
 def parts(rows: list[dict], tokens: int = 16384) -> list[dict]:
     """By mean nnz: ms of torch's dense layer, of the fused dense layer and of the planned one; `fused` and `sparsity`,
-    how many times as fast each step is as the one before; choice; where."""
+    how many times as fast each step is as the one before; choice; where; fuses, False where the dense path of the
+    reader's GPU fuses nothing."""
     here = select(rows, tokens=tokens, workload=LOGNORMAL, d_model=D_MODEL, d_ff=D_FF)
     found = []
     for planned in sorted((row for row in here if row["path"] == PLANNED), key=lambda row: row["nnz"]):
-        beside = {row["path"]: row["ms"] for row in here if (row["nnz"], row["where"]) == _one_run(planned)}
+        beside = {row["path"]: row for row in here if (row["nnz"], row["where"]) == _one_run(planned)}
         if TORCH in beside and FUSED in beside:
-            torch_ms, fused_ms = beside[TORCH], beside[FUSED]
+            torch_ms, fused_ms = beside[TORCH]["ms"], beside[FUSED]["ms"]
             found.append(
                 {key: planned.get(key) for key in ("nnz", "choice", "where")}
                 | {"torch_ms": torch_ms, "fused_ms": fused_ms, "planned_ms": planned["ms"]}
                 | {"fused": torch_ms / fused_ms, "sparsity": fused_ms / planned["ms"]}
+                | {"fuses": beside[FUSED].get("fuses", True)}
             )
     return found
 

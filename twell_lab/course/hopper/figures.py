@@ -32,6 +32,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     title = "16,384 tokens: what the fused dense layer gives, and what sparsity adds"
     if not found:
         return nothing(title)
+    mine = NAMES if all(row["fuses"] for row in own) else NAMES | {FUSED: "dense layer, which this GPU does not fuse"}
     figure, names = go.Figure(), [f"{row['nnz']:.0f}" for row in found]
     for key, path, text in (
         ("torch_ms", TORCH, lambda row: ""),
@@ -56,7 +57,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
                 x=[min(names, key=lambda name: abs(float(name) - row["nnz"])) for row in own],
                 y=[row[key] for row in own],
                 mode="markers",
-                name=f"{NAMES[path]}: yours, now",
+                name=f"{mine[path]}: yours, now",
                 offsetgroup=key,
                 marker={"size": 11, "color": PATHS[path], "line": {"color": "white", "width": 1.5}},
                 hovertemplate="%{y:.3g} ms",

@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import records
 from ...bench import comparison
 from ...bench.comparison import BLOCKS, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
+from ...bench.density import runs_here
 from ...core import folders
 from ...core.errors import InputError
 from ...models.thresholds import losses
@@ -303,7 +304,8 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
         for size in BLOCK_SIZES:
             share = blocks.block_mask(weight, min(1 - density, 0.9999), size) if density < 1 else kept
             forms[f"blocks {size}"] = blocks.to_bsr(torch.where(share, weight, 0), size)
-        calls = {name: (lambda turn, form=form: form @ x) for name, form in forms.items()}
+        calls = {name: (lambda turn=0, form=form: form @ x) for name, form in forms.items()}
+        calls = {name: call for name, call in calls.items() if runs_here(call)}
         timed = measure.time_cuda(calls, rounds=10) if weight.is_cuda else measure.time_cpu(calls, seconds)
         for name, samples in timed.items():
             found.times.setdefault(name, []).append(measure.quartiles(samples)[0])
