@@ -208,9 +208,9 @@ def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained:
         cuts, trained: points of `course.conversion`, of one model; of a cut to as few neurons as fire in the first that
             was trained, if there is one.
     """
-    todo = "swap" if here["low"] > 1 else "stay dense"
+    advice = "swap" if here["low"] > 1 else "stay dense"
     first = (
-        f"Here, {here['what']}: {here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {todo}."
+        f"Here, {here['what']}: {here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {advice}."
     )
     spans = []
     for count in dict.fromkeys(row["tokens"] for row in predicted):

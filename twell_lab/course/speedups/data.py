@@ -484,5 +484,5 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
     last = max(own, key=lambda step: step.x)
     predicted = f" ({last.predicted:.2f} predicted)" if last.predicted else ""
     low, high = last.span
-    todo = "swap" if low > 1 else "stay dense" if high < 1 else "no difference that counts"
-    return [*lines, f"Here: {last.x:.2f} times as fast{predicted}, {last.name}: {todo}."]
+    advice = "swap" if low > 1 else "stay dense" if high < 1 else "no difference that counts"
+    return [*lines, f"Here: {last.x:.2f} times as fast{predicted}, {last.name}: {advice}."]
