@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.bench import experiments
-from twell_lab.core.errors import StackError
+from twell_lab.core.errors import DeviceError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 from twell_lab.sparsities import adapters
@@ -29,10 +29,10 @@ def test_steps_with_2_4_operands_stand_beside_the_dense_one(monkeypatch):
     Record.new("experiments", "a test's own", made)
 
     def fails(*_):
-        raise StackError("torchao is missing")
+        raise DeviceError("no cuSPARSELt")
 
     monkeypatch.setattr(experiments, "step_times", fails)
-    with pytest.raises(RuntimeError, match="torchao is missing"):
+    with pytest.raises(RuntimeError, match="no cuSPARSELt"):
         experiments.step_rows((64, 128, 64))
 
 

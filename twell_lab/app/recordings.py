@@ -403,7 +403,7 @@ def predictors() -> Record:
 def experiments() -> Record:
     """Switching a sparse adapter in place beside fusing a LoRA; dropout as 2:4: what it does to the loss of a small
     model, and on a GPU whether its product is faster, of which the notes hold the verdict, computed from the rows; and
-    on a GPU with torchao steps of training in which weights or activations become 2:4."""
+    on a GPU steps of training in which weights or activations become 2:4."""
     from ..bench import experiments as tables
 
     shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)

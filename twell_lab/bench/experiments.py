@@ -79,8 +79,7 @@ def product_rows(shape: Shape, sizes: tuple[int, int, int]) -> list[dict]:
 
 def step_rows(sizes: tuple[int, int, int]) -> list[dict]:
     """Forward and backward of one linear layer with weight or input made 2:4 in every step, beside the dense layer
-    (sparsities.two_four_training). RuntimeError where it does not run here, as without torchao, so that a recording
-    leaves it out."""
+    (sparsities.two_four_training). RuntimeError where it does not run here, so that a recording leaves it out."""
     try:
         found = step_times(*sizes)
     except TwellError as error:

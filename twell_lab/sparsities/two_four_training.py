@@ -14,10 +14,10 @@ come back.
   of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672): `dropped` says how
   much. A tile holds four neighbouring tokens, so what stays of one depends on the others.
 
-On a GPU the choice, both packed forms and the gradient are torchao's (`torchao.sparsity.training`, over
-`torch._sparse_semi_structured_tile`), the products cuSPARSELt's or CUTLASS's. torchao's own `SemiSparseLinear` chooses
-the largest values with their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is
-computed densely, which is the reference; where values tie a GPU may keep others."""
+On a GPU the choice and both packed forms are torch's (`prune_dense_static_sort` of its 2:4 tensors), the products
+cuSPARSELt's or CUTLASS's. torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values with
+their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is computed densely, which
+is the reference; where values tie a GPU may keep others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import DeviceError, InputError, StackError
+from ..core.errors import DeviceError, InputError
 from ..layers.anatomy import Only, check_model, raise_all, replaced
 from ..ops import measure
 from .two_four import tensor_kind, two_four_mask, usual_backend
@@ -38,8 +38,10 @@ SIDE = 64  # on a GPU rows and columns of what becomes 2:4 are multiples of it; 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, mask: Tensor) -> Tensor:
-        return values.masked_fill(~mask, 0)
+    def forward(ctx, values: Tensor, backend: str | None) -> Tensor:
+        if backend is None:
+            return values.masked_fill(~two_four_mask(values, transposable=True), 0)
+        return _packed(values, backend)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -59,25 +61,16 @@ def two_four(values: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         InputError: for other sizes and dtypes, and on a CPU for values that are not finite.
         DeviceError: for a GPU before sm_80, without the backend, or one that its kernels refuse.
-        StackError: on a GPU, where torchao is missing.
     """
-    if not values.is_cuda:
-        return _StraightThrough.apply(values, two_four_mask(values.detach(), transposable=True))
-    return _by_torchao(values, backend or usual_backend())
+    return _StraightThrough.apply(values, backend or usual_backend() if values.is_cuda else None)
 
 
-def _by_torchao(values: Tensor, backend: str) -> Tensor:
+def _packed(values: Tensor, backend: str) -> Tensor:
     if any(each % SIDE or not each for each in values.shape):
         raise InputError(f"the values have shape {list(values.shape)}; multiples of {SIDE} are accepted on a GPU")
-    tensor_kind(values.shape, values.dtype, values.device, backend)
+    kind = tensor_kind(values.shape, values.dtype, values.device, backend)
     try:
-        from torchao.sparsity.training.autograd import semi_structured_sparsify
-    except ImportError as error:
-        raise StackError(
-            f"2:4 in training takes torchao on a GPU, which cannot be imported ({error}): pip install torchao"
-        ) from None
-    try:
-        return semi_structured_sparsify(values.contiguous(), ALGORITHM, backend)
+        kept = kind.prune_dense_static_sort(values.contiguous(), algorithm=ALGORITHM)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -85,6 +78,9 @@ def _by_torchao(values: Tensor, backend: str) -> Tensor:
             f"torch's {backend} does not pack 2:4 values here: {str(error).splitlines()[0]:.200}; accepted: a backend "
             "and a GPU that it runs on"
         ) from error
+    if backend == "cusparselt":
+        kept.fuse_transpose_cusparselt = True  # y is written as it is wanted and not as y^T; newer releases always do
+    return kept
 
 
 @torch.no_grad()
@@ -210,7 +206,7 @@ def step_times(
         of the operand's norm was not.
 
     Raises:
-        InputError, DeviceError, StackError: as `two_four`.
+        InputError, DeviceError: as `two_four`.
         measure.WrongResult: where y is further off than four units of dtype's last place.
     """
     backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,6 @@
-"""2:4 in every step of training: which values stay, gradients, what reaches torchao, and what is refused."""
+"""2:4 in every step of training: which values stay, gradients, what reaches torch, and what is refused."""
 
 import math
-import sys
 import types
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from twell_lab.core.errors import DeviceError, InputError, StackError
+from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.ops.reference import PlainFeedForward
 from twell_lab.sparsities import two_four_training
 from twell_lab.sparsities.two_four import is_two_four, two_four_mask
@@ -24,8 +23,6 @@ from twell_lab.sparsities.two_four_training import (
     two_four,
 )
 from twell_lab.sparsities.weights import prune
-
-FILE = "torchao.sparsity.training.autograd"
 
 
 def drawn(*sizes, seed=0):
@@ -148,32 +145,25 @@ def test_bad_input():
 # ---- the part for a GPU, without one ----
 
 
-def test_torchao_is_asked_for_the_largest_magnitudes(monkeypatch):
+def test_torch_is_asked_for_the_largest_magnitudes(monkeypatch):
     asked = []
 
-    def sparsify(values, algo="", backend="cutlass"):
-        asked.append((tuple(values.shape), values.is_contiguous(), algo, backend))
-        return values
-
-    monkeypatch.setitem(sys.modules, FILE, types.SimpleNamespace(semi_structured_sparsify=sparsify))
-    for name in ("torchao", "torchao.sparsity", "torchao.sparsity.training"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: None)
-    values = torch.ones(128, 64).bfloat16().t()
-    assert torch.equal(two_four_training._by_torchao(values, "cusparselt"), values)
-    assert asked == [((64, 128), True, "largest_abs_values_greedy", "cusparselt")]
-    with pytest.raises(InputError, match=r"shape \[64, 32\]; multiples of 64"):
-        two_four_training._by_torchao(torch.ones(64, 32), "cusparselt")
-
-    def fails(*_):
+    def pack(values, algorithm=""):
+        if not asked:
+            asked.append((tuple(values.shape), values.is_contiguous(), algorithm))
+            return values.clone()
         raise RuntimeError("no kernel\nand more")
 
-    monkeypatch.setitem(sys.modules, FILE, types.SimpleNamespace(semi_structured_sparsify=fails))
+    kind = types.SimpleNamespace(prune_dense_static_sort=pack)
+    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: kind)
+    values = torch.ones(128, 64).bfloat16().t()
+    kept = two_four_training._packed(values, "cusparselt")
+    assert torch.equal(kept, values) and kept.fuse_transpose_cusparselt
+    assert asked == [((64, 128), True, "largest_abs_values_greedy")]
+    with pytest.raises(InputError, match=r"shape \[64, 32\]; multiples of 64"):
+        two_four_training._packed(torch.ones(64, 32), "cusparselt")
     with pytest.raises(DeviceError, match="torch's cutlass does not pack 2:4 values here: no kernel; accepted"):
-        two_four_training._by_torchao(values, "cutlass")
-    monkeypatch.setitem(sys.modules, FILE, None)
-    with pytest.raises(StackError, match="pip install torchao"):
-        two_four_training._by_torchao(values, "cutlass")
+        two_four_training._packed(values, "cutlass")
 
 
 def test_times_need_a_gpu(monkeypatch):
