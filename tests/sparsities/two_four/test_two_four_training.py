@@ -148,22 +148,34 @@ def test_bad_input():
 def test_torch_is_asked_for_the_largest_magnitudes(monkeypatch):
     asked = []
 
+    def tile(values, algorithm="", use_cutlass=True):
+        asked.append((tuple(values.shape), values.is_contiguous(), algorithm, use_cutlass))
+        return None, None, None, None, two_four_mask(values, transposable=True)
+
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", tile)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_apply_dense", lambda values, mask: values * mask)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda kept: kept)
+    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: lambda shape, **parts: (shape, parts))
+    values = drawn(128, 64).t()
+    shape, parts = two_four_training._packed(values, "cusparselt")
+    assert tuple(shape) == (64, 128) and torch.equal(parts["packed"], two_four(values))
+    assert torch.equal(parts["packed_t"], parts["packed"].t()) and parts["packed_t"].is_contiguous()
+    assert asked == [((64, 128), True, "largest_abs_values_greedy", True)]
+    with pytest.raises(InputError, match=r"shape \[64, 32\]; multiples of 64"):
+        two_four_training._packed(torch.ones(64, 32), "cusparselt")
+
+
+def test_cutlass_packs_by_itself_and_its_refusal_is_typed(monkeypatch):
     def pack(values, algorithm=""):
-        if not asked:
-            asked.append((tuple(values.shape), values.is_contiguous(), algorithm))
-            return values.clone()
-        raise RuntimeError("no kernel\nand more")
+        if values.dtype != torch.bfloat16:
+            raise RuntimeError("no kernel\nand more")
+        return algorithm
 
     kind = types.SimpleNamespace(prune_dense_static_sort=pack)
     monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: kind)
-    values = torch.ones(128, 64).bfloat16().t()
-    kept = two_four_training._packed(values, "cusparselt")
-    assert torch.equal(kept, values) and kept.fuse_transpose_cusparselt
-    assert asked == [((64, 128), True, "largest_abs_values_greedy")]
-    with pytest.raises(InputError, match=r"shape \[64, 32\]; multiples of 64"):
-        two_four_training._packed(torch.ones(64, 32), "cusparselt")
+    assert two_four_training._packed(torch.ones(64, 64).bfloat16(), "cutlass") == "largest_abs_values_greedy"
     with pytest.raises(DeviceError, match="torch's cutlass does not pack 2:4 values here: no kernel; accepted"):
-        two_four_training._packed(values, "cutlass")
+        two_four_training._packed(torch.ones(64, 64), "cutlass")
 
 
 def test_times_need_a_gpu(monkeypatch):
