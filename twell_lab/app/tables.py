@@ -242,6 +242,66 @@ def pruning(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def chosen(recorded: list[Record]) -> str:
+    """Of the newest records of predictors and of thresholds: what a step of decoding one token gains and loses where
+    chosen neurons alone are computed, as a CUDA graph (on a CPU there are none) and, in brackets, as plain calls."""
+    lines = [["decoding one token", "zeros", "loss", "more than dense", "times as fast as dense"]]
+    for record in (_newest(recorded, name) for name in ("predictors", "thresholds")):
+        rows = [] if record is None else [row for row in record.rows if row.get("tokens") == 1]
+        of = {(row["workload"], row["path"]): row for row in rows}
+        if record is None or not rows:
+            continue
+        model = f"{rows[0]['workload'].rpartition(', ')[2]}, {_where(rows[0]['device'], record)}"
+        loss = next(row.get("dense_loss", row.get("loss")) for row in rows if "loss" in row)
+        lines.append([f"**{model}**", "", f"{loss:.4f}", "", ""])
+        for (work, path), row in of.items():
+            if path == DENSE or path.endswith("(graph)"):
+                continue
+            low, middle, high = row["loss_change"]
+            times = f"{of[work, DENSE]['wall_ms'] / row['wall_ms']:.2f}"
+            if (work, f"{path} (graph)") in of:
+                dense, graph = (of[work, f"{each} (graph)"]["ms"] for each in (DENSE, path))
+                times = f"{dense / graph:.2f} ({times})"
+            cut = f"{work.partition(', ')[0]}, " if record.name == "thresholds" else ""
+            name = cut + {"thresholds, dense": "computed densely"}.get(
+                path, path.split(": ")[-1].split("thresholds, ")[-1]
+            )
+            change = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
+            lines.append([name, f"{row['sparsity']:.0%}", f"{row['loss']:.4f}", change, times])
+    return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", *[""] * 4]])
+
+
+def operands(recorded: list[Record]) -> str:
+    """Of the newest experiments: what making an operand 2:4 anew in every call costs and gains, in milliseconds: of a
+    product whose input is dropped out so, and of steps of training."""
+    record = _newest(recorded, "experiments")
+    kinds = ("dropout", "two_four_training")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") in kinds]
+    if record is None or not rows:
+        return _nothing("milliseconds")
+    tokens = sorted({row["tokens"] for row in rows})
+    of = {(row["workload"], row["path"], row["tokens"]): row for row in rows}
+    lines = [[f"milliseconds, {_where(rows[0]['device'], record)}", *(_tokens(count) for count in tokens)]]
+    for work, path in dict.fromkeys((work, path) for work, path, _ in of):
+        there = [of.get((work, path, count)) for count in tokens]
+        lines.append([f"{work}: {path}", *("" if row is None else _ms(row["ms"]) for row in there)])
+    return _markdown(lines)
+
+
+def adapters(recorded: list[Record]) -> str:
+    """Of the newest experiments: switching a sparse adapter on and off in place beside fusing a LoRA of as many
+    parameters into the weights and taking it out."""
+    record = _newest(recorded, "experiments")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") == "adapters"]
+    if record is None or not rows:
+        return _nothing("milliseconds")
+    lines = [[f"milliseconds, {_where(rows[0]['device'], record)}", "GPU", "wall", "MB written", "weights off by"]]
+    for row in rows:
+        written, off = f"{row['written_bytes'] / 1e6:,.0f}", f"{row['worst_error']:.2g}"
+        lines.append([f"{row['path']}, {row['workload']}", _ms(row["ms"]), _ms(row["wall_ms"]), written, off])
+    return _markdown(lines)
+
+
 def comparison(recorded: list[Record]) -> str:
     """Of the newest comparison: how many times as fast as torch's dense product each method is on each pattern, by the
     device's time and, in brackets, by the wall time of plain calls; and from how many zeros on it is faster, by the

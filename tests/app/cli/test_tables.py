@@ -252,3 +252,57 @@ def test_the_table_of_the_model_compares_like_with_like():
         "| 1 x 8 tokens, as a CUDA graph | 1,200 (0.5) | 600 (0.5) | 2.00 |",
     ]
     assert "nothing is recorded yet" in tables.model([])
+
+
+def test_the_table_of_chosen_neurons_has_both_records_graphs_and_plain_calls():
+    def row(work, path, ms, wall, **more):
+        return {"device": "NVIDIA H100", "tokens": 1, "workload": work, "path": path, "ms": ms, "wall_ms": wall} | more
+
+    cost = {"loss": 1.1, "dense_loss": 1.0, "loss_change": [0.08, 0.1, 0.12], "sparsity": 0.5}
+    step = "decode step, batch 1, a model"
+    predicted = [
+        row(step, "dense eager", 2.0, 4.0, loss=1.0),
+        row(step, "lossy: predicted, recall 80%", 2.0, 5.0, **cost),
+        row(step, "dense eager (graph)", 1.0, 1.0, loss=1.0),
+        row(step, "lossy: predicted, recall 80% (graph)", 0.5, 0.6, **cost),
+        row(step, "lossy: predicted, recall 80%", 9.0, 9.0, **cost) | {"tokens": 4, "workload": "another"},
+    ]
+    cut = f"CATS 50%, {step}"
+    thresholds = [
+        row(cut, "dense eager", 2.0, 4.0),
+        row(cut, "thresholds, dense", 2.0, 8.0, **cost),
+        row(cut, "thresholds, forced twell", 2.0, 2.0, **cost),
+    ]
+    made = [
+        records.Record(name, "a test's own", rows, "2026-01-02T00:00:00Z", None, None, {}, kernels={})
+        for name, rows in (("thresholds", thresholds), ("predictors", predicted))
+    ]
+    assert tables.chosen(made).splitlines()[2:] == [
+        "| **a model, NVIDIA H100, 2026-01-02** |  | 1.0000 |  |  |",
+        "| predicted, recall 80% | 50% | 1.1000 | +0.1000 (+0.0800 to +0.1200) | 2.00 (0.80) |",
+        "| **a model, NVIDIA H100, 2026-01-02** |  | 1.0000 |  |  |",
+        "| CATS 50%, computed densely | 50% | 1.1000 | +0.1000 (+0.0800 to +0.1200) | 0.50 |",
+        "| CATS 50%, forced twell | 50% | 1.1000 | +0.1000 (+0.0800 to +0.1200) | 2.00 |",
+    ]
+    assert "nothing is recorded yet" in tables.chosen([])
+
+
+def test_the_tables_of_experiments_keep_products_steps_and_adapters_apart():
+    rows = [
+        {"kind": "dropout", "workload": "a product", "path": "dense product", "tokens": 2048, "ms": 0.06},
+        {"kind": "dropout", "workload": "a product", "path": "dense product", "tokens": 16384, "ms": 0.437},
+        {"kind": "two_four_training", "workload": "both ways", "path": "dense step", "tokens": 16384, "ms": 1.25},
+        {"kind": "adapters", "workload": "1% of the weights", "path": "switch in place", "ms": 2.0, "wall_ms": 4.0}
+        | {"written_bytes": 8e6, "worst_error": 0.0},
+        {"dropout": "none", "seed": 0},
+    ]
+    rows = [{"device": "NVIDIA H100"} | row for row in rows]
+    made = [records.Record("experiments", "a test's own", rows, "2026-01-02T00:00:00Z", None, None, {}, kernels={})]
+    assert tables.operands(made).splitlines() == [
+        "| milliseconds, NVIDIA H100, 2026-01-02 | 2,048 tokens | 16,384 tokens |",
+        "| --- | --- | --- |",
+        "| a product: dense product | 0.06 | 0.437 |",
+        "| both ways: dense step |  | 1.25 |",
+    ]
+    assert tables.adapters(made).splitlines()[2:] == ["| switch in place, 1% of the weights | 2 | 4 | 8 | 0 |"]
+    assert "nothing is recorded yet" in tables.operands([]) and "nothing is recorded yet" in tables.adapters([])
