@@ -97,7 +97,7 @@ class Shape:
     profiled: ModelConfig = field(default_factory=lambda: ModelConfig(**{name: named("2B")[name] for name in _SIZES}))
     sequences: int = 8
     seconds: float = 2.0
-    reserve: float = 110.0
+    reserve: float = 115.0
 
 
 def small() -> Shape:
@@ -155,7 +155,7 @@ class Trained:
         return _finite([self.run])
 
     def train_twin(self) -> list[dict]:
-        """Train the twin, for as many steps as there is time for."""
+        """Train the twin, for as many steps as there is time for; its learning rate falls over these."""
         config, steps = self.shape.config, self._steps()
         cut = f"{steps:,} of {config.steps:,} steps, for want of time" if steps < config.steps else ""
         if steps < LEAST:
@@ -258,22 +258,19 @@ class Trained:
                 self.left_out[f"{about}, {path}"] = _said(error)
         return found
 
-    def _works(self, models: Models, work: Workload, without: str = "") -> list[dict]:
-        """The rows of a workload: dense, and on the paths whose results are right, but for the one `without`."""
+    def _works(self, models: Models, work: Workload) -> list[dict]:
+        """The rows of a workload: dense, and on the paths whose results are right."""
         with torch.no_grad():
             work.expect(models.exact)
-        paths = right_ones(models, work, [path for path in models.sparse if path != without], self.left_out)
-        small = work.tokens <= rows.LARGE
-        # Of many tokens the energy is that of plain calls; of few in one sequence, that of the host's waiting.
-        read = self.shape.seconds if self.device.type == "cpu" or work.kind == "model_decode" or not small else 0.0
-        clocks = Clocks(self.device, read, graphs=small, watched=True)
+        paths = right_ones(models, work, models.sparse, self.left_out)
+        clocks = _Clocks(self.device, self.shape.seconds, graphs=work.tokens <= rows.LARGE, watched=True)
         return workload_rows(models, work, [DENSE, *paths], clocks, self.left_out)
 
     def decode_rows(self, batch: int) -> list[dict]:
         """A step of decoding of the model with L1, as plain calls and as graphs."""
         models = self.sparse
         (work,) = decode(models.tokens, models.dense, batch, self.shape.cached, (True,))
-        return self._works(models, work, without=PLANNED if FOR_GRAPHS in models.sparse else "")
+        return self._works(models, work)
 
     def forward_rows(self, sequences: int) -> list[dict]:
         """Prefill of the model with L1."""
@@ -298,17 +295,18 @@ class Trained:
         """Drawn from the held-out text."""
         return Questions.draw(self.held_out, *self.shape.questions)
 
-    @torch.no_grad()
     def quality_rows(self, name: str) -> list[dict]:
         """Loss and answers of one model on held-out text: DENSE, TWIN, or a path on which the layers of the model with
         L1 were swapped. ms: a batch of windows, with its loss. Beside the model with L1 before it was swapped:
         `loss_change` (low, mean, high; nats a token) and `answers_changed`."""
         if name in (DENSE, TWIN):
-            causal = Causal(self._model(name))
-        elif name in self.sparse.sparse:
-            causal = self.sparse.sparse[name]
-        else:
-            raise LeftOut(f"{name}: {self.left_out.get(f'{self.sparse.about}, {name}', 'there is no such model')}")
+            return self._quality(name, Causal(self._model(name)))
+        if name in self.sparse.sparse:
+            return self._quality(name, self.sparse.sparse[name])
+        raise LeftOut(f"{name}: {self.left_out.get(f'{self.sparse.about}, {name}', 'there is no such model')}")
+
+    @torch.no_grad()
+    def _quality(self, name: str, causal: Causal) -> list[dict]:
         shape, read = self.shape, causal.reader("all")
         windows = source.spread_windows(self.held_out, shape.windows, shape.config.context).to(self.device)
         losses, samples = [], []
@@ -415,6 +413,16 @@ class Trained:
             f"last {LAST:.0%} of the steps, minus 1; settled where it is below {SETTLED:.0%}",
         }
         return found | ({"refused": self.left_out} if self.left_out else {})
+
+
+class _Clocks(Clocks):
+    """Clocks that read the energy of steps of decoding as graphs, and of forwards of many tokens: where plain calls of
+    few tokens wait for the host, so does their energy."""
+
+    def watch(self, path: str, calls: rows.Calls, tokens: int, with_energy: bool) -> dict:
+        graph = path.endswith("(graph)")
+        wanted = tokens > rows.LARGE or graph and tokens <= measure.GRAPH_TOKENS
+        return super().watch(path, calls, tokens, with_energy and wanted)
 
 
 def _alone(step: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
