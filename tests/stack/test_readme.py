@@ -81,6 +81,9 @@ def test_links_and_pictures_lead_somewhere(page, text):
                     tables.training,
                     tables.steps,
                     tables.model_paths,
+                    tables.trained,
+                    tables.trained_speed,
+                    tables.profiling,
                 ),
                 *(tables.host, tables.comparison, tables.padding, tables.experts, tables.attacks, tables.course),
             )

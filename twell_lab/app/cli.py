@@ -37,7 +37,7 @@ from .options import DTYPES, TourOptions, add_device, add_fields, given, path, p
 from .terminal import Answer
 
 # The options of `record` that not all recordings take.
-_LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "training")
+_LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "trained", "training")
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED}
 
 

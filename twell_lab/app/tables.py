@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..bench.comparison import crossings, leading
 from ..bench.rows import DENSE
+from ..bench.trained import PROFILING, QUALITY, RUN, TWIN
 from ..records.record import Record, stale
 from .walk import code_hash, with_code
 
@@ -215,6 +216,84 @@ def model_paths(recorded: list[Record]) -> str:
     return _markdown(lines)
 
 
+def trained(recorded: list[Record]) -> str:
+    """Of the newest record of a model that was trained from its first step: what became of it and of its dense twin,
+    and what swapping its layers does to loss and answers."""
+    record, rows = _of_kinds(recorded, "trained", RUN, QUALITY)
+    if record is None:
+        return _nothing("trained with L1, and its dense twin")
+    runs = {TWIN if row["path"].startswith(TWIN) else DENSE: row for row in rows if row["kind"] == RUN}
+    quality = {row["path"]: row for row in rows if row["kind"] == QUALITY}
+    columns = {DENSE: "with L1", "planned": "planned", "forced twell": "every layer on TwELL", TWIN: "dense twin"}
+    paths = [path for path in columns if path in quality or path in runs]
+
+    def line(head: str, of: Callable[[dict], str], rows_of: dict[str, dict]) -> None:
+        cells = [of(rows_of[path]) if path in rows_of else "" for path in paths]
+        lines.extend([[head, *cells]] if any(cells) else [])
+
+    lines = [[_where(rows[0]["device"], record), *(columns[path] for path in paths)]]
+    steps = lambda row: f"{row['steps']:,}{' (cut short)' if 'cut' in row else ''}"  # noqa: E731
+    line(f"steps of {rows[0]['tokens']:,} tokens", steps, runs)
+    line("milliseconds a step, at the end", lambda row: _ms(row["ms"]), runs)
+    line("seconds, all in all", lambda row: f"{row['total_seconds']:,.0f}", runs)
+    line("neurons firing for a token", lambda row: f"{row['mean_nnz']:.3g} of {row['d_ff']:,}", runs)
+    line("moved over the last fifth by", lambda row: f"{row['nnz_moved']:+.1%}", runs)
+    line("bits a byte of held-out text", lambda row: f"{row['bits_per_byte']:.4f}", quality)
+    share = lambda row: f"{row['accuracy']:.1%} ({row['accuracy_low']:.1%} to {row['accuracy_high']:.1%})"  # noqa: E731
+    for first in list(quality.values())[:1]:
+        line(f"right of {first['questions']:,} answers (95% interval; by chance {first['chance']:.0%})", share, quality)
+    line("answered otherwise than by the one with L1", lambda row: f"{row['answers_changed']:,}", quality)
+    return _markdown(lines)
+
+
+def trained_speed(recorded: list[Record]) -> str:
+    """Of the same record: the wall time of the model's workloads, dense and swapped, and of its dense twin; with the
+    energy of a token and peak memory beyond what was there, where they were read."""
+    record, rows = _of_kinds(recorded, "trained", "model_forward", "model_decode", "model_training")
+    if record is None:
+        return _nothing("milliseconds, of a trained model")
+    found: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        about, work = row["workload"].split(", ", 1)
+        path, graph, _ = row["path"].partition(" (graph)")
+        own = path if about != TWIN else f"{TWIN}{'' if path == DENSE else ', planned'}"
+        if path != "planned for graphs" or graph:  # as what it was planned for
+            found.setdefault((work, ", as a CUDA graph" * bool(graph)), {})[own.removesuffix(" for graphs")] = row
+    columns = (DENSE, "planned", "forced twell", TWIN, f"{TWIN}, planned")
+    shown = [path for path in columns if any(path in row for row in found.values())]
+    named = {DENSE: "dense", "forced twell": "every layer on TwELL"}
+    lines = [[_where(rows[0]["device"], record), *(named.get(path, path) for path in shown)]]
+    for (work, how), by in found.items():
+        walls = {path: row["wall_ms"] for path, row in by.items()}
+        dense = walls.get(DENSE)
+        times = {path: f" ({dense / ms:.2f}x)" if dense and path != DENSE else "" for path, ms in walls.items()}
+        lines.append([f"{work}{how}, ms", *(_ms(walls[path]) + times[path] if path in walls else "" for path in shown)])
+        for key, head, scale in (("mj_per_token", "mJ a token", 1), ("peak_bytes", "peak MiB", 2**20)):
+            if any(key in row for row in by.values()):
+                cells = [_ms(by[path][key] / scale) if key in by.get(path, {}) else "" for path in shown]
+                lines.append([f"{head}", *cells])
+    return _markdown(lines)
+
+
+def profiling(recorded: list[Record]) -> str:
+    """Of the same record: a profile of the paper's 2B shape beside a plain forward of the same tokens."""
+    record, rows = _of_kinds(recorded, "trained", PROFILING)
+    if record is None:
+        return _nothing("a profile beside a plain forward")
+    plain, counted = rows
+    more = f"{counted['extra_bytes'] / 2**20:,.0f}" if "extra_bytes" in counted else ""
+    lines = [
+        [_where(plain["device"], record), "plain forward, ms", "profile, ms", "times as long", "MiB more at the peak"],
+        [
+            f"{plain['layers']} layers of {plain['d_model']:,} x {plain['d_ff']:,}, {plain['tokens']:,} tokens",
+            *(_ms(row["ms"]) for row in rows),
+            f"{counted['times_plain']:.2f}",
+            more,
+        ],
+    ]
+    return _markdown(lines)
+
+
 def pruning(recorded: list[Record]) -> str:
     """Of the newest record of pruning: for each way bits a byte of held-out text before and after the model was trained
     on, for each seed, and how much more that is than the dense model's, trained on as long."""
@@ -401,6 +480,13 @@ _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 def _path(row: dict) -> str:
     name = row["choice"].split()[0]
     return _PATHS.get(name, name)
+
+
+def _of_kinds(recorded: list[Record], name: str, *kinds: str) -> tuple[Record | None, list[dict]]:
+    """The newest record of that name and its rows of these kinds; None where it has none."""
+    record = _newest(recorded, name)
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") in kinds]
+    return (record if rows else None), rows
 
 
 def _newest(recorded: list[Record], name: str) -> Record | None:

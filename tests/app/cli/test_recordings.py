@@ -118,7 +118,7 @@ def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert f"{name} takes no --cases; accepted: with attack, which does" in capsys.readouterr().err
     assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
     assert (
-        "accepted: with attack and comparison and inference and model and model-paths and pruning and thresholds and training, which do"
+        "accepted: with attack and comparison and inference and model and model-paths and pruning and thresholds and trained and training, which do"
         in capsys.readouterr().err
     )
 
