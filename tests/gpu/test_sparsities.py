@@ -16,7 +16,7 @@ from twell_lab.sparsities.adapters import switch, switching
 from twell_lab.sparsities.blocks import NestedLinear, block_mask, group_columns, nested_mask, to_bsr_linear
 from twell_lab.sparsities.dropout import product_times
 from twell_lab.sparsities.predictors import CoreFFN, predict
-from twell_lab.sparsities.two_four import prune_two_four, to_semi_structured, two_four_mask
+from twell_lab.sparsities.two_four import product, prune_two_four, to_semi_structured, two_four_mask
 from twell_lab.sparsities.two_four_training import TwoFourLinear, step_times, two_four
 from twell_lab.sparsities.weights import SparseLinear, magnitude_mask, prune, to_linears
 
@@ -76,6 +76,52 @@ def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
         pytest.skip(str(error))
     assert_as_good(fast, dense, torch.randn(tokens, 256, device="cuda", dtype=dtype))
     assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+
+
+def of_cusparselt(dtype):
+    dense = prune_two_four(drawn(192, 256, dtype)).requires_grad_(False)
+    try:
+        fast = to_semi_structured(dense, backend="cusparselt")
+    except DeviceError as error:
+        pytest.skip(str(error))
+    fast.weight.fuse_transpose_cusparselt = True  # so that torch's way writes y as `product` does
+    return fast
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (3, 50), (0,), ()])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_product_has_the_bits_of_torchs_dispatched_one(with_bias, shape, dtype):
+    fast = of_cusparselt(dtype)
+    bias, x = fast.bias if with_bias else None, torch.randn(*shape, 256, device="cuda", dtype=dtype)
+    y = product(x, fast.weight, bias)
+    assert y.is_contiguous() and y.shape == (*shape, 192)
+    if x.numel():
+        assert torch.equal(y, nn.functional.linear(x.view(-1, 256), fast.weight, bias).view(y.shape))
+    wide = torch.randn(24, 600, device="cuda", dtype=dtype)
+    for rows in (wide[:, :256], wide[:, 1:257]):  # as they lie, and at an odd address
+        assert torch.equal(product(rows, fast.weight, bias), product(rows.contiguous(), fast.weight, bias))
+
+
+def test_the_product_runs_in_a_graph_and_compiled_and_does_not_wait():
+    fast, x = of_cusparselt(torch.bfloat16), torch.randn(40, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        fast(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = fast(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fast(x)
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(fast, fullgraph=True)(x), expected, rtol=0.02, atol=0.02)
+    with pytest.raises(InputError, match="x needs a gradient"):
+        fast(x.requires_grad_())
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
