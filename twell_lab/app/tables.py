@@ -199,7 +199,7 @@ def model_paths(recorded: list[Record]) -> str:
         for work in works:
             plain, graph = (
                 of[about, work, DENSE + how]["wall_ms"] / of[about, work, path + how]["wall_ms"]
-                if (about, work, path + how) in of
+                if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
                 else None
                 for how in ("", " (graph)")
             )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from twell_lab import records
 from twell_lab.app import tables, walk
+from twell_lab.bench import paths
 
 
 def test_the_table_of_products_says_where_each_is_faster():
@@ -250,6 +251,46 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
     ]
     assert "nothing is recorded yet" in tables.model_paths([])
     assert tables.model_paths([record("model-paths", 1, [])]) == tables.model_paths([])
+
+
+def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
+    """A record as the 2B shape on a GPU makes it: every model, path and workload, and what did not run missing."""
+    made = []
+    for subject in paths.SUBJECTS:
+        lossy = [path for path in subject.paths if path in paths.LOSSY]
+        ways = ["dense eager", *(f"forced {path}{' (lossy)' * (path in lossy)}" for path in subject.paths)]
+        length = 512 if subject.trained else 2048
+        for work in ("decode step, batch 1", "decode step, batch 16", f"1 x {length} tokens", f"8 x {length} tokens"):
+            few = not work.startswith("8 x ")
+            for at, way in enumerate(ways):
+                said = {"kind": "model_decode" if "step" in work else "model_forward", "error": 0.01 * at}
+                said |= {"loss": 2.0 + 0.01 * at} if subject.trained and "tokens" in work else {}
+                said |= {"layer_error": 0.001 * at} if at else {}
+                for how in ("", " (graph)")[: 1 + few]:
+                    row = {"workload": f"{subject.name}, {work}", "path": way + how, "wall_ms": 1 + at, **said}
+                    made.append(row)
+    gone = (
+        ("drawn Llama, decode step, batch 16", "dense eager (graph)"),
+        ("drawn Llama, 1 x 2048 tokens", "forced twell"),
+    )
+    made = [row for row in made if (row["workload"], row["path"]) not in gone]
+    lines = [line[2:-2].split(" | ") for line in tables.model_paths([record("model-paths", 1, made)]).splitlines()]
+    assert len({len(line) for line in lines}) == 1 and lines[0][1:3] == [
+        "decode step, batch 1",
+        "decode step, batch 16",
+    ]
+    by = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
+    assert [*by] == [
+        f"{subject.name}: {path}{' (lossy)' * (path in paths.LOSSY)}"
+        for subject in paths.SUBJECTS
+        for path in subject.paths
+    ]
+    twell, int8 = by["drawn Llama: twell"], by["trained small model: int8 (lossy)"]
+    assert (twell["decode step, batch 1"], twell["decode step, batch 16"]) == ("0.50 (0.50)", "0.50")
+    assert (twell["1 x 2048 tokens"], twell["8 x 2048 tokens"]) == ("", "0.50")
+    assert (twell["error"], twell["loss"], twell["1 x 512 tokens"]) == ("1% (dense 0%)", "", "")
+    assert (int8["error"], int8["of a layer"], int8["loss"]) == ("2% (dense 0%)", "0.2%", "2.0200 (dense 2.0000)")
+    assert by["drawn Llama with 2:4 weights: two_four"]["loss"] == ""
 
 
 def test_the_table_of_the_model_compares_like_with_like():
