@@ -14,10 +14,12 @@ come back.
   of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672): `dropped` says how
   much. A tile holds four neighbouring tokens, so what stays of one depends on the others.
 
-On a GPU the choice and both packed forms are torch's (`prune_dense_static_sort` of its 2:4 tensors), the products
-cuSPARSELt's or CUTLASS's. torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values with
-their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is computed densely, which
-is the reference; where values tie a GPU may keep others."""
+On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
+cuSPARSELt's or CUTLASS's. That kernel packs both forms in the same pass, for cuSPARSELt in the layout that it has for
+GPUs of 8.x and multiples of 128 alone; here cuSPARSELt packs its two forms itself, which takes two passes more and
+holds for every GPU that it knows. torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values
+with their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is computed densely,
+which is the reference; where values tie a GPU may keep others."""
 
 from __future__ import annotations
 
@@ -69,8 +71,13 @@ def _packed(values: Tensor, backend: str) -> Tensor:
     if any(each % SIDE or not each for each in values.shape):
         raise InputError(f"the values have shape {list(values.shape)}; multiples of {SIDE} are accepted on a GPU")
     kind = tensor_kind(values.shape, values.dtype, values.device, backend)
+    values = values.contiguous()
     try:
-        kept = kind.prune_dense_static_sort(values.contiguous(), algorithm=ALGORITHM)
+        if backend == "cutlass":
+            return kind.prune_dense_static_sort(values, algorithm=ALGORITHM)
+        masks = torch._sparse_semi_structured_tile(values, algorithm=ALGORITHM, use_cutlass=True)[4]
+        kept = torch._sparse_semi_structured_apply_dense(values, masks)
+        packed, packed_t = (torch._cslt_compress(each) for each in (kept, kept.t().contiguous()))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -78,9 +85,8 @@ def _packed(values: Tensor, backend: str) -> Tensor:
             f"torch's {backend} does not pack 2:4 values here: {str(error).splitlines()[0]:.200}; accepted: a backend "
             "and a GPU that it runs on"
         ) from error
-    if backend == "cusparselt":
-        kept.fuse_transpose_cusparselt = True  # y is written as it is wanted and not as y^T; newer releases always do
-    return kept
+    fused = True  # y is written as it is wanted and not as y^T; newer releases always do
+    return kind(kept.shape, packed, None, packed_t, None, None, fused)
 
 
 @torch.no_grad()
