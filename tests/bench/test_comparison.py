@@ -6,9 +6,24 @@ import pytest
 import torch
 
 from twell_lab.bench import comparison
-from twell_lab.bench.comparison import PIECES, SCATTERED, TWO_FOUR, Batch, Method, Shape, crossings, patterned
+from twell_lab.bench.comparison import (
+    LAYERS,
+    NESTED,
+    PIECES,
+    SCATTERED,
+    SHARES,
+    TWO_FOUR,
+    Batch,
+    Method,
+    Shape,
+    crossings,
+    patterned,
+    proportions,
+)
 from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.ops.measure import WrongResult
 from twell_lab.records import Record
+from twell_lab.sparsities.microtiles import add_padding
 
 SMALL = Shape(64, 128, 32, torch.float32, "cpu", 0.02)
 
@@ -31,9 +46,19 @@ def test_two_four_is_two_of_four():
     assert ((a.view(8, 16, 4) != 0).sum(-1) == 2).all()
 
 
+@pytest.mark.parametrize(("sparsity", "stay"), [(0.5, 4), (0.75, 2), (0.9, 1), (0.999, 1)])
+def test_two_four_in_blocks_keeps_twice_as_many_blocks_of_half_as_many_values(sparsity, stay):
+    a = patterned(NESTED, 256, 512, sparsity, dtype=torch.bfloat16, device="cpu")
+    assert ((a.view(256, 128, 4) != 0).sum(-1) <= 2).all()
+    values = (a != 0).view(2, 128, 4, 128).transpose(1, 2).flatten(2).sum(-1)
+    assert ((values == 0) | (values == 128 * 64)).all() and ((values > 0).sum(1) == stay).all()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ((NESTED, 256, 256, 0.4), "0.4"),
+        ((NESTED, 192, 256, 0.5), r"\[192, 256\]; multiples of 128"),
         (("checkered", 64, 64, 0.5), "'checkered'"),
         ((TWO_FOUR, 64, 64, 0.9), "0.9"),
         ((SCATTERED, 64, 64, 1.0), "1.0"),
@@ -88,7 +113,22 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
 
 def test_two_four_on_a_cpu_is_left_out_by_name():
     (row,) = comparison.product_rows(TWO_FOUR, 0.5, SMALL)
-    assert all("on a CPU" in why for why in row["left_out"].values()) and len(row["left_out"]) == 3
+    assert all("on a CPU" in why for why in row["left_out"].values()) and len(row["left_out"]) == 4
+
+
+def test_two_four_in_blocks_runs_as_bands_and_pruned_weights_as_layers():
+    made = comparison.product_rows(NESTED, 0.75, Shape(256, 256, 32, torch.float32, "cpu", 0.02))
+    paths = [row["path"] for row in made]
+    assert paths == [
+        "dense eager",
+        *(f"{x}2:4 in blocks (NestedLinear){y}" for x, y in (("", ""), ("part: ", ", conversion"))),
+    ]
+    assert made[0]["left_out"] == {} and made[1]["density"] == 0.25
+    pruned = {each.name: each for each in comparison.METHODS if each.name.startswith("SparseLinear")}
+    a, x = patterned(SCATTERED, 32, 64, 0.9, dtype=torch.float32, device="cpu"), torch.randn(5, 64)
+    assert [*pruned] == ["SparseLinear (dense)", "SparseLinear (csr)"]
+    for method in pruned.values():
+        torch.testing.assert_close(method.multiply(method.convert(a), x), x @ a.t())
 
 
 def _row(path, density, samples, dense):
@@ -120,19 +160,43 @@ def test_sections_hold_every_pattern_and_sparsity():
     sections = comparison.sections(SMALL)
     assert [*sections] == ["products", "padding", "experts"]
     asked = [step.args[:2] for step in sections["products"]]
-    assert len(set(asked)) == len(asked) == 1 + len(PIECES) * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)
+    patterns = len(PIECES) + 1  # and 2:4 in blocks
+    assert len(set(asked)) == len(asked) == 1 + patterns * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)
+    assert {step.args[:2] for step in sections["padding"]} == {(share, layers) for share in SHARES for layers in LAYERS}
 
 
 FEW = Batch(4, 16, 32, 64, (4,), 48, 2, torch.float32, "cpu", 0.01)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
-def test_padding_removed_beside_all_tokens(share):
-    dense, removed = comparison.padding_rows(share, FEW)
+def test_padding_removed_beside_all_tokens(share, layers):
+    dense, removed = comparison.padding_rows(share, layers, FEW)
     Record.new("comparison", "a test", [dense, removed])
     assert (dense["path"], removed["path"]) == ("dense eager", "padding removed")
     assert removed["tokens"] == 64 and removed["real"] == pytest.approx(64 * share, abs=4)
     assert removed["x_dense"] == removed["dense_ms"] / removed["ms"] and removed["wall_ms"] > 0
+    assert removed["layers"] == dense["layers"] == layers and removed["workload"].startswith(f"{layers} layer")
+
+
+def test_what_padding_puts_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(comparison, "add_padding", lambda rows, padding: add_padding(rows.flip(0), padding))
+    with pytest.raises(WrongResult, match="without padding: nothing was timed"):
+        comparison.padding_rows(0.5, 2, FEW)
+
+
+def test_how_proportional_times_are():
+    def row(layers, real, path, ms):
+        return {"kind": "padding", "layers": layers, "real": real, "tokens": 4, "path": path, "ms": ms}
+
+    dense = [row(layers, real, "dense eager", 8.0) for layers in (1, 8) for real in (1, 2, 4)]
+    one = [row(1, real, "padding removed", 1 + 2 * real) for real in (1, 2, 4)]
+    many = [row(8, real, "padding removed", 2.2 * real) for real in (1, 2, 4)]
+    fixed, pure = proportions([*dense, *many, *one, {"kind": "experts"}])
+    assert (fixed.layers, fixed.fixed, fixed.each) == (1, pytest.approx(1), pytest.approx(8))
+    assert fixed.fitted == pytest.approx((12 - 9) / (12 + 9)) and fixed.beside_dense == pytest.approx(0.5)
+    assert (pure.layers, pure.fitted, pure.fixed) == (8, 0, pytest.approx(0, abs=1e-9))
+    assert pure.beside_dense == pytest.approx(0.1)
 
 
 def test_ways_of_experts_beside_the_loop():

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import twell_lab as tl
+from tests.gpu import needed
 from tests.simulator.cases import GEOMETRIES, gate_of
 from tests.simulator.int8_cases import Int8Layer
-from twell_lab.core.errors import DeviceError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import portable
@@ -44,10 +44,8 @@ def layer(name, gated=True, bias=True, dtype=torch.bfloat16):
 
 
 def sparse_of(made, name):
-    try:
-        return SparseFFN(made, plan=Choice(name))
-    except DeviceError as error:
-        pytest.skip(str(error))
+    needed.path(name)
+    return SparseFFN(made, plan=Choice(name))
 
 
 def assert_right(name, sparse, made, x):
@@ -132,7 +130,7 @@ def test_in_a_graph_and_compiled(name):
 @pytest.mark.parametrize("name", [*MASKS, *LOSSY])
 def test_a_plan_times_it(name):
     made = layer(name)
-    sparse_of(made, name)  # or skip
+    needed.path(name)
     model = nn.Sequential(made)
     x = torch.randn(256, D_MODEL, device="cuda", dtype=torch.bfloat16)
     plan = tl.plan(tl.profile(model, [x]), model, batches=[x.flip(0)], tokens=(64,), paths=[name], progress=False)
@@ -152,27 +150,24 @@ def test_a_plan_times_it(name):
 @pytest.mark.parametrize("tokens", [1, 16, 17, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_product_is_the_cpus(product, kind, tokens, dtype):
+    if kind == torch.float8_e4m3fn:
+        needed.fp8()
     torch.manual_seed(0)
     x, weight, bias = torch.randn(tokens, 64).to(dtype), torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     rows = quantise(weight, kind)
     there = type(rows)(*(t.cuda() for t in quantise(weight.cuda(), kind)))
     assert torch.equal(there.values.cpu().float(), rows.values.float()) and torch.equal(there.scale.cpu(), rows.scale)
-    try:
-        y = product(x.cuda(), there, bias.cuda())
-    except DeviceError as error:
-        pytest.skip(str(error))
+    y = product(x.cuda(), there, bias.cuda())
     torch.testing.assert_close(y.cpu(), product(x, rows, bias), rtol=0.01, atol=0.05)
 
 
 def test_two_four_with_int8():
+    needed.two_four("cusparselt")
     torch.manual_seed(0)
     weight, x = torch.randn(96, 128), torch.randn(40, 128).bfloat16()
     rows = quantise(weight * two_four_mask(weight))
     there = type(rows)(*(t.cuda() for t in rows))
-    try:
-        y = two_four_int8(x.cuda(), there)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    y = two_four_int8(x.cuda(), there)
     torch.testing.assert_close(y.cpu(), int8_linear(x, rows), rtol=0.01, atol=0.05)
 
 

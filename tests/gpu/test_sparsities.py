@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab.core.errors import DeviceError, InputError, StackError
+from tests.gpu import needed
+from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify
@@ -16,7 +17,7 @@ from twell_lab.sparsities.adapters import switch, switching
 from twell_lab.sparsities.blocks import NestedLinear, block_mask, group_columns, nested_mask, to_bsr_linear
 from twell_lab.sparsities.dropout import product_times
 from twell_lab.sparsities.predictors import CoreFFN, predict
-from twell_lab.sparsities.two_four import prune_two_four, to_semi_structured, two_four_mask
+from twell_lab.sparsities.two_four import product, prune_two_four, to_semi_structured, two_four_mask
 from twell_lab.sparsities.two_four_training import TwoFourLinear, step_times, two_four
 from twell_lab.sparsities.weights import SparseLinear, magnitude_mask, prune, to_linears
 
@@ -69,26 +70,65 @@ def test_a_layer_of_blocks_is_the_dense_one(dtype, tokens):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 128])
 def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
+    needed.two_four(backend)
     dense = prune_two_four(drawn(192, 256, dtype))
-    try:
-        fast = to_semi_structured(dense, backend=backend)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    fast = to_semi_structured(dense, backend=backend)
     assert_as_good(fast, dense, torch.randn(tokens, 256, device="cuda", dtype=dtype))
     assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+
+
+def of_cusparselt(dtype):
+    needed.two_four("cusparselt")
+    fast = to_semi_structured(prune_two_four(drawn(192, 256, dtype)).requires_grad_(False), backend="cusparselt")
+    fast.weight.fuse_transpose_cusparselt = True  # so that torch's way writes y as `product` does
+    return fast
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (3, 50), (0,), ()])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_product_has_the_bits_of_torchs_dispatched_one(with_bias, shape, dtype):
+    fast = of_cusparselt(dtype)
+    bias, x = fast.bias if with_bias else None, torch.randn(*shape, 256, device="cuda", dtype=dtype)
+    y = product(x, fast.weight, bias)
+    assert y.is_contiguous() and y.shape == (*shape, 192)
+    if x.numel():
+        assert torch.equal(y, nn.functional.linear(x.view(-1, 256), fast.weight, bias).view(y.shape))
+    wide = torch.randn(24, 600, device="cuda", dtype=dtype)
+    for rows in (wide[:, :256], wide[:, 1:257]):  # as they lie, and at an odd address
+        assert torch.equal(product(rows, fast.weight, bias), product(rows.contiguous(), fast.weight, bias))
+
+
+def test_the_product_runs_in_a_graph_and_compiled_and_does_not_wait():
+    fast, x = of_cusparselt(torch.bfloat16), torch.randn(40, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        fast(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = fast(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fast(x)
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(fast, fullgraph=True)(x), expected, rtol=0.02, atol=0.02)
+    with pytest.raises(InputError, match="x needs a gradient"):
+        fast(x.requires_grad_())
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 128])
 def test_two_four_inside_blocks_is_the_dense_layer(backend, dtype, tokens):
+    needed.two_four(backend)
     dense = drawn(192, 256, dtype)
     with torch.no_grad():
         dense.weight.mul_(nested_mask(dense.weight, 0.5, (32, 64)))
-    try:
-        fast = NestedLinear(dense, (32, 64), backend=backend)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    fast = NestedLinear(dense, (32, 64), backend=backend)
     x = torch.randn(tokens, 256, device="cuda", dtype=dtype)
     assert_as_good(fast, dense, x)
     assert len(fast.products) == len(fast.shapes) > 0 and fast(x[:0]).shape == (0, 192)
@@ -107,6 +147,7 @@ def untied(rows, columns, dtype):
 @pytest.mark.parametrize("operand", ["weight", "input"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
+    needed.two_four(backend)
     dense = nn.Linear(256, 128).to("cuda", dtype)
     values = untied(128, 256, dtype)
     x = (untied(192, 256, dtype) if operand == "input" else torch.randn(192, 256, device="cuda", dtype=dtype))[:140]
@@ -114,16 +155,9 @@ def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
         dense.weight.copy_(values)
     here, layer = copy.deepcopy(dense).cpu().float(), TwoFourLinear(dense, operand, backend=backend)
     there, dy = TwoFourLinear(here, operand), torch.randn(140, 128, device="cuda", dtype=dtype)
-    try:
-        kept = two_four(values, backend=backend)
-        given = x.clone().requires_grad_()
-        layer(given).backward(dy)
-    except (DeviceError, StackError) as error:
-        pytest.skip(str(error))
-    except RuntimeError as error:  # CUTLASS's products in torch are for GPUs of 8.x
-        if backend == "cutlass" and torch.cuda.get_device_capability()[0] != 8:
-            pytest.skip(str(error)[:100])
-        raise
+    kept = two_four(values, backend=backend)
+    given = x.clone().requires_grad_()
+    layer(given).backward(dy)
     assert torch.equal(kept.to_dense().cpu(), two_four(values.cpu()))
     given_here = x.cpu().float().requires_grad_()
     y = there(given_here)
@@ -138,20 +172,16 @@ def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
 
 
 def test_a_step_of_two_four_training_is_timed_after_a_check():
-    try:
-        rows = {row["path"]: row for row in step_times(256, 512, 256)}
-    except (DeviceError, StackError) as error:
-        pytest.skip(str(error))
+    needed.two_four()
+    rows = {row["path"]: row for row in step_times(256, 512, 256)}
     assert len(rows) == 5 and all(row["ms"] > 0 for row in rows.values())
     assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
 def test_the_product_of_dropped_activations_is_timed_after_a_check(backend):
-    try:
-        rows = {row["path"]: row for row in product_times(512, 1024, 256, backend=backend)}
-    except DeviceError as error:
-        pytest.skip(str(error))
+    needed.two_four(backend)
+    rows = {row["path"]: row for row in product_times(512, 1024, 256, backend=backend)}
     assert set(rows) == {"dense product", "compress", "2:4 product", "compress and 2:4 product"}
     assert all(row["ms"] > 0 for row in rows.values()) and rows["2:4 product"]["error_over_dense"] <= 2
 

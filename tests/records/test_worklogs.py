@@ -1,6 +1,7 @@
 """The tables of the kernels' worklogs are those of the records that the pages name."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,6 +138,28 @@ def scattered() -> Iterator[tuple[str, str]]:
         yield "smxx_spmm", f"| {name} | | {us(path, 'scattered', '99.0%'):.0f} | |"
 
 
+def one_by_one() -> Iterator[tuple[str, str]]:
+    """What the pages say in sentences of zeros that lie one by one, and of COO."""
+    took = lambda path, zeros: us(path, "scattered", zeros) / 1e3  # noqa: E731
+    tiles = [took("micro-tiles 32 x 1", zeros) for zeros in ("90.0%", "99.0%", "99.9%")]
+    said = "Zeros that lie one by one: {:.2f} ms at 90%, {:.2f} at 99%, {:.3f} at 99.9%."
+    yield "sm80_microtiles", said.format(*tiles)
+    yield "sm80_blocks", f"no block empty, and cost {took('blocks_v2', '99.0%'):.2f} ms."
+    finds = [
+        us("part: micro-tiles 32 x 1, conversion", *at) for at in (("tiles 32 x 1", "50.0%"), ("scattered", "50.0%"))
+    ]
+    yield "smxx_find_microtiles", "less is found, {:.0f} where half is, and {:.0f} where nearly all are".format(*finds)
+    few = [us(path, "scattered", "99.9%") for path in ("csr_v3", "dense eager", "CSR (torch)")]
+    more = [took("csr_v3", zeros) for zeros in ("95.0%", "90.0%")]
+    said = "At 99.9% it is {:.0f} us (dense {:.0f}, cuSPARSE {:.0f}), at 95% {:.2f} ms, at 90% {:.2f}."
+    yield "smxx_spmm", said.format(*few, *more)
+    first, second, third, fourth = (took(f"coo_v{version}", "99.0%") for version in (1, 2, 3, 4))
+    beside = [mine / took(path, "99.0%") for mine, path in ((first, "csr_v1"), (second, "csr_v2"))]
+    yield "smxx_spmm_coo", "Measured: {:.1f} and {:.2f} ms, {:.1f} and {:.1f} times,".format(first, second, *beside)
+    yield "smxx_spmm_coo", f"Measured: {third:.3f} ms, and"
+    yield "smxx_spmm_coo", f"Measured: v3 plus {1e3 * (fourth - third):.0f} us,"
+
+
 def two_passes() -> Iterator[tuple[str, str]]:
     for nnz in (8, 29, 60):
         whole = ms("inference", "forced twell", 16384, nnz, workload=MANY)
@@ -144,13 +167,27 @@ def two_passes() -> Iterator[tuple[str, str]]:
         yield "smxx_up", line(str(nnz), f"{whole:.3f}", f"{gate:.3f}", f"{whole - gate:.3f}")
 
 
-SAID = [said for table in (versions, gates, layers, heavy, products, scattered, two_passes) for said in table()]
+SAID = [
+    said for table in (versions, gates, layers, heavy, products, scattered, one_by_one, two_passes) for said in table()
+]
 
 
 @pytest.mark.parametrize(("page", "text"), SAID, ids=[f"{page}-{i}" for i, (page, _) in enumerate(SAID)])
 def test_a_worklog_says_what_was_recorded(page, text):
     words = " ".join((ROOT / "docs" / "kernels" / f"{page}.md").read_text(encoding="utf-8").split())
     assert text in words
+
+
+SINGLE = [page for page in sorted((ROOT / "docs" / "kernels").glob("*.md")) if page.stem != "README"]
+
+
+@pytest.mark.parametrize("page", SINGLE, ids=lambda page: page.stem)
+def test_what_has_no_record_says_where_and_when_it_was_measured(page):
+    words = " ".join(page.read_text(encoding="utf-8").split())
+    for at in re.finditer("without a record", words):
+        before = words[max(0, at.start() - 200) : at.end() + 120]
+        assert re.search(r"H100.*20\d\d-\d\d-\d\d|20\d\d-\d\d-\d\d.*H100", before), before
+    assert not re.search(r"\(one run\b|in the same run\b", words)
 
 
 def test_the_short_names_are_those_of_the_first_page():

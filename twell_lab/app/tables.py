@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..bench.comparison import crossings, leading
+from ..bench.comparison import Crossing, crossings, leading, proportions
 from ..bench.rows import DENSE
 from ..bench.trained import PROFILING, QUALITY, RUN, TWIN
 from ..records.record import Record, stale
@@ -200,7 +200,7 @@ def model_paths(recorded: list[Record]) -> str:
         for work in works:
             plain, graph = (
                 of[about, work, DENSE + how]["wall_ms"] / of[about, work, path + how]["wall_ms"]
-                if (about, work, path + how) in of
+                if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
                 else None
                 for how in ("", " (graph)")
             )
@@ -384,7 +384,8 @@ def adapters(recorded: list[Record]) -> str:
 def comparison(recorded: list[Record]) -> str:
     """Of the newest comparison: how many times as fast as torch's dense product each method is on each pattern, by the
     device's time and, in brackets, by the wall time of plain calls; and from how many zeros on it is faster, by the
-    device's time, with what the quartiles of the samples make of that. A kernel's other versions are left out."""
+    device's time, with what the quartiles of the samples make of that, or that it is nowhere, or everywhere.
+    A kernel's other versions are left out."""
     record = _newest(recorded, "comparison")
     rows = [] if record is None else leading(row for row in record.rows if row.get("kind") == "comparison")
     if record is None or not rows:
@@ -401,10 +402,23 @@ def comparison(recorded: list[Record]) -> str:
             f"{row['x_dense']:.2f} ({beside['wall_ms'] / row['wall_ms']:.2f})" if row and beside else ""
             for row, beside in zip(there, dense)
         ]
-        density, low, high = crossing.density, crossing.low, crossing.high
-        spread = f" ({1 - high:.2%} to {1 - low:.2%})" if low and high else ""
-        lines.append([f"{pattern}: {path}", *shown, f"{1 - density:.2%}{spread}" if density else ""])
+        lines.append([f"{pattern}: {path}", *shown, _begins(crossing)])
     return _markdown(lines)
+
+
+def _begins(crossing: Crossing) -> str:
+    """From how many zeros on a method is faster than dense, with the spread of that; a quartile that is slower, or
+    faster, everywhere has the ends of what was measured for its bound."""
+    density, low, high = crossing.density, crossing.low, crossing.high
+    if density is not None:
+        return f"{1 - density:.2%} ({_share(high, 'less')} to {_share(low, 'more')})"
+    if crossing.least >= 1:
+        return f"{1 - crossing.densest:.1%}, the fewest measured"
+    return "nowhere measured" if crossing.best < 1 else "in between"
+
+
+def _share(density: float | None, beyond: str) -> str:
+    return f"{beyond} than was measured" if density is None else f"{1 - density:.2%}"
 
 
 def steps(recorded: list[Record]) -> str:
@@ -450,8 +464,23 @@ def course(recorded: list[Record]) -> str:
 
 
 def padding(recorded: list[Record]) -> str:
-    """Of the newest comparison: what removing the padding of a batch saves a dense layer."""
-    return _beside_dense(recorded, "padding")
+    """Of the newest comparison: what removing the padding of a batch saves dense layers, by how many follow each other;
+    how far the times are from a proportional one, the best through them, and the dense layers' own."""
+    record = _newest(recorded, "comparison")
+    rows = [] if record is None else [row for row in record.rows if row.get("kind") == "padding"]
+    if record is None or not rows:
+        return _nothing("times as fast")
+    found = {(row.get("layers", 1), row["real"] / row["tokens"], row["path"]): row for row in rows}
+    shares = sorted({share for _, share, _ in found})
+    where = f"times as fast as dense; {_where(rows[0]['device'], record)}"
+    named = [f"{share:.0%} of the tokens real" for share in shares]
+    lines = [[where, *named, "off a proportional time", "off dense's share"]]
+    for each in proportions(rows):
+        there = [found.get((each.layers, share, "padding removed")) for share in shares]
+        times = [_times(row, found[each.layers, share, DENSE]) if row else "" for row, share in zip(there, shares)]
+        name = f"padding removed once for {each.layers} layer{'s' * (each.layers > 1)}"
+        lines.append([name, *times, f"{each.fitted:.1%}", f"{each.beside_dense:+.1%}"])
+    return _markdown(lines)
 
 
 def experts(recorded: list[Record]) -> str:

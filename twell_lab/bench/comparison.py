@@ -7,6 +7,7 @@ says which and why. What a method has to do for new zeros, its conversion, is ti
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from itertools import pairwise
 from math import exp, log
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
@@ -24,6 +25,7 @@ from ..ops import accuracy, block_linear, measure, packed_down, spmm
 from ..sparsities import blocks, microtiles, two_four
 from ..sparsities.experts import WAYS, ExpertsLayer
 from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
+from ..sparsities.weights import PRODUCTS, SparseLinear
 from . import rows
 from .density import ell_matmul
 from .rows import DENSE
@@ -33,9 +35,11 @@ KIND = "comparison"
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 SCATTERED, BLOCKS, TALL, WIDE, TWO_FOUR = "scattered", "blocks 32 x 32", "tiles 32 x 1", "tiles 1 x 32", "2:4"
 PIECES = {SCATTERED: (1, 1), BLOCKS: (32, 32), TALL: (32, 1), WIDE: (1, 32)}  # what is zero together
+NESTED, NESTED_SIZE = "2:4 in blocks 128 x 128", 128
 CHECKED = 64  # rows of a result that are held against float64
 WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
 CONVERSIONS = 5  # samples of a conversion
+LAYERS, SHARES = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 
 Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
 
@@ -69,6 +73,27 @@ def _searched(a: Tensor) -> Tensor:
     return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1])
 
 
+def _layer(a: Tensor) -> nn.Linear:
+    """A as the weight of a layer."""
+    made = nn.Linear(a.shape[1], a.shape[0], False, "meta", a.dtype)
+    made.weight = nn.Parameter(a, requires_grad=False)
+    return made
+
+
+def _pruned(product: str) -> Method:
+    return Method(
+        f"SparseLinear ({product})",
+        lambda a: SparseLinear.from_linear(_layer(a), product=product),
+        _called,
+        least=0.9,
+        turned=True,
+    )
+
+
+def _called(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return layer(x)
+
+
 def _down(packed: TwELL, b: Tensor) -> Tensor:
     return packed_down(packed, b.t(), down_t=b)
 
@@ -97,7 +122,7 @@ def _blocks(version: int) -> Method:
         f"blocks_v{version}",
         lambda a: block_linear.BlockOperand(blocks.to_bsr(a, 32)),
         lambda held, x: held(x, None, version),
-        (SCATTERED, BLOCKS),
+        (SCATTERED, BLOCKS) if version == 1 else (SCATTERED, BLOCKS, NESTED),
         0.9 if version == 1 else 0.0,
         gpu=True,
         turned=True,
@@ -109,11 +134,26 @@ METHODS: tuple[Method, ...] = (
     Method("CSR (torch)", Tensor.to_sparse_csr, torch.matmul, _ANY),
     *_versions(),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
+    *map(_pruned, PRODUCTS),
     *map(_blocks, block_linear.VERSIONS),
     Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda held, x: linear(x, held), (TWO_FOUR,), turned=True),
+    Method(
+        "2:4 (cuSPARSELt, searched, called at once)",
+        _searched,
+        lambda held, x: two_four.product(x, held),
+        (TWO_FOUR,),
+        turned=True,
+    ),
+    Method(
+        "2:4 in blocks (NestedLinear)",
+        lambda a: blocks.NestedLinear(_layer(a), NESTED_SIZE),
+        _called,
+        (NESTED,),
+        turned=True,
+    ),
     Method("micro-tiles 32 x 1", find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
 )
@@ -126,30 +166,34 @@ def patterned(pattern: str, m: int, k: int, sparsity: float, *, dtype, device, s
     """A [m, k] whose zeros come in this pattern, the other values normal and at least 0.1 away from zero.
 
     In each band of pieces (rows of one, blocks side by side, ...) equally many stay: round((1 - sparsity) * pieces),
-    at least one, at random places. Of "2:4" each four neighbours in a row hold two; its sparsity is 0.5.
+    at least one, at random places. Of "2:4" each four neighbours in a row hold two; its sparsity is 0.5. Of "2:4 in
+    blocks 128 x 128" they do where blocks stay, so that twice as many stay as of others; its sparsity is 0.5 at least.
 
     Raises:
         InputError: for another pattern or sparsity, and sizes that the pieces do not divide.
     """
-    if pattern not in (*PIECES, TWO_FOUR) or not 0 <= sparsity < 1 or (pattern == TWO_FOUR and sparsity != 0.5):
+    fits = {TWO_FOUR: sparsity == 0.5, NESTED: 0.5 <= sparsity < 1}.get(pattern, 0 <= sparsity < 1)
+    if pattern not in (*PIECES, TWO_FOUR, NESTED) or not fits:
         raise InputError(
             f"pattern is {pattern!r:.80} and sparsity {sparsity!r:.80}; accepted: {', '.join(PIECES)} with a share "
-            f"from 0 up to, but not, 1, and {TWO_FOUR} with 0.5"
+            f"from 0 up to, but not, 1, {TWO_FOUR} with 0.5, and {NESTED} with 0.5 or more"
         )
-    high, wide = PIECES.get(pattern, (1, 4))
+    high, wide = PIECES.get(pattern, (NESTED_SIZE, NESTED_SIZE) if pattern == NESTED else (1, 4))
     if m < high or k < wide or m % high or k % wide:
         raise InputError(f"A is [{m}, {k}]; multiples of {high} rows and {wide} columns are accepted for {pattern}")
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.randn(m, k, generator=generator, device=device)
     values += 0.1 * torch.where(values < 0, -1.0, 1.0)  # or a value could round to a zero
-    if pattern == TWO_FOUR:
+    keep = torch.ones(m, k, dtype=torch.bool, device=device)
+    if pattern in (TWO_FOUR, NESTED):
         order = torch.rand(m, k // 4, 4, generator=generator, device=device)
         keep = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.topk(2).indices, True).view(m, k)
-    else:
+    if pattern != TWO_FOUR:
         places = torch.rand(m // high, k // wide, generator=generator, device=device)
-        stay = max(1, round((1 - sparsity) * places.shape[1]))
+        share = (1 - sparsity) * (2 if pattern == NESTED else 1)
+        stay = max(1, round(share * places.shape[1]))
         chosen = torch.zeros_like(places, dtype=torch.bool).scatter_(1, places.topk(stay).indices, True)
-        keep = chosen.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+        keep &= chosen.repeat_interleave(high, 0).repeat_interleave(wide, 1)
     return values.masked_fill_(~keep, 0).to(dtype)
 
 
@@ -273,30 +317,52 @@ class Batch:
         return rows.clock_gpu(calls, self.sequences * self.length)
 
 
+class Residual(nn.Module):
+    """x + f(x) for each of the layers f in turn."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., d_model]."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 @torch.no_grad()
-def padding_rows(share: float, batch: Batch = Batch()) -> list[dict]:
-    """A gated layer on sequences of which this share of the tokens is real, on all tokens and on the real ones alone,
-    rows of kind "padding". What removes the padding and puts it back is a part of the latter, but for finding the
-    tokens, which a model does once. Raises measure.WrongResult where a real token's result differs."""
+def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict]:
+    """Gated layers, one after another with residuals, on sequences of which this share of the tokens is real: on all
+    tokens, and on the real ones alone; rows of kind "padding". What removes the padding before the first layer and puts
+    it back after the last is a part of the latter, but for finding the tokens, which a model does once.
+
+    Rows say how many tokens are `real`, and `layers`. Raises measure.WrongResult where a real token's result differs
+    from that of the same layers on all tokens."""
     layer, inputs = measure.workload(
         batch.sequences * batch.length, batch.d_model, batch.d_ff, 29, "lognormal", batch.dtype, batch.device
     )
+    stack = Residual([layer, *(copy.deepcopy(layer) for _ in range(layers - 1))])
     xs = [x.view(batch.sequences, batch.length, batch.d_model) for x in inputs]
     lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), batch.sequences)
     real = torch.arange(batch.length, device=batch.device) < (lengths[:, None] * batch.length).round().to(batch.device)
     found = remove_padding(xs[0], real)[1]
 
-    def removed(x: Tensor) -> Tensor:
+    def removed(x: Tensor, run: Callable[[Tensor], Tensor] = stack) -> Tensor:
         rows_of_x = x.view(-1, batch.d_model).index_select(0, found.places)
-        return add_padding(layer(rows_of_x), found)
+        return add_padding(run(rows_of_x), found)
 
-    ours, dense = removed(xs[0])[real], layer(xs[0])[real]
-    if len(ours) and float((ours.float() - dense.float()).norm()) > 0.02 * float(dense.float().norm()):
-        raise measure.WrongResult("the layer gives other results without padding: nothing was timed")
-    calls = {DENSE: rows.over(layer, xs), "padding removed": rows.over(removed, xs)}
+    # Of the first layer, since roundings of other products grow from layer to layer; the stack on the same rows.
+    pairs = ((removed(xs[0], layer), layer(xs[0])), (removed(xs[0])[real], stack(xs[0][real])))
+    for ours, dense in ((pairs[0][0][real], pairs[0][1][real]), pairs[1]):
+        if len(ours) and not float((ours.float() - dense.float()).norm()) <= 0.02 * float(dense.float().norm()):
+            raise measure.WrongResult("the layers give other results without padding: nothing was timed")
+    calls = {DENSE: rows.over(stack, xs), "padding removed": rows.over(removed, xs)}
     samples, bursts = batch.timed(calls)
-    shared = batch.shared("padding", real.numel(), batch.d_ff, f"{share:.0%} of the tokens real")
-    return rows.table(shared | {"real": int(real.sum())}, samples, None, bursts)
+    shared = batch.shared(
+        "padding", real.numel(), batch.d_ff, f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
+    )
+    return rows.table(shared | {"real": int(real.sum()), "layers": layers}, samples, None, bursts)
 
 
 @torch.no_grad()
@@ -332,12 +398,12 @@ def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
 def sections(shape: Shape = Shape(), batch: Batch = Batch()) -> rows.Sections:
     """The steps of the record, as in bench.inference: one for each pattern and sparsity, the highest sparsities first,
     which take least; then padding and experts."""
-    cases = [(pattern, each) for each in sorted(SPARSITIES, reverse=True) for pattern in PIECES]
+    cases = [(pattern, each) for each in sorted(SPARSITIES, reverse=True) for pattern in (*PIECES, NESTED)]
     return {
         "products": [
             functools.partial(product_rows, pattern, sparsity, shape) for pattern, sparsity in [(TWO_FOUR, 0.5), *cases]
         ],
-        "padding": [functools.partial(padding_rows, share, batch) for share in (0.25, 0.5, 0.75, 1.0)],
+        "padding": [functools.partial(padding_rows, share, layers, batch) for layers in LAYERS for share in SHARES],
         "experts": [functools.partial(experts_rows, experts, batch) for experts in batch.experts],
     }
 
@@ -404,6 +470,43 @@ def crossings(table: Iterable[dict]) -> list[Crossing]:
         made.append(
             Crossing(path, pattern, by_median, slow, fast, best["x_dense"], best["density"], least, densities[-1])
         )
+    return made
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """How nearly the time without padding is proportional to the real tokens, by the device's time.
+
+    layers: one after another. fixed, each: milliseconds of the line fixed + each * share of real tokens through the
+    measured times, by least squares. fitted: how far measured times are at most from the proportional time c * share
+    that fits them best, as a share of it. beside_dense: the same with the dense layers' time for c, which is theirs for
+    all tokens: negative where the worst is sooner."""
+
+    layers: int
+    fixed: float
+    each: float
+    fitted: float
+    beside_dense: float
+
+
+def proportions(table: Iterable[dict]) -> list[Proportion]:
+    """For each number of layers in rows of kind "padding", of one device and size. Records made before rows said
+    `layers` had one."""
+    by: dict[int, dict[float, dict[str, float]]] = {}
+    for row in table:
+        if row["kind"] == "padding":
+            at = by.setdefault(row.get("layers", 1), {}).setdefault(row["real"] / row["tokens"], {})
+            at[row["path"]] = row["ms"]
+    made = []
+    for layers, times in sorted(by.items()):
+        took = {share: each["padding removed"] for share, each in times.items() if share}
+        dense = sum(each[DENSE] for each in times.values()) / len(times)
+        rates = [ms / share for share, ms in took.items()]
+        line = torch.tensor([[1.0, share] for share in took], dtype=torch.float64)
+        fixed, each = torch.linalg.lstsq(line, torch.tensor([*took.values()], dtype=torch.float64)[:, None]).solution
+        fitted = (max(rates) - min(rates)) / (max(rates) + min(rates))
+        beside = max((rate / dense - 1 for rate in rates), key=abs)
+        made.append(Proportion(layers, float(fixed), float(each), fitted, beside))
     return made
 
 

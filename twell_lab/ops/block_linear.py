@@ -49,7 +49,8 @@ def block_linear(
         version: of the kernel, 1 or 2 as its source lists them; None: the fastest. A CPU takes None alone.
 
     Raises:
-        InputError: for a weight that `BlockOperand` does not take, and for another x, bias or version.
+        InputError: for a weight that `BlockOperand` does not take, for another x, bias or version, and for an x or bias
+            that needs a gradient, which this product does not have.
         DeviceError: for a GPU older than compute capability 8.0.
     """
     return (weight if isinstance(weight, BlockOperand) else BlockOperand(weight))(x, bias, version)
@@ -76,7 +77,8 @@ class Launch(NamedTuple):
 
 class BlockOperand:
     """A block-sparse weight [out, in], checked and prepared once for any number of products. That waits for the device;
-    a product does not. The weight's tensors are not copied, and their indices not to be changed afterwards.
+    a product does not. The weight's tensors are not copied, and their indices not to be changed afterwards; no gradient
+    goes to its values.
 
     Args:
         weight: of layout torch.sparse_bsr, of bfloat16 or float16, with blocks of multiples of 16 up to 128

@@ -50,7 +50,8 @@ def spmm(a: COO | CSR | ELL | SparseOperand, b: Tensor, version: int | None = No
             (more than 256 entries and four times the mean), else 3.
 
     Raises:
-        InputError: for an A that `SparseOperand` does not take, and for another B or version.
+        InputError: for an A that `SparseOperand` does not take, for another B or version, and for a B that needs a
+            gradient, which this product does not have.
     """
     return (a if isinstance(a, SparseOperand) else SparseOperand(a))(b, version)
 
@@ -79,7 +80,8 @@ def every_version(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 class SparseOperand:
     """A sparse matrix, checked and prepared once for any number of products. That waits for the device; a product does
-    not. Its entries are those of `a` then; the tensors of `a` are not to be changed afterwards.
+    not. Its entries are those of `a` then, without their history: no gradient goes to them. The tensors of `a` are not
+    to be changed afterwards.
 
     Args:
         a: COO, its entries in any order; CSR or ELL, columns ascending within a row.

@@ -32,6 +32,7 @@ from ..core.errors import InputError
 from ..formats.matrix import as_matrix
 from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work
+from ..ops.checks import needs_gradient
 from .two_four import check_two_four, to_semi_structured, two_four_mask
 from .weights import check_sparsity, checked_linear, checked_weight, kept_of, largest
 
@@ -169,11 +170,11 @@ def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
 class BlockLinear(nn.Linear):
     """x W^T + b for inference, with W as torch's block-sparse tensor, whose product skips empty blocks: x
     [..., in_features], y [..., out_features]. Made by `to_bsr_linear`. torch does not copy or cast such a tensor, and
-    has no gradient for x on a CPU: copy, cast and train the dense layer, and make this one of it. To cast or move it is
-    an InputError."""
+    its product has no gradient for x: copy, cast and train the dense layer, and make this one of it. To cast or move
+    it is an InputError; so is an x that needs a gradient. The bias has one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x. InputError for another width, dtype or device, and under autocast."""
+        """y of x. InputError for another width, dtype or device, an x that needs a gradient, and under autocast."""
         cast = torch.is_autocast_enabled(x.device.type)
         if (
             x.shape[-1:] != (self.in_features,)
@@ -183,6 +184,11 @@ class BlockLinear(nn.Linear):
             raise InputError(
                 f"x is {x.dtype} {list(x.shape)} on {x.device}{', under autocast' * cast}; {self.weight.dtype} "
                 f"[..., {self.in_features}] on {self.weight.device} is accepted, without autocast"
+            )
+        if needs_gradient(x):
+            raise InputError(
+                "x needs a gradient, which torch's product of blocks does not have; x.detach(), torch.no_grad() and "
+                "the dense layer are accepted"
             )
         return _product(x, self.weight, self.bias)
 
@@ -262,7 +268,8 @@ class NestedLinear(nn.Module):
 
     The blocks beside each other in one row of blocks, a band, are one matrix that is 2:4: what it needs of x is
     gathered, and torch's 2:4 product runs on it (`to_semi_structured`; on a CPU, which has none, the dense one). Bands
-    that need the same columns are one product. `shapes` says of which sizes the products are: [rows, columns] each.
+    that need the same columns are one product. `shapes` says of which sizes the products are: [rows, columns] each. The
+    bias has a gradient; x has none, as of `two_four.product`.
 
     What bounds it: a band has few rows, so its product fills a fraction of a GPU, and there is one after another of
     them, `len(shapes)` in all; and each band gathers its columns of x anew, which are written and read again. So it
@@ -307,12 +314,17 @@ class NestedLinear(nn.Module):
         return [(len(rows), len(columns)) for rows, columns in self._places]
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x. InputError for another width, dtype or device."""
+        """y of x. InputError for another width, dtype or device, and for an x that needs a gradient."""
         like = self._like
         if x.shape[-1:] != (self.in_features,) or (x.dtype, x.device) != (like.dtype, like.device):
             raise InputError(
                 f"x is {x.dtype} {list(x.shape)} on {x.device}; {like.dtype} [..., {self.in_features}] on "
                 f"{like.device} is accepted"
+            )
+        if needs_gradient(x):
+            raise InputError(
+                "x needs a gradient, which a NestedLinear does not have; x.detach(), torch.no_grad() and the dense "
+                "layer are accepted"
             )
         rows = x.reshape(-1, self.in_features)
         y = rows.new_zeros(len(rows), self.out_features)

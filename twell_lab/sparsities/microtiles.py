@@ -3,7 +3,7 @@
     tiles = find_microtiles(h)          # h [tokens, d_ff]: which neurons fire in each 32 tokens, and their values
     y = product(tiles, down_t)          # h down_t [tokens, d_model]; down_t [d_ff, d_model], kept transposed
     rows, padding = remove_padding(x, real)      # the tokens of a padded batch that are real
-    y = add_padding(layer(rows), padding)        # and back: or unpadded(layer, x, real)
+    y = add_padding(layers(rows), padding)       # and back, once for all layers: or unpadded(layers, x, real)
 
 Method: Zheng et al., "PIT: Optimization of Dynamic Sparse Deep Learning Models via Permutation Invariant
 Transformation", SOSP 2023, arXiv 2301.10936. A tensor core wants dense tiles of 16 and more on each side; a pattern
@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from ..core.errors import InputError
 from ..formats.matrix import Format, as_matrix
 from ..ops import microtiles as kernels
+from ..ops.checks import needs_gradient
 
 # ---- along k ----
 
@@ -113,7 +114,8 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
-    """a b, of a [rows, width] as its micro-tiles and b [width, n]: c [rows, n], without a gradient.
+    """a b, of a [rows, width] as its micro-tiles and b [width, n]: c [rows, n]. It has no gradient: a b that needs
+    one is refused, and a's history is left out by `find_microtiles`.
 
     It is the dense product, by the kernel row by row as exact as torch's, for every a (also NaN and infinities) and
     every finite b.
@@ -130,10 +132,12 @@ def product(tiles: MicroTiles, b: Tensor) -> Tensor:
         b: dense, in the tiles' dtype and on their device.
 
     Raises:
-        InputError: for another shape, dtype or device.
+        InputError: for another shape, dtype or device, and for a b that needs a gradient.
     """
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
+    if isinstance(b, Tensor) and needs_gradient(b):
+        raise InputError("b needs a gradient, which this product does not have; b.detach() is accepted")
     b = as_matrix(b).detach()
     values = tiles.values
     if b.dtype != values.dtype or b.device != values.device or b.shape[0] != tiles.shape[1]:
@@ -221,6 +225,9 @@ def add_padding(rows: Tensor, padding: Padding, fill: float = 0.0) -> Tensor:
 
 def unpadded(layer: Callable[[Tensor], Tensor], x: Tensor, real: Tensor) -> Tensor:
     """layer(x) of the real rows, and zeros for the others: time that follows the real rows.
+
+    Gathering and putting back takes as long for one layer as for many, so give it as many at once as follow each other,
+    such as an nn.Sequential.
 
     layer: computes each row by itself, [rows, width] -> [rows, any width]: a linear or feed-forward layer, a norm. One
     that mixes tokens (attention) needs to know where sequences end, and takes torch.nested or flash attention's

@@ -3,6 +3,7 @@
     prune(model, mask=two_four_mask)    # weights.prune: the two largest of each four stay, and train on
     model = to_linears(model)
     fast = to_semi_structured(layer)    # a layer with torch's 2:4 tensor and its kernels (CUTLASS, cuSPARSELt)
+    y = product(x, fast.weight)         # its product alone
 
 Method: Mishra et al., arXiv 2104.08378, who prune once by magnitude and train again with these zeros. With
 `prune(..., gradient="dense")`, and again every few steps, the two largest are chosen anew while it trains, which is the
@@ -43,6 +44,7 @@ from ..core.errors import DeviceError, InputError
 from ..formats.matrix import dtype_names
 from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work
+from ..ops import checks
 from .weights import checked_linear, checked_weight
 
 OLDEST = (8, 0)  # compute capability
@@ -181,7 +183,74 @@ def tensor_kind(shape: Iterable[int], dtype: torch.dtype, device: torch.device, 
     }[backend]
 
 
-def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens: int | None = None) -> nn.Linear:
+def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it, sooner on the host.
+
+    torch dispatches a product of such a tensor in Python: it makes the transpose, a tensor again, and from 2.13 on goes
+    through an operator written in Python. Here cuSPARSELt's product is called at once, on what the tensor has packed,
+    and y is written as it is wanted. torch's own way is taken with CUTLASS, and where something watches or transforms
+    operations: in compiled code, under autocast, in modes and torch.func.
+
+    Args:
+        x: [..., in], in W's dtype and on its device.
+        sparse: of `to_semi_structured` (its weight), or of torch's `to_sparse_semi_structured`.
+        bias: [out], or None. Where it needs a gradient it is added afterwards, since torch's product has none.
+
+    Raises:
+        InputError: for another sparse, x or bias, and for an x that needs a gradient, which torch does not have: of dx
+            = dy W the transpose is not packed.
+    """
+    if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
+        raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
+    if checks.needs_gradient(x):
+        raise InputError(
+            "x needs a gradient, which the product with a 2:4 tensor does not have; x.detach(), torch.no_grad() and "
+            "the dense layer are accepted"
+        )
+    if checks.needs_gradient(bias):
+        return product(x, sparse) + bias
+    if checks.watched(x, bias) or not (
+        checks.plain_eager() and type(sparse) is _CUSPARSELT and sparse.packed_t is None
+    ):
+        return F.linear(x, sparse, bias)
+    out, inner = sparse.shape
+    for name, given, width in (("x", x, inner), ("bias", bias, out)):
+        if given is not None and (
+            given.shape[-1:] != (width,) or given.dtype != sparse.dtype or given.device != sparse.device
+        ):
+            raise InputError(
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}; {sparse.dtype} [..., {width}] on "
+                f"{sparse.device} is accepted"
+            )
+    rows = x.reshape(-1, inner).contiguous()  # torch takes its strides for those of whole rows
+    many = len(rows)
+    if not many:
+        return x.new_empty(*x.shape[:-1], out)
+    missing = -many % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
+    if missing:
+        rows = F.pad(rows, (0, 0, 0, missing))
+    elif rows.data_ptr() % 16:
+        rows = rows.clone()
+    y = torch._cslt_sparse_mm(
+        sparse.packed, rows.t(), bias=bias, transpose_result=True, alg_id=sparse.alg_id_cusparselt
+    )
+    return (y[:many] if missing else y).view(*x.shape[:-1], out)
+
+
+_CUSPARSELT = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+
+
+class SemiStructuredLinear(nn.Linear):
+    """x W^T + b for inference, with W as torch's 2:4 tensor: x [..., in_features], y [..., out_features]. Made by
+    `to_semi_structured`; its product, and what it refuses, is `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+def to_semi_structured(
+    linear: nn.Linear, *, backend: str | None = None, tokens: int | None = None
+) -> SemiStructuredLinear:
     """An nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
 
     Args:
@@ -191,7 +260,8 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens:
             CUTLASS has nothing to search.
 
     Returns:
-        An nn.Linear of the same widths. Its weight has no gradient, half of the values, and 2 bits for each.
+        An nn.Linear of the same widths. Its weight has half of the values, and 2 bits for each; neither it nor x has a
+        gradient (`product`).
 
     Raises:
         InputError: for weights that are not 2:4, dtypes and shapes as `check_convertible` says, and a module that is
@@ -205,7 +275,7 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None, tokens:
     backend = backend or usual_backend()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
-    made = nn.Linear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
+    made = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
     made.bias = linear.bias
     try:
         sparse = kind.from_dense(weight.contiguous())
@@ -401,7 +471,7 @@ class TwoFour(Products):
         dense.weight = nn.Parameter(weight, requires_grad=False)
         made = to_semi_structured(dense).weight
         parts = [getattr(made, name) for name in ("packed", "meta", "packed_t", "meta_t")]
-        return lambda x, bias: F.linear(x, made, bias), [part for part in parts if part is not None]
+        return lambda x, bias: product(x, made, bias), [part for part in parts if part is not None]
 
     def weigh(self, weight: Tensor) -> tuple[float, ...]:
         tensor_kind(weight.shape, weight.dtype, weight.device, usual_backend())

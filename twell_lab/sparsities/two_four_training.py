@@ -14,11 +14,12 @@ come back.
   of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672): `dropped` says how
   much. A tile holds four neighbouring tokens, so what stays of one depends on the others.
 
-On a GPU the choice is one kernel of torch's, and products and packing are cuSPARSELt's or CUTLASS's. For cuSPARSELt the
-kernel packs as well, but as GPUs of 8.x want it: on an H100 the products of that are wrong (torch 2.11), so that
-cuSPARSELt packs what was kept itself, twice. torchao's `SemiSparseLinear` rests on the same kernel, and chooses the
-largest values with their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is
-computed densely, which is the reference; where values tie a GPU may keep others."""
+On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
+cuSPARSELt's or CUTLASS's. That kernel packs both forms in the same pass, for cuSPARSELt in the layout that it has for
+GPUs of 8.x and multiples of 128 alone; here cuSPARSELt packs its two forms itself, which takes two passes more and
+holds for every GPU that it knows. torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values
+with their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is computed densely,
+which is the reference; where values tie a GPU may keep others."""
 
 from __future__ import annotations
 
@@ -74,17 +75,9 @@ def _packed(values: Tensor, backend: str) -> Tensor:
     try:
         if backend == "cutlass":
             return kind.prune_dense_static_sort(values, algorithm=ALGORITHM)
-        *_, mask = torch._sparse_semi_structured_tile(values, algorithm=ALGORITHM, use_cutlass=True)
-        kept = torch._sparse_semi_structured_apply_dense(values, mask)
-        return kind(
-            values.shape,
-            packed=torch._cslt_compress(kept),
-            meta=None,
-            packed_t=torch._cslt_compress(kept.t().contiguous()),
-            meta_t=None,
-            compressed_swizzled_bitmask=mask,
-            fuse_transpose_cusparselt=True,  # y is written as it is wanted and not as y^T
-        )
+        masks = torch._sparse_semi_structured_tile(values, algorithm=ALGORITHM, use_cutlass=True)[4]
+        kept = torch._sparse_semi_structured_apply_dense(values, masks)
+        packed, packed_t = (torch._cslt_compress(each) for each in (kept, kept.t().contiguous()))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -92,6 +85,8 @@ def _packed(values: Tensor, backend: str) -> Tensor:
             f"torch's {backend} does not pack 2:4 values here: {str(error).splitlines()[0]:.200}; accepted: a backend "
             "and a GPU that it runs on"
         ) from error
+    fused = True  # y is written as it is wanted and not as y^T; newer releases always do
+    return kind(kept.shape, packed, None, packed_t, None, None, fused)
 
 
 @torch.no_grad()

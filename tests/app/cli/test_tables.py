@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from twell_lab import records
 from twell_lab.app import tables, walk
+from twell_lab.bench import paths
 
 
 def test_the_table_of_products_says_where_each_is_faster():
@@ -31,7 +32,14 @@ def test_the_table_of_products_says_where_each_is_faster():
     assert tables.comparison([made]).splitlines()[0].endswith("2026-01-02 | 50.0% | 90.0% | 99.0% | faster from |")
     csr, semi = tables.comparison([made]).splitlines()[2:]
     assert csr.startswith("| scattered: csr_v3 | 0.12 (0.25) | 0.50 (1.00) | 2.00 (4.00) | 96.84% (")
-    assert semi == "| 2:4: 2:4 (torch) | 1.25 (0.25) |  |  |  |"
+    assert semi == "| 2:4: 2:4 (torch) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
+    slow = [{**each, "ms": 3.0, "x_dense": 1 / 3, "samples": [3.0]} for each in rows if each["path"] == "csr_v3"]
+    others = [{**each, "path": "slow"} for each in slow]
+    others += [{**each, "path": "noisy", "samples": [1e-3, each["ms"], 9.0], "x_dense": 1.0} for each in rows[3:6]]
+    more = records.Record("comparison", "a test's own", rows[:3] + others, made.date, None, None, {}, kernels={})
+    never, noisy = tables.comparison([more]).splitlines()[2:]
+    assert never.endswith("| nowhere measured |")
+    assert noisy.endswith("| 96.84% (89.42% to more than was measured) |")
     assert "nothing is recorded yet" in tables.comparison([])
 
 
@@ -172,21 +180,34 @@ def test_the_table_of_steps_takes_the_newest_record_of_each_model():
     assert "nothing is recorded yet" in tables.steps([])
 
 
-def test_the_tables_of_padding_and_experts_stand_beside_their_own_dense_layer():
-    def row(kind: str, work: str, path: str, ms: float) -> dict:
-        return {"kind": kind, "workload": work, "path": path, "ms": ms, "wall_ms": 2 * ms}
+def test_the_table_of_experts_has_each_way_beside_its_own_loop():
+    def row(work: str, path: str, ms: float) -> dict:
+        return {"kind": "experts", "workload": work, "path": path, "ms": ms, "wall_ms": 2 * ms}
 
-    rows = [
-        row(kind, f"{kind} {n}", path, n * ms)
-        for kind in ("padding", "experts")
-        for n in (1, 2)
-        for path, ms in (("dense eager", 4.0), ("grouped", 2.0 / n))
+    times = (("dense eager", 4.0), ("grouped", 2.0))
+    rows = [row(f"{n} experts", path, n * ms if path == "dense eager" else ms) for n in (1, 2) for path, ms in times]
+    lines = tables.experts([record("comparison", 1, rows)]).splitlines()
+    assert lines[0] == "| times as fast as dense; NVIDIA H100, 2026-01-01 | 1 experts | 2 experts |"
+    assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
+    assert "nothing is recorded yet" in tables.experts([record("comparison", 1, [])])
+
+
+def test_the_table_of_padding_says_how_far_from_proportional_it_is():
+    def row(layers: int, real: int, path: str, ms: float) -> dict:
+        more = {"layers": layers} if layers > 1 else {}  # older records had one layer, and did not say so
+        return {"kind": "padding", "tokens": 8, "real": real, "path": path, "ms": ms, "wall_ms": 2 * ms, **more}
+
+    rows = [row(layers, real, "dense eager", 4.0 * layers) for layers in (1, 8) for real in (2, 8)]
+    rows += [row(1, 2, "padding removed", 2.0), row(1, 8, "padding removed", 5.0)]
+    rows += [row(8, 2, "padding removed", 8.0), row(8, 8, "padding removed", 32.0)]
+    lines = tables.padding([record("comparison", 1, rows)]).splitlines()
+    first = "| times as fast as dense; NVIDIA H100, 2026-01-01 | 25% of the tokens real | 100% of the tokens real |"
+    assert lines[0] == f"{first} off a proportional time | off dense's share |"
+    assert lines[2:] == [
+        "| padding removed once for 1 layer | 2.00 (2.00) | 0.80 (0.80) | 23.1% | +100.0% |",
+        "| padding removed once for 8 layers | 4.00 (4.00) | 1.00 (1.00) | 0.0% | +0.0% |",
     ]
-    for table, kind in ((tables.padding, "padding"), (tables.experts, "experts")):
-        lines = table([record("comparison", 1, rows)]).splitlines()
-        assert lines[0] == f"| times as fast as dense; NVIDIA H100, 2026-01-01 | {kind} 1 | {kind} 2 |"
-        assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
-        assert "nothing is recorded yet" in table([record("comparison", 1, [])])
+    assert "nothing is recorded yet" in tables.padding([record("comparison", 1, [])])
 
 
 def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, tmp_path):
@@ -230,6 +251,46 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
     ]
     assert "nothing is recorded yet" in tables.model_paths([])
     assert tables.model_paths([record("model-paths", 1, [])]) == tables.model_paths([])
+
+
+def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
+    """A record as the 2B shape on a GPU makes it: every model, path and workload, and what did not run missing."""
+    made = []
+    for subject in paths.SUBJECTS:
+        lossy = [path for path in subject.paths if path in paths.LOSSY]
+        ways = ["dense eager", *(f"forced {path}{' (lossy)' * (path in lossy)}" for path in subject.paths)]
+        length = 512 if subject.trained else 2048
+        for work in ("decode step, batch 1", "decode step, batch 16", f"1 x {length} tokens", f"8 x {length} tokens"):
+            few = not work.startswith("8 x ")
+            for at, way in enumerate(ways):
+                said = {"kind": "model_decode" if "step" in work else "model_forward", "error": 0.01 * at}
+                said |= {"loss": 2.0 + 0.01 * at} if subject.trained and "tokens" in work else {}
+                said |= {"layer_error": 0.001 * at} if at else {}
+                for how in ("", " (graph)")[: 1 + few]:
+                    row = {"workload": f"{subject.name}, {work}", "path": way + how, "wall_ms": 1 + at, **said}
+                    made.append(row)
+    gone = (
+        ("drawn Llama, decode step, batch 16", "dense eager (graph)"),
+        ("drawn Llama, 1 x 2048 tokens", "forced twell"),
+    )
+    made = [row for row in made if (row["workload"], row["path"]) not in gone]
+    lines = [line[2:-2].split(" | ") for line in tables.model_paths([record("model-paths", 1, made)]).splitlines()]
+    assert len({len(line) for line in lines}) == 1 and lines[0][1:3] == [
+        "decode step, batch 1",
+        "decode step, batch 16",
+    ]
+    by = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
+    assert [*by] == [
+        f"{subject.name}: {path}{' (lossy)' * (path in paths.LOSSY)}"
+        for subject in paths.SUBJECTS
+        for path in subject.paths
+    ]
+    twell, int8 = by["drawn Llama: twell"], by["trained small model: int8 (lossy)"]
+    assert (twell["decode step, batch 1"], twell["decode step, batch 16"]) == ("0.50 (0.50)", "0.50")
+    assert (twell["1 x 2048 tokens"], twell["8 x 2048 tokens"]) == ("", "0.50")
+    assert (twell["error"], twell["loss"], twell["1 x 512 tokens"]) == ("1% (dense 0%)", "", "")
+    assert (int8["error"], int8["of a layer"], int8["loss"]) == ("2% (dense 0%)", "0.2%", "2.0200 (dense 2.0000)")
+    assert by["drawn Llama with 2:4 weights: two_four"]["loss"] == ""
 
 
 def test_the_table_of_the_model_compares_like_with_like():

@@ -156,6 +156,19 @@ def test_a_layer_of_blocks_gives_what_the_dense_one_gives(dtype, sparsity):
     assert fast.bias is dense.bias and not fast.weight.requires_grad
 
 
+@pytest.mark.parametrize("made", [lambda dense: to_bsr_linear(dense, 32), NestedLinear])
+def test_the_bias_has_a_gradient_and_an_input_that_needs_one_is_refused(made):
+    dense = nested(sparsity=0.5).requires_grad_(False)
+    dense.bias.requires_grad_()
+    fast, x = made(dense), torch.randn(5, 128)
+    fast(x).square().sum().backward()
+    torch.testing.assert_close(dense.bias.grad, 2 * dense(x).detach().sum(0))
+    with pytest.raises(InputError, match="x needs a gradient"):
+        fast(x.requires_grad_())
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
 def test_layers_that_torchs_product_does_not_take_are_refused():
     with pytest.raises(InputError, match="blocks of 16 x 32 of torch.float32 on cpu"):
         to_bsr_linear(nn.Linear(64, 64), (16, 32))

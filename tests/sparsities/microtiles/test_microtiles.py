@@ -130,6 +130,11 @@ def test_other_arguments_are_refused():
         product(tiles, torch.ones(4))
     with pytest.raises(InputError, match="tiles is a Tensor"):
         product(torch.ones(4, 4), torch.ones(4, 4))
+    leaf = torch.ones(4, 4, requires_grad=True)
+    with pytest.raises(InputError, match="b needs a gradient"):
+        product(tiles, leaf)
+    with torch.no_grad():
+        assert product(tiles, leaf).sum() == 64
 
 
 def test_an_empty_matrix_is_a_format_like_others():

@@ -216,6 +216,112 @@ def test_what_torchs_kernels_refuse_is_said(monkeypatch):
         to_semi_structured(prune_two_four(nn.Linear(64, 32, dtype=torch.bfloat16)), backend="cutlass")
 
 
+# The product without the tensor's dispatch
+
+
+@pytest.fixture
+def cslt(monkeypatch):
+    """cuSPARSELt's product on a CPU: what is packed is the dense weight here. Returns the calls, as they were made."""
+    calls = []
+
+    def made(packed, dense, bias=None, transpose_result=False, alg_id=0):
+        assert type(packed) is type(dense) is torch.Tensor and packed.dim() == dense.dim() == 2
+        # torch's C++ takes what is not contiguous for the transpose of whole rows, and reads 16 bytes at once.
+        assert dense.t().is_contiguous() and dense.shape[1] % 8 == 0 and dense.data_ptr() % 16 == 0
+        calls.append((tuple(dense.shape), transpose_result, alg_id))
+        y = packed @ dense if bias is None else torch.addmm(bias[:, None], packed, dense)
+        return y.t().contiguous() if transpose_result else y
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", made)
+    return calls
+
+
+def packed(weight, alg_id=0):
+    kind = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+    return kind(weight.shape, weight, None, None, None, None, True, alg_id)
+
+
+def layer_of(weight, bias):
+    layer = two_four.SemiStructuredLinear(weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
+    layer.weight, layer.bias = nn.Parameter(packed(weight), requires_grad=False), bias
+    return layer
+
+
+SEMI = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
+
+
+@SEMI
+@pytest.mark.parametrize("shape", [(1,), (), (8,), (13,), (2, 5), (0,), (3, 0)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_product_of_a_two_four_tensor_is_one_call_with_whole_rows(cslt, shape, with_bias):
+    weight = torch.randn(32, 64).half()
+    bias, x = torch.randn(32).half() if with_bias else None, torch.randn(*shape, 64).half()
+    y = two_four.product(x, packed(weight, 5), bias)
+    tokens = x.numel() // 64
+    assert cslt == [((64, tokens + -tokens % 8), True, 5)][: tokens > 0]
+    assert y.shape == (*shape, 32) and y.is_contiguous()
+    torch.testing.assert_close(y, nn.functional.linear(x, weight, bias))
+
+
+@SEMI
+def test_columns_and_odd_addresses_are_copied_to_whole_rows(cslt):
+    weight, wide = torch.randn(32, 64).half(), torch.randn(16, 130).half()
+    for x in (wide[:, :64], wide[:, 1:65], wide.t()[:64].t(), wide.view(-1)[1 : 1 + 8 * 64].view(8, 64)):
+        torch.testing.assert_close(two_four.product(x, packed(weight)), nn.functional.linear(x, weight))
+    assert len(cslt) == 4
+
+
+@SEMI
+def test_torchs_own_way_is_taken_where_operations_are_watched(cslt, monkeypatch):
+    """torch dispatches F.linear of its tensor, which is seen here by its transpose."""
+    weight, bias, x = (torch.randn(*shape).half() for shape in ((32, 64), (32,), (8, 64)))
+    layer = layer_of(weight, nn.Parameter(bias))
+    turned = []
+    kind = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+    theirs = kind.SPARSE_DISPATCH[torch.ops.aten.t]
+    monkeypatch.setitem(kind.SPARSE_DISPATCH, torch.ops.aten.t, lambda *given: (turned.append(1), theirs(*given))[1])
+    with torch.no_grad():
+        wanted = layer(x)
+        assert not turned and len(cslt) == 1
+        with torch.autocast("cpu", torch.bfloat16, enabled=True), pytest.raises(NotImplementedError):
+            layer(x)  # torch casts no 2:4 tensor; the words are its own
+        traced = torch.compile(layer, fullgraph=True, backend="eager")(x)
+        assert turned and torch.equal(traced, wanted)
+
+
+@SEMI
+def test_what_the_product_has_no_gradient_for_is_refused(cslt):
+    weight, bias = torch.randn(32, 64).half(), nn.Parameter(torch.randn(32).half())
+    layer, x = layer_of(weight, bias), torch.randn(3, 64).half()
+    y = layer(x)
+    torch.testing.assert_close(y, nn.functional.linear(x, weight, bias), rtol=0.01, atol=0.01)
+    y.sum().backward()
+    assert bias.grad.tolist() == [3.0] * 32
+    with pytest.raises(InputError, match="x needs a gradient"):
+        layer(x.requires_grad_())
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), y, rtol=0.01, atol=0.01)
+
+
+@SEMI
+@pytest.mark.parametrize(
+    "x, bias, words",
+    [
+        (torch.ones(2, 60), None, r"x is torch.float32 \[2, 60\] on cpu; torch.float32 \[..., 64\]"),
+        (torch.ones(2, 64).half(), None, "x is torch.float16"),
+        (torch.ones(2, 64, device="meta"), None, "on meta"),
+        (torch.ones(2, 64), torch.ones(31), r"bias is torch.float32 \[31\]"),
+        (torch.ones(()), None, r"x is torch.float32 \[\]"),
+    ],
+)
+def test_another_input_of_the_product_is_refused(cslt, x, bias, words):
+    with pytest.raises(InputError, match=words):
+        two_four.product(x, packed(torch.ones(32, 64)), bias)
+    with pytest.raises(InputError, match="sparse is a Tensor; a 2:4 tensor of torch"):
+        two_four.product(torch.ones(2, 64), torch.ones(32, 64))
+    assert not cslt
+
+
 # What it can gain
 
 

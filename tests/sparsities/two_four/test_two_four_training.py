@@ -145,37 +145,38 @@ def test_bad_input():
 # ---- the part for a GPU, without one ----
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
 def test_torch_is_asked_for_the_largest_magnitudes(monkeypatch):
-    asked = []
+    asked, values = [], torch.arange(128.0 * 64).bfloat16().view(128, 64).t()
 
-    def tile(values, algorithm="", use_cutlass=True):
-        asked.append((tuple(values.shape), values.is_contiguous(), algorithm, use_cutlass))
-        return None, None, None, None, two_four_mask(values, transposable=True)
+    def pack(given, algorithm="", use_cutlass=True):
+        asked.append((tuple(given.shape), given.is_contiguous(), algorithm, use_cutlass))
+        return (None, None, None, None, given > 5)
 
-    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", tile)
-    monkeypatch.setattr(torch, "_sparse_semi_structured_apply_dense", lambda values, mask: values * mask)
-    monkeypatch.setattr(torch, "_cslt_compress", lambda kept: kept)
-    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: lambda shape, **parts: (shape, parts))
-    values = drawn(128, 64).t()
-    shape, parts = two_four_training._packed(values, "cusparselt")
-    assert tuple(shape) == (64, 128) and torch.equal(parts["packed"], two_four(values))
-    assert torch.equal(parts["packed_t"], parts["packed"].t()) and parts["packed_t"].is_contiguous()
+    kind = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: kind)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", pack)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_apply_dense", lambda given, masks: given * masks)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda given: given.clone() if given.is_contiguous() else None)
+    made = two_four_training._packed(values, "cusparselt")
     assert asked == [((64, 128), True, "largest_abs_values_greedy", True)]
+    assert torch.equal(made.packed, values * (values > 5)) and torch.equal(made.packed_t, made.packed.t())
+    assert made.fuse_transpose_cusparselt and made.shape == values.shape and made.t().packed is made.packed_t
+
+
+def test_what_torch_cannot_pack_is_said(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no kernel\nand more")
+
+    values = torch.ones(64, 128).bfloat16()
+    kind = types.SimpleNamespace(prune_dense_static_sort=fails)
+    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: kind)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", fails)
+    for backend in ("cutlass", "cusparselt"):
+        with pytest.raises(DeviceError, match=f"torch's {backend} does not pack 2:4 values here: no kernel; accepted"):
+            two_four_training._packed(values, backend)
     with pytest.raises(InputError, match=r"shape \[64, 32\]; multiples of 64"):
         two_four_training._packed(torch.ones(64, 32), "cusparselt")
-
-
-def test_cutlass_packs_by_itself_and_its_refusal_is_typed(monkeypatch):
-    def pack(values, algorithm=""):
-        if values.dtype != torch.bfloat16:
-            raise RuntimeError("no kernel\nand more")
-        return algorithm
-
-    kind = types.SimpleNamespace(prune_dense_static_sort=pack)
-    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: kind)
-    assert two_four_training._packed(torch.ones(64, 64).bfloat16(), "cutlass") == "largest_abs_values_greedy"
-    with pytest.raises(DeviceError, match="torch's cutlass does not pack 2:4 values here: no kernel; accepted"):
-        two_four_training._packed(torch.ones(64, 64), "cutlass")
 
 
 def test_times_need_a_gpu(monkeypatch):

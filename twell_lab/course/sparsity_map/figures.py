@@ -116,8 +116,10 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
     shown = list(dict.fromkeys(row["pattern"] for row in timed))
     if not shown:
         return nothing("Which method wins, by pattern and share of zeros")
+    down = -(-len(shown) // 2)
+    panels = [[{} if 2 * row + col < len(shown) else None for col in range(2)] for row in range(down)]
     figure = make_subplots(
-        rows=-(-len(shown) // 2), cols=2, subplot_titles=shown, shared_yaxes="all", vertical_spacing=0.17
+        rows=down, cols=2, specs=panels, subplot_titles=shown, shared_yaxes="all", vertical_spacing=0.34 / down
     )
     for i, (path, colour) in enumerate(_colours(row["path"] for row in timed).items()):
         named = False
@@ -145,12 +147,12 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
             named = True
     figure.update_xaxes(type="log", autorange="reversed", tickvals=_TICKS, tickangle=0)
     figure.update_xaxes(ticktext=[f"{100 * (1 - each):g}%" for each in _TICKS])
-    figure.update_xaxes(title_text="zeros", row=-(-len(shown) // 2))
+    for at in range(max(0, len(shown) - 2), len(shown)):  # those with none below
+        figure.update_xaxes(title_text="zeros", row=1 + at // 2, col=1 + at % 2)
     figure.update_yaxes(type="log", dtick=1)
     figure.update_yaxes(title_text="times as fast as dense", col=1)
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
     title = f"Which method wins, by pattern and share of zeros<br><sup>{sources(timed)}</sup>"
-    down = -(-len(shown) // 2)
     figure = plots.styled(figure, title, height=130 + 270 * down).update_annotations(font_size=12)
     return figure.update_layout(margin={"t": 90, "b": 110}, legend={"y": -0.2 / down - 0.06, "yanchor": "top"})
 
