@@ -17,7 +17,7 @@ from math import exp, log
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from ..core.errors import InputError
 from ..formats import COO, CSR, ELL, TwELL
@@ -318,7 +318,7 @@ class Batch:
 
 
 class Residual(nn.Module):
-    """x + f(x) for each of the layers f in turn."""
+    """x + f(x / rms(x)) for each of the layers f in turn: without the norm a gated layer's output grows as a square."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model]."""
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + layer(rms_norm(x, x.shape[-1:]))
         return x
 
 

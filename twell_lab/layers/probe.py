@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -194,13 +194,17 @@ class _Trial:
         parameters, buffers = [*self.module.parameters()], [*self.module.buffers()]
         # Of a length that is prime: where the numbers are repeated, no two rows of a weight are alike.
         many = min(1_048_573, sum(t.numel() for t in (*parameters, *buffers)))
-        numbers = torch.randn(many, generator=torch.Generator("cpu").manual_seed(2), device="cpu")
         made: dict[int, Tensor] = {}
+        moved: dict[torch.device, Tensor] = {}
+        turned = 0
         for t in (*parameters, *(each for each in buffers if _empty(each))):
-            device = "cpu" if t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available() else t.device
-            values = numbers * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
-            values = values.to(device, dtype if dtype and t.is_floating_point() else t.dtype)
-            numbers = numbers.roll(-len(made) - 1)  # other ones for the next
+            unreal = t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available()
+            device = torch.device("cpu") if unreal else t.device
+            if device not in moved:
+                moved[device] = _numbers(many).to(device)
+            values = moved[device].roll(-turned) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
+            values = values.to(dtype if dtype and t.is_floating_point() else t.dtype)
+            turned += len(made) + 1  # other ones for the next
             made[id(t)] = values.repeat(-(-t.numel() // max(1, len(values))))[: t.numel()].reshape(t.shape)
         for t in buffers:
             if dtype and t.is_floating_point() and not _empty(t):
@@ -259,6 +263,12 @@ class _Trial:
             # No hook is called, nor what Module.compile() made: to compile takes longer than to ask.
             vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
             vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
+
+
+@lru_cache(2)
+def _numbers(many: int) -> Tensor:
+    """So many normal numbers on the CPU, float32; the same each time, and not to be written to."""
+    return torch.randn(many, generator=torch.Generator("cpu").manual_seed(2), dtype=torch.float32, device="cpu")
 
 
 def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None, both: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import FiringProfile, activations, profile
 from twell_lab.core.errors import InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
@@ -519,3 +520,15 @@ def identity_layer_with_mask():
             return self.layer(x)
 
     return Masked()
+
+
+@pytest.mark.parametrize(
+    "rows, columns, width", [(0, 512, 256), (1, 8, 8), (511, 4080, 2040), (255, 24, 12), (9, 4096, 2048)]
+)
+def test_booleans_are_added_eight_at_a_time(rows, columns, width):
+    for share in (0.0, 0.5, 1.0):
+        firing = torch.rand(rows, columns) < share if share < 1 else torch.ones(rows, columns, dtype=torch.bool)
+        runs, in_columns = module._in_runs(firing, width), module._in_columns(firing)
+        assert runs.dtype == in_columns.dtype == torch.int64
+        assert torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
+        assert torch.equal(in_columns, firing.sum(0))
