@@ -19,9 +19,9 @@ class NotYet(Exception):
 def written(got):
     """The reader's prediction, or the result of their function; NotYet if it is None or still dots."""
     if got is ...:
-        raise NotYet("the dots are still there; write your answer in their place.")
+        raise NotYet("write your answer in place of the dots.")
     if got is None:
-        raise NotYet("the function gives None back; write its body first.")
+        raise NotYet("the function returns None so far.")
     return got
 
 
