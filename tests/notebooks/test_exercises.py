@@ -412,6 +412,9 @@ WRONG = {
             [list(each) for each in zip(*(matrix.T.nonzero()[:, [1, 0]].tolist()))] + [matrix.T[matrix.T != 0].tolist()]
         ),  # column after column
         lambda matrix: [getattr(COO.from_dense(matrix), name).tolist() for name in ("row", "column", "value")],
+        lambda matrix: [*matrix.nonzero().T, matrix[matrix != 0]],  # tensors
+        lambda matrix: [each.float().tolist() for each in (*matrix.nonzero().T, matrix[matrix != 0])],
+        lambda matrix: [list(each) for each in (*matrix.nonzero().T, matrix[matrix != 0])],  # a tensor for each number
     ],
     "row_pointers": [
         lambda rows, count: [rows.index(i) if i in rows else 0 for i in range(count)] + [len(rows)],  # empty rows
@@ -798,6 +801,14 @@ WRONG = {
 def test_wrong_answers_are_told(name, answer, capsys):
     exercises.check(name, answer)
     assert verdict(capsys).startswith("Not yet: ")
+
+
+@pytest.mark.parametrize(("name", "theirs"), [(name, own) for name, each in exercises.THEIRS.items() for own in each])
+def test_what_the_library_has_already_is_no_answer_however_it_was_imported(name, theirs, capsys):
+    body = getattr(theirs, "__func__", theirs).__code__
+    exercises.check(name, theirs)
+    assert "that is the library's own" in verdict(capsys)
+    assert getattr(theirs, "__func__", theirs).__code__ is body  # it works again
 
 
 def test_a_packing_by_hand_is_right(capsys):
