@@ -29,7 +29,7 @@ def test_what_was_solved_is_known_afterwards(in_a_notebook, capsys):
     assert progress.solved() == {"weights_read", "amdahl"}
     assert json.loads(progress.FILE.read_text()) == ["amdahl", "weights_read"]
     first, *others, last = progress.lines().splitlines()
-    assert first == "00 Start here: 1 of 4" and len(others) == 1  # those begun alone
+    assert first == "00 Start here: 1 of 6" and len(others) == 1  # those begun alone
     assert last == f"Solved: 2 of {len(exercises.CHECKS)} exercises."
 
 

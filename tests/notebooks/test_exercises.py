@@ -9,7 +9,7 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import clocks, exercises, packing
+from twell_lab.course import clocks, exercises, packing, progress
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.formats import COO, TwELL
@@ -43,16 +43,9 @@ def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
     return found
 
 
-# Exercises of a notebook, at least; the first one is read in a quarter of an hour.
-LEAST = {
-    "00-start-here.ipynb": 4,
-    "07-pack-it.ipynb": 6,
-    "08-first-kernels.ipynb": 6,
-    "11-train-with-the-kernels.ipynb": 6,
-    "09-hopper-kernels.ipynb": 7,
-    "measured-speedups.ipynb": 4,
-    "your-own-model.ipynb": 3,
-}
+# Exercises of a notebook, at least.
+LEAST = {path.name: 6 for path in sorted(FOLDER.glob("[01]*.ipynb"))}
+LEAST |= {"06-cuda-puzzles.ipynb": 12, "measured-speedups.ipynb": 4, "your-own-model.ipynb": 3}
 HEADING = re.compile(r"^### Exercise (\d+): ", re.MULTILINE)
 
 
@@ -62,13 +55,21 @@ def test_exercises_are_numbered_and_stand_beside_what_they_test(name):
     texts = ["".join(cell["source"]) for cell in cells]
     checks = [i for i, text in enumerate(texts) if CALL.search(text)]
     numbers = []
-    for i in checks:
-        above = i - 1 if cells[i - 1]["cell_type"] == "markdown" else i - 2  # a kernel file lies in between
+    for i in checks:  # a picture and a kernel file may lie in between
+        above = next(j for j in range(i - 1, i - 4, -1) if cells[j]["cell_type"] == "markdown")
         numbers.append(int(HEADING.findall(texts[above])[-1]))
     assert numbers == list(range(1, len(checks) + 1)) and len(checks) >= LEAST[name]
     assert sum(len(HEADING.findall(text)) for text in texts) == len(checks)
     middle = len(cells) // 2
     assert any(i < middle for i in checks) and any(i > middle for i in checks), "they are gathered in one place"
+
+
+def test_the_progress_line_counts_every_exercise_of_every_notebook():
+    notebooks = [json.loads(path.read_text(encoding="utf-8"))["cells"] for path in FOLDER.glob("*.ipynb")]
+    headings = sum(len(HEADING.findall("".join(cell["source"]))) for cells in notebooks for cell in cells)
+    stored = (FOLDER / "00-start-here.ipynb").read_text(encoding="utf-8")
+    assert f"Solved: 0 of {headings} exercises." in stored
+    assert sum(map(len, progress.exercises().values())) == headings == len(exercises.CHECKS)
 
 
 def verdict(capsys) -> str:
@@ -257,6 +258,12 @@ def one_token_elementwise(x, gate, up, down):
     return (down.nan_to_num() * (g * (up.nan_to_num() * x).sum(1))).sum(1)  # no product of matrices, and all of them
 
 
+def cut_error(gate, up, down, threshold, shift=False):
+    exact = down @ (gate.relu() * up)
+    kept = (gate - threshold).relu() if shift else gate * (gate > threshold)
+    return float((down @ (kept * up) - exact).norm() / exact.norm())
+
+
 def unpacked(words, gate):
     row = torch.zeros(len(gate))
     for t, tile in enumerate(words):
@@ -384,6 +391,19 @@ WRONG = {
             x, gate, up.nan_to_num(), down.nan_to_num(), who=lambda fires: fires.any(0) | True
         ),
     ],
+    "may_be_skipped": [
+        lambda activation: bool(activation(torch.zeros(1)) == 0),  # SiLU is zero there, too
+        lambda activation: bool(activation(torch.tensor([-100.0])) == 0),  # nothing is left of SiLU's values there
+        lambda activation: bool(activation(torch.tensor([-5.0, -4.0])).abs().sum() == 0),
+        lambda activation: "relu" in activation.__name__,
+        lambda activation: bool((activation(-torch.rand(1000)).abs() < 0.05).all()),  # small is not zero
+    ],
+    "cut_error": [
+        lambda gate, up, down, threshold: cut_error(gate, up, torch.eye(len(gate)), threshold),  # of hidden values
+        lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, shift=True),
+        lambda gate, up, down, threshold: float(((gate > 0) & (gate <= threshold)).sum() / (gate > 0).sum()),
+        lambda gate, up, down, threshold: 0.93,  # what the cell above prints
+    ],
     "at_most": [20, 3, 1 / 0.35, True, "2.73"],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
     "to_coo": [
@@ -392,6 +412,9 @@ WRONG = {
             [list(each) for each in zip(*(matrix.T.nonzero()[:, [1, 0]].tolist()))] + [matrix.T[matrix.T != 0].tolist()]
         ),  # column after column
         lambda matrix: [getattr(COO.from_dense(matrix), name).tolist() for name in ("row", "column", "value")],
+        lambda matrix: [*matrix.nonzero().T, matrix[matrix != 0]],  # tensors
+        lambda matrix: [each.float().tolist() for each in (*matrix.nonzero().T, matrix[matrix != 0])],
+        lambda matrix: [list(each) for each in (*matrix.nonzero().T, matrix[matrix != 0])],  # a tensor for each number
     ],
     "row_pointers": [
         lambda rows, count: [rows.index(i) if i in rows else 0 for i in range(count)] + [len(rows)],  # empty rows
@@ -778,6 +801,14 @@ WRONG = {
 def test_wrong_answers_are_told(name, answer, capsys):
     exercises.check(name, answer)
     assert verdict(capsys).startswith("Not yet: ")
+
+
+@pytest.mark.parametrize(("name", "theirs"), [(name, own) for name, each in exercises.THEIRS.items() for own in each])
+def test_what_the_library_has_already_is_no_answer_however_it_was_imported(name, theirs, capsys):
+    body = getattr(theirs, "__func__", theirs).__code__
+    exercises.check(name, theirs)
+    assert "that is the library's own" in verdict(capsys)
+    assert getattr(theirs, "__func__", theirs).__code__ is body  # it works again
 
 
 def test_a_packing_by_hand_is_right(capsys):

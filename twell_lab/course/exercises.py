@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
-from ..formats.classic import CSR
+from ..formats import matrix
+from ..formats.classic import COO, CSR
 from ..formats.twell import TwELL
 from ..ops import portable, reference
+from ..sparsities import microtiles, two_four, weights
 from . import progress
 from .backward import checks as backward
 from .capstone import checks as capstone
+from .capstone import data as capstone_data
 from .choosing import checks as choosing
+from .choosing import data as choosing_data
 from .clocks import checks as clocks
+from .clocks import data as clocks_data
 from .conversion import checks as conversion
 from .first_kernels import checks as first_kernels
 from .hopper import checks as hopper
+from .hopper import tile as hopper_tile
 from .hopper.calls import timeline
 from .measure import checks as start
 from .measure import zeros_checks
@@ -33,9 +38,11 @@ from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
 from .roofline.data import pool_table, waves
 from .sparsity_map import checks as sparsity_map
+from .sparsity_map import data as sparsity_map_data
 from .speedups.data import amdahl, crossing, layer_needed, share_from
 from .training import checks as training
-from .verdicts import NotYet, close, near, same, same_list, skipping, written
+from .training import data as training_data
+from .verdicts import NotYet, by_hand, close, near, same, same_list, skipping, written
 
 RIGHT = "Right"
 
@@ -49,7 +56,8 @@ def check(name: str, answer: object) -> None:
     if name not in CHECKS:
         raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
     try:
-        said = CHECKS[name](answer)
+        theirs = THEIRS.get(name, ())
+        said = CHECKS[name](by_hand(answer, theirs) if theirs and callable(answer) else answer)
     except NotYet as reason:
         print(f"Not yet: {reason}")
     except Exception as error:  # whatever the reader's function raises is part of the answer
@@ -118,9 +126,6 @@ def _same_words(got: list, want: list[int], said: str) -> None:
             )
 
 
-_PACKS = ("from_gate", "from_dense")
-
-
 def _pack_tile(answer) -> str:
     for width, words, share in ((8, 4, 0.3), (40, 9, 0.1), (40, 9, 0.6), (16, 4, 0.0), (16, 17, 1.0)):
         gate = (torch.rand(width) + 0.01) * torch.where(torch.rand(width) < share, 1.0, -1.0)
@@ -131,10 +136,9 @@ def _pack_tile(answer) -> str:
             gate[2] = -gate[0]  # a NaN with its sign bit set: its 16 bits are a negative int16
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        own = mock.Mock(side_effect=NotYet("that is the library's own pack; write one."))
-        with mock.patch.multiple(TwELL, **dict.fromkeys(_PACKS, own)), mock.patch.object(portable, "pack", own):
-            got = answer(gate, words)
-        _same_words(list(written(got)), want, f"of {width} columns {want[0]} fire, with {words} words a tile")
+        _same_words(
+            list(written(answer(gate, words))), want, f"of {width} columns {want[0]} fire, with {words} words a tile"
+        )
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
 
 
@@ -284,3 +288,31 @@ CHECKS: dict[str, Callable] = {
     **own_model.CHECKS,
 }
 CHECKS |= {name: _puzzle(name) for name in PUZZLES}
+
+# What the library has for an exercise already: while the reader's function runs, it refuses to work.
+THEIRS: dict[str, tuple[Callable, ...]] = {
+    "to_coo": (COO.from_dense,),
+    "row_pointers": (matrix.row_pointers,),
+    "ran": (clocks_data.operations,),
+    "pays_after": (sparsity_map_data.pays_after,),
+    "keep_largest": (weights.largest,),
+    "two_four": (two_four.two_four_mask,),
+    "firing_share": (training_data.firing_share,),
+    "pack_tile": (TwELL.from_gate, TwELL.from_dense, portable.pack),
+    "stages": (hopper_tile.stages_that_fit,),
+    "sum_place": (hopper_tile.sums,),
+    "neuron_at": (hopper_tile.neuron_at,),
+    "l2_bytes": (hopper_tile.l2_bytes,),
+    "turns": (waves,),
+    "pool_starts": (pool_table,),
+    "wall_time": (timeline,),
+    "occupied": (choosing_data.occupied,),
+    "without_padding": (microtiles.unpadded, microtiles.remove_padding, microtiles.add_padding),
+    "hot_neurons": (choosing_data.hot_neurons,),
+    "token_bytes": (choosing_data.token_bytes,),
+    "least_us": (capstone_data.least_us,),
+    "amdahl": (amdahl,),
+    "layer_needed": (layer_needed,),
+    "share_from": (share_from,),
+    "crossing": (crossing,),
+}

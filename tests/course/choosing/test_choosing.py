@@ -242,7 +242,7 @@ def test_what_guessing_costs(subject):
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
     assert not any(isinstance(each, predictors.FewNeurons) for each in subject.model.modules())
-    assert data.predictor_sentence(found).startswith("Guessing 90%: ")
+    assert data.predictor_sentence(found).startswith("Guessing, at 90% recall: ")
     assert len(figures.losses(rows).data) == 3
 
 

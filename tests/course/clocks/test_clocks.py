@@ -246,7 +246,7 @@ def test_three_lines_say_what_the_numbers_say():
     claims = clocks.Claims()
     claims.add("claimed", 100.0, 0.1)
     claims.add("the clock waits", 100.0, 50.0)
-    effects = {"warm cache": 0.5, "first call": 1.5}
+    effects = {"warm cache": "0.5x (0.4 to 0.6)", "first call": "1.5x"}
     for dense, sparse, words in (
         ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "repaired 3x (2.95 to 3.02): faster."),
         ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "repaired 0.5x (0.496 to 0.508): slower."),
@@ -258,7 +258,7 @@ def test_three_lines_say_what_the_numbers_say():
         )
         assert first.startswith("Claimed 1,000x") and words in first
         assert second == '"the clock waits" changed it most, by 500x.'
-        assert third == "Honest mistakes: warm cache 0.5x, first call 1.5x."
+        assert third == "Honest mistakes: warm cache 0.5x (0.4 to 0.6), first call 1.5x."
 
 
 def test_a_call_is_told_at_the_fewest_tokens_of_each_run():

@@ -193,3 +193,8 @@ def test_the_lines_say_how_far_a_cut_is_cheap_and_leave_records_out():
     assert "30.0% of m" in first and "nothing" in convert and "nothing" in train
     assert "none of m" in conversion.three_lines([point(change=3.0)])[0]
     assert "nothing" in conversion.three_lines([point("train", 0.2, 0.5), point()])[2]  # no cut to as few
+
+
+def test_the_learning_rates_by_which_the_notebook_explains_that_losses_first_rise():
+    assert data.learning_rate(conversion.MODEL, conversion.MODEL.steps) == pytest.approx(0.001, rel=0.01)
+    assert (conversion.ON.lr, conversion.ON.warmup) == (0.005, 10)

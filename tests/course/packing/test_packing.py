@@ -146,3 +146,10 @@ def test_other_wrong_arguments_are_refused():
 def test_which_checks_find_a_lossy_packing(errors, words):
     text = packing.found_by(torch.tensor(errors))
     assert all(word in text for word in words)
+
+
+def test_the_framed_geometry_is_said_to_take_more_or_less_than_dense():
+    row = {"tile": 128, "words": 64, "bytes": 1034.0, "overflow": 0.004}
+    assert packing.framed([row], dense=1024) == "Framed: 1,034 bytes a row, more than dense (1,024)."
+    assert "less than dense" in packing.framed([row], dense=2048)
+    assert packing.framed([row | {"overflow": 0.5}], dense=1024).startswith("None framed")

@@ -489,9 +489,9 @@ def test_every_launch_is_made_anew(tmp_path):
 
 def test_three_lines_say_where_one_stands():
     none = data.summary(dict.fromkeys(puzzles.PUZZLES, False)).splitlines()
-    assert none == ["Right: 0 of 12.", "Open: all, some 145 minutes.", "Next: puzzle 1, map."]
+    assert none == ["Right: 0 of 12.", "Open: all, some 145 minutes.", "Next: exercise 1, map."]
     some = data.summary({name: name not in ("guard", "gemm_tile") for name in puzzles.PUZZLES}).splitlines()
-    assert some == ["Right: 10 of 12.", "Open: 2, 12, some 30 minutes.", "Next: puzzle 2, guard."]
+    assert some == ["Right: 10 of 12.", "Open: 2, 12, some 30 minutes.", "Next: exercise 2, guard."]
     every = data.summary(dict.fromkeys(puzzles.PUZZLES, True)).splitlines()
     assert len(every) == 3 and every[1] == "Open: none." and "notebook 08" in every[2]
 

@@ -18,7 +18,10 @@ def test_loss_against_nnz_has_every_run_once(rows):
     figure = figures.loss_against_nnz(rows, "recorded somewhere")
     drawn = sorted((x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True))
     assert drawn == sorted((row["mean_nnz"], row["validation_bits_per_byte"]) for row in rows)
-    assert list(figure.data[0].text) == ["no L1", *(f"{row['config']['l1']:g}" for row in sweep.pressed(rows)[1:])]
+    assert list(figure.data[0].text[:1]) == ["no L1"] and "1.5e-4" in figure.data[0].text
+    assert [float(text) for text in figure.data[0].text[1:]] == pytest.approx(
+        [row["config"]["l1"] for row in sweep.pressed(rows)[1:]]
+    )
     assert "recorded somewhere" in figure.layout.title.text
     wanted = next(shape for shape in figure.layout.shapes if shape.type == "rect")
     twin = sweep.twin(rows)
@@ -38,7 +41,7 @@ def test_the_picked_run_stands_out_and_its_layers_are_drawn(rows):
     ]
     assert list(figure.data[-1].y) == [layer["nnz"] for layer in runs[4]["layers"]]
     assert (
-        figure.layout.title.text.startswith(f"L1 {runs[4]['config']['l1']:g}: ")
+        figure.layout.title.text.startswith(f"{figures.short(runs[4])}: ")
         and "recorded somewhere" in figure.layout.title.text
     )
 

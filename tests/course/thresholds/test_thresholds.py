@@ -186,7 +186,7 @@ def test_teal_shows_both_places_and_no_time(model):
 
 def test_the_sentence_says_what_it_is_of_and_that_it_is_lossy(counted):
     said = shown.sentence(shown.view(counted, 0.4))
-    assert said.startswith("a Llama of random weights, cats, sparsity 40%, lossy: loss ") and "(measured)" in said
+    assert said.startswith("a Llama of random weights, cats, sparsity 40% (lossy): loss ") and "(measured)" in said
     assert "(between measured points)" in shown.sentence(shown.view(counted, 0.5))
     assert "not measured beyond" in shown.sentence(shown.view(counted, 0.9))
     assert "kernels that skip what is zero should take" in said

@@ -40,7 +40,7 @@ def test_the_figure_follows_the_slider(explorer):
         assert list(trace(explorer, "kept behind the gate").y) == density
         assert list(trace(explorer, "error").y) == [100 * error for error in view["error"]]
         assert list(trace(explorer, "here").y) == ([] if view["loss"] is None else [view["loss"]])
-        assert f"sparsity {value:.0%}, lossy" in explorer.figure.layout.title.text
+        assert f"sparsity {value:.0%} (lossy)<br>" in explorer.figure.layout.title.text
 
 
 def test_a_move_runs_no_model_and_takes_less_than_a_tenth_of_a_second(explorer, model):

@@ -327,7 +327,7 @@ def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]
     if (times := against_v2(rows)) is None:
         recorded = {row["path"]: row for row in _recorded()}.get("down_v2")
         took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, recorded on {recorded['device']}"
-        return [*lines, f"Time: none of yours was measured; {took or 'none of down_v2 is recorded'}."]
+        return [*lines, f"Time: yours was not measured; {took or 'none of down_v2 is recorded'}."]
     off = 1e3 * ms[gpu.YOURS] / found.us
     return [
         *lines,

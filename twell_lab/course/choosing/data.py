@@ -371,7 +371,7 @@ def predictor_sentence(found: Predictors) -> str:
     """How many neurons are computed for one that fires."""
     table = found.table()
     neurons, firing = (sum(row[key] for row in table) for key in ("neurons", "firing"))
-    return f"Guessing {found.recall:.0%}: {neurons / firing:.0f} computed for one that fires."
+    return f"Guessing, at {found.recall:.0%} recall: {neurons / firing:.0f} neurons computed for each that fires."
 
 
 def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:

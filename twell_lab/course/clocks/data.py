@@ -442,8 +442,9 @@ def apart(one: list[float], other: list[float]) -> bool:
     return below < above
 
 
-def three_lines(claims: Claims, found: Verdict, effects: dict[str, float]) -> list[str]:
-    """What the notebook comes to. effects: by which factor each clock was off, of those that only time badly."""
+def three_lines(claims: Claims, found: Verdict, effects: dict[str, str]) -> list[str]:
+    """What the notebook comes to. effects: by which factor each clock was off, in words, of those that only
+    time badly."""
     first, (step, factor) = next(iter(claims.steps.values())), claims.largest()
     said = "faster" if found.x > 1 else "slower"
     if not apart(found.samples["dense"], found.samples["sparse"]):
@@ -451,5 +452,5 @@ def three_lines(claims: Claims, found: Verdict, effects: dict[str, float]) -> li
     return [
         f"Claimed {times(first)}, repaired {as_fast(found.samples, 'sparse', 'dense')}: {said}.",
         f'"{step}" changed it most, by {times(factor)}.',
-        f"Honest mistakes: {', '.join(f'{name} {times(factor)}' for name, factor in effects.items())}.",
+        f"Honest mistakes: {', '.join(f'{name} {factor}' for name, factor in effects.items())}.",
     ]

@@ -18,6 +18,7 @@ TOP = 12.0  # percent: points above are said in the title, not drawn
 def cut(points: list[dict]) -> go.Figure:
     """Loss over the share of neurons that thresholds leave, a line for each model."""
     figure = picture(points, "What a cut costs on held-out text (95% intervals)")
+    figure.update_xaxes(dtick="D1")  # a few percent: a tick for each
     return figure.update_layout(height=380, margin_b=60, showlegend=False)
 
 

@@ -4,6 +4,7 @@ from . import figures
 from .data import (
     forms,
     found_by,
+    framed,
     geometries,
     one_tile,
     row_errors,

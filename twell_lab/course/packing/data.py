@@ -131,6 +131,15 @@ def usual(table: list[dict]) -> dict:
     return found
 
 
+def framed(table: list[dict], dense: int, overflow: float = 0.01) -> str:
+    """What the tile and words cost that `figures.geometries` frames, beside a dense row of so many bytes."""
+    best = smallest(table, overflow)
+    if best is None:
+        return f"None framed: with all of them more than {overflow:.0%} of the rows overflow."
+    beside = "more" if best["bytes"] > dense else "less" if best["bytes"] < dense else "no less"
+    return f"Framed: {best['bytes']:,.0f} bytes a row, {beside} than dense ({dense:,})."
+
+
 # ---- the packing algorithm, as a warp does it ----
 
 

@@ -117,7 +117,9 @@ def summary(right: Mapping[str, bool]) -> str:
         )
     which = "all" if len(left) == len(right) else ", ".join(f"{numbers[name]}" for name in left)
     minutes = sum(PUZZLES[name].minutes for name in left)
-    return f"{done}\nOpen: {which}, some {minutes} minutes.\nNext: puzzle {numbers[left[0]]}, {PUZZLES[left[0]].title}."
+    return (
+        f"{done}\nOpen: {which}, some {minutes} minutes.\nNext: exercise {numbers[left[0]]}, {PUZZLES[left[0]].title}."
+    )
 
 
 # ---- in words ----

@@ -138,8 +138,9 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
                 name=path,
                 legendgroup=path,
                 showlegend=not named,
-                line={"color": colour, "dash": "solid" if i < len(plots.COLOURS) else "dot"},
-                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
+                # Of two lines on each other both are seen: the second one has gaps, and smaller marks.
+                line={"color": colour, "dash": "dot" if i >= len(plots.COLOURS) else "dash" if i % 2 else "solid"},
+                marker={"size": 7 if i % 2 else 11, "symbol": _MARKS[i % len(_MARKS)]},
                 hovertemplate=path + ", %{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
                 row=1 + at // 2,
                 col=1 + at % 2,
@@ -168,7 +169,7 @@ def picture(view: dict) -> go.Figure:
         subplot_titles=[
             "a corner of it",
             "kept in a row, %",
-            "in the way, %",
+            "fours with 3 or 4, blocks not empty, %",
             "bytes, % of dense",
             "ms of the product here",
             "error of the product, %",
@@ -177,7 +178,7 @@ def picture(view: dict) -> go.Figure:
     squares(figure, [[0]], (SILENT, KEPT), row=1, col=1, hoverinfo="skip")
     figure.add_scatter(mode="lines", line={"color": plots.BLUE}, showlegend=False, row=1, col=2, hoverinfo="skip")
     bars = (
-        (["more than 2 of 4", *(f"blocks of {size} kept" for size in BLOCK_SIZES)], plots.RED, 1, 3),
+        (["fours", *(f"blocks {size}" for size in BLOCK_SIZES)], plots.RED, 1, 3),
         (FORMATS, plots.SKY, 2, 1),
         (FORMATS, plots.ORANGE, 2, 2),
         (["error"], plots.RED, 2, 3),

@@ -54,7 +54,7 @@ def beside_layers(
     known = [step for step in found if step.share]
     for name, values, marker in (
         (
-            "its layers by themselves",
+            "its layers by themselves" + ", where they were timed" * (len(known) < len(found)),
             [step.layer_x for step in known],
             {"color": LAYERS, "symbol": "diamond", "size": 11},
         ),

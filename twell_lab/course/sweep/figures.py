@@ -20,8 +20,11 @@ LIGHT = "#C8C8C8"
 
 
 def short(row: dict) -> str:
-    """The name of a run by its coefficient alone: "L1 0.0001" or "no L1"."""
-    return f"L1 {row['config']['l1']:g}" if row["config"]["l1"] else "no L1"
+    """The name of a run by its coefficient alone: "L1 1.5e-4" or "no L1"."""
+    if not (l1 := row["config"]["l1"]):
+        return "no L1"
+    power = math.floor(math.log10(l1) + 1e-9)
+    return f"L1 {l1 / 10**power:.3g}e{power}"
 
 
 def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, more: float = data.MORE) -> go.Figure:

@@ -265,7 +265,7 @@ def sentence(view: dict) -> str:
     if step := view["step"]:
         how = "on the TwELL path" if step["path"] == "twell" else "computed densely"
         time += f"; here {step['what']} took {step['ms']:.3g} ms {how} instead of {step['dense_ms']:.3g}"
-    return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
+    return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%} (lossy): {loss}{time}"
 
 
 def _percent(found: LossChange) -> tuple[float, float, float]:

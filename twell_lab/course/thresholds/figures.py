@@ -130,5 +130,5 @@ def move(figure: go.Figure, view: dict) -> None:
     step.y, without.y = medians, alone
     step.error_y.array = [top - median for top, median in zip(high, medians)]
     step.error_y.arrayminus = [median - bottom for median, bottom in zip(medians, low)]
-    said = sentence(view).replace(": loss", ":<br><sup>loss").replace("; here", "</sup><br><sup>here")
+    said = sentence(view).replace("(lossy): ", "(lossy)<br><sup>").replace("; here", "</sup><br><sup>here")
     figure.layout.title.text = f"{said}</sup>"
