@@ -10,6 +10,7 @@ import re
 from html import escape, unescape
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 from mkdocs.structure.toc import get_toc
@@ -24,6 +25,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 # In the pages of notebooks, as nbconvert writes them.
 ANCHOR = re.compile(r'<a href="(?!\w+:|#)([^"#]+)(#[^"]*)?">(.*?)</a>', re.DOTALL)
 HEADING = re.compile(r'<h([1-6]) id="([^"]+)">(.*?)<a class="headerlink"', re.DOTALL)
+CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
+FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt")')  # a button's word, and code once more
 # Links of the page of what is not there, which the theme writes for the root of a server.
 ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
@@ -55,7 +58,8 @@ def on_files(files, config):
 
 def on_page_content(html, page, config, files):
     """Notebooks: pictures get the words that are stored with them, Colab's badge becomes its words, links lead to
-    pages instead of notebooks, and search and the table of contents know the headings as the page has them."""
+    pages instead of notebooks, formulas are MathML, which needs no script, and search and the table of contents know
+    the headings as the page has them."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
 
@@ -69,6 +73,10 @@ def on_page_content(html, page, config, files):
     html = UNSOUGHT.sub(r"\1 data-search-exclude", html)
     html = BADGE.sub("Open in Colab", html)  # a page loads no picture from elsewhere
     cells = json.loads((ROOT / page.file.src_uri).read_text(encoding="utf-8"))["cells"]
+    texts = [CODE.sub("", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"]
+    for signs, formula in dict.fromkeys(FORMULA.findall("\n".join(texts))):
+        display = "block" if signs == "$$" else "inline"
+        html = html.replace(escape(signs + formula + signs, quote=False), convert(formula, display=display))
     outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
     words = iter([output["metadata"].get("image/png", {}).get("alt", "") for output in outputs])
     return WORDLESS.sub(lambda _: f'alt="{escape(next(words))}"', html)
