@@ -27,7 +27,8 @@ ANCHOR = re.compile(r'<a href="(?!\w+:|#)([^"#]+)(#[^"]*)?">(.*?)</a>', re.DOTAL
 HEADING = re.compile(r'<h([1-6]) id="([^"]+)">(.*?)<a class="headerlink"', re.DOTALL)
 CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
-UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt")')  # a button's word, and code once more
+# A button's word, code once more, and marks for tests.
+UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt"|<div class="celltoolbar")')
 # Links of the page of what is not there, which the theme writes for the root of a server.
 ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
 SERVED = '<script>if (location.protocol.startsWith("http")) document.write(\'<base href="/">\')</script>'
@@ -129,9 +130,9 @@ def _contents(headings: list[tuple[str, str, str]]) -> list[dict]:
 
 
 def _notebooks() -> list[str]:
-    """Numbered ones first."""
+    """Numbered ones first, the glossary last."""
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return [f"notebooks/{name}" for name in sorted(names, key=lambda name: not name[0].isdigit())]
+    return [f"notebooks/{name}" for name in sorted(names, key=lambda name: (not name[0].isdigit(), name == "glossary.ipynb"))]
 
 
 def _title(name: str) -> str:

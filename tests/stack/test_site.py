@@ -93,7 +93,7 @@ def test_the_search_knows_words_and_no_signs_of_the_page(site):
     entries = json.loads(index[index.index("{") :].rstrip().removesuffix(";"))["docs"]
     assert any(entry["location"] == "notebooks/glossary.html#twell" for entry in entries)
     for entry in entries:
-        assert not re.search("\u00b6|Copied!|In \\[", entry["title"] + entry["text"]), entry["location"]
+        assert not re.search("\u00b6|Copied!|nbval|In \\[", entry["title"] + entry["text"]), entry["location"]
 
 
 def test_formulas_are_drawn_without_a_script(site):
