@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
+from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +22,16 @@ ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
 WORDLESS = re.compile('alt="No description has been provided for this image"')
 BADGE = re.compile(r"<img[^>]*/colab-badge\.svg[^>]*>")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+# In the pages of notebooks, as nbconvert writes them.
+ANCHOR = re.compile(r'<a href="(?!\w+:|#)([^"#]+)(#[^"]*)?">(.*?)</a>', re.DOTALL)
+HEADING = re.compile(r'<h([1-6]) id="([^"]+)">(.*?)<a class="headerlink"', re.DOTALL)
+CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
+FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
+# A button's word, code once more, and marks for tests.
+UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt"|<div class="celltoolbar")')
+# Links of the page of what is not there, which the theme writes for the root of a server.
+ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
+SERVED = '<script>if (location.protocol.startsWith("http")) document.write(\'<base href="/">\')</script>'
 
 
 def on_config(config):
@@ -46,11 +58,26 @@ def on_files(files, config):
 
 
 def on_page_content(html, page, config, files):
-    """Pictures of notebooks get the words that are stored with them, and Colab's badge becomes its words."""
+    """Notebooks: pictures get the words that are stored with them, Colab's badge becomes its words, links lead to
+    pages instead of notebooks, formulas are MathML, which needs no script, and search and the table of contents know
+    the headings as the page has them."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
+
+    def instead(found: re.Match) -> str:
+        file = _page(found[1], posixpath.dirname(page.file.src_uri), files)
+        part = (found[2] or "").lower()  # JupyterLab keeps capitals in a heading's address, these pages do not
+        return f'<a href="{get_relative_url(file.url, page.url)}{part}">{found[3]}</a>' if file else found[3]
+
+    html = ANCHOR.sub(instead, html).replace('class="anchor-link"', 'class="headerlink"')
+    page.toc = get_toc(_contents(HEADING.findall(html)))
+    html = UNSOUGHT.sub(r"\1 data-search-exclude", html)
     html = BADGE.sub("Open in Colab", html)  # a page loads no picture from elsewhere
     cells = json.loads((ROOT / page.file.src_uri).read_text(encoding="utf-8"))["cells"]
+    texts = [CODE.sub("", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"]
+    for signs, formula in dict.fromkeys(FORMULA.findall("\n".join(texts))):
+        display = "block" if signs == "$$" else "inline"
+        html = html.replace(escape(signs + formula + signs, quote=False), convert(formula, display=display))
     outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
     words = iter([output["metadata"].get("image/png", {}).get("alt", "") for output in outputs])
     return WORDLESS.sub(lambda _: f'alt="{escape(next(words))}"', html)
@@ -62,7 +89,11 @@ def on_post_page(output, page, config):
 
 
 def on_post_template(output_content, template_name, config):
-    """The same for the page of what is not there."""
+    """The same for the page of what is not there, which also finds its style when it is opened as a file."""
+    if template_name == "404.html":
+        output_content = ROOTED.sub(r"\1", output_content).replace('"base": "/"', '"base": "."')
+        output_content = output_content.replace('<meta charset="utf-8">', '<meta charset="utf-8">' + SERVED)
+        output_content = output_content.replace("<title>", "<title>Not found - ")
     return output_content.replace(ELSEWHERE, "search-from-file.js")
 
 
@@ -71,20 +102,37 @@ def on_page_markdown(markdown, page, config, files):
     here = posixpath.dirname(page.file.src_uri)
 
     def instead(found: re.Match) -> str:
-        # Pages of docs/ lie beside the README here.
-        target = posixpath.normpath(posixpath.join(here, found[2])).removeprefix("../").removeprefix("docs/")
-        for name in (target, posixpath.join(target, "README.md")):
-            if files.get_file_from_path(name):
-                return f"[{found[1]}]({posixpath.relpath(name, here or '.')}{found[3] or ''})"
-        return found[1]
+        file = _page(found[2], here, files)
+        return f"[{found[1]}]({posixpath.relpath(file.src_uri, here or '.')}{found[3] or ''})" if file else found[1]
 
     return LINK.sub(instead, markdown)
 
 
+def _page(link: str, here: str, files) -> File | None:
+    """What a link from the folder `here` of the checkout leads to, where that is a part of the site."""
+    # Pages of docs/ lie beside the README here.
+    target = posixpath.normpath(posixpath.join(here, link)).removeprefix("../").removeprefix("docs/")
+    return files.get_file_from_path(target) or files.get_file_from_path(posixpath.join(target, "README.md"))
+
+
+def _contents(headings: list[tuple[str, str, str]]) -> list[dict]:
+    """Levels, names and HTML of a page's headings in their order, as mkdocs takes them: each under its parent."""
+    top: list[dict] = []
+    open_ones = [{"level": 0, "children": top}]
+    for level, anchor, html in headings:
+        words = unescape(re.sub("<[^>]+>", "", html))
+        token = {"level": int(level), "id": anchor, "name": escape(words), "html": escape(words), "children": []}
+        while open_ones[-1]["level"] >= token["level"]:
+            open_ones.pop()
+        open_ones[-1]["children"].append(token)
+        open_ones.append(token)
+    return top
+
+
 def _notebooks() -> list[str]:
-    """Numbered ones first."""
+    """Numbered ones first, the glossary last."""
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return [f"notebooks/{name}" for name in sorted(names, key=lambda name: not name[0].isdigit())]
+    return [f"notebooks/{name}" for name in sorted(names, key=lambda name: (not name[0].isdigit(), name == "glossary.ipynb"))]
 
 
 def _title(name: str) -> str:

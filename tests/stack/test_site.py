@@ -1,13 +1,31 @@
 """The pages that `make site` makes: strictly, so that every link leads somewhere, and without asking the network."""
 
+import json
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Read(HTMLParser):
+    """What a page links to, and what can be linked to in it."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.links: list[str] = []
+        self.places = {"", "__skip"}
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.places.update(filter(None, (attrs.get("id"), attrs.get("name"))))
+        self.links += [link for link in (attrs.get("href"), attrs.get("src")) if link and ":" not in link]
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +71,38 @@ def test_pictures_have_words_and_the_search_knows_the_notebooks(site):
     page = (site / "notebooks" / "09-hopper-kernels.html").read_text(encoding="utf-8")
     assert page.count("<img") > 5 and "No description has been provided" not in page
     assert "notebooks/09-hopper-kernels.html" in (site / "search" / "search_index.js").read_text(encoding="utf-8")
+
+
+def test_every_link_leads_to_a_file_of_the_site_and_to_a_place_in_it(site):
+    pages = {page: Read(page) for page in site.rglob("*.html")}
+    for page, read in pages.items():
+        for link in read.links:
+            name, _, place = unquote(link).partition("#")
+            assert not name.startswith("/"), f"{page.name}: {link} needs a server"
+            there = (page.parent / name).resolve() if name else page
+            assert there.is_file() and there.suffix not in (".ipynb", ".md"), f"{page.name}: {link}"
+            assert there not in pages or place in pages[there].places, f"{page.name}: {link}"
+
+
+def test_there_is_no_page_of_a_script(site):
+    assert not (site / "picture.html").exists() and not (site / "pages.html").exists()
+
+
+def test_the_search_knows_words_and_no_signs_of_the_page(site):
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    entries = json.loads(index[index.index("{") :].rstrip().removesuffix(";"))["docs"]
+    assert any(entry["location"] == "notebooks/glossary.html#twell" for entry in entries)
+    for entry in entries:
+        assert not re.search("\u00b6|Copied!|nbval|In \\[", entry["title"] + entry["text"]), entry["location"]
+
+
+def test_formulas_are_drawn_without_a_script(site):
+    page = (site / "notebooks" / "11-train-with-the-kernels.html").read_text(encoding="utf-8")
+    assert page.count("<math") >= 3 and "$$d" not in page and "\\top" not in page
+
+
+def test_the_contents_of_a_notebook_hold_its_headings_one_under_the_other(site):
+    page = (site / "notebooks" / "08-first-kernels.html").read_text(encoding="utf-8")
+    contents = page[page.index('aria-label="Table of contents"') :]
+    contents = contents[: contents.index("</nav>", contents.index("The versions of"))]
+    assert 'href="#the-versions-of-gated"' in contents and 'aria-label="Version 1: a thread a tile"' in contents

@@ -232,19 +232,23 @@ def profile(
     layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred tokens and more cost
     least.
 
-    model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
-        in evaluation mode without gradients, and eagerly if it was compiled; every module's mode is put back
-        and the hooks are taken off afterwards, also when a batch fails.
-    batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
-        transformers tokenizer returns) or a tuple of arguments. A single tensor or mapping is one batch.
-        Tensors are moved to the device of the model's first parameter. Where there is an `attention_mask`
-        [batch, tokens], by name or in its place, positions where it is 0 are left out of every count. Token
-        ids [batch, tokens], the first argument or `input_ids`, say which tokens these are.
-    tile, words: the TwELL geometry for which tiles are counted.
-    only: profile the layers for which only(name, module) is true.
+    Args:
+        model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
+            evaluation mode without gradients, and eagerly if it was compiled; every module's mode is put back and the
+            hooks are taken off afterwards, also when a batch fails.
+        batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
+            transformers tokenizer returns) or a tuple of arguments. A single tensor or mapping is one batch. Tensors
+            are moved to the device of the model's first parameter. Where there is an `attention_mask` [batch, tokens],
+            by name or in its place, positions where it is 0 are left out of every count. Token ids [batch, tokens],
+            the first argument or `input_ids`, say which tokens these are.
+        tile: columns of the TwELL tiles that are counted.
+        words: words of such a tile.
+        only: profile the layers for which only(name, module) is true.
 
-    Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their
-    parts say (probe.check: then the gate alone does not say who fires), no batches, and batches without a token."""
+    Raises:
+        InputError: for a model without feed-forward layers, for dense ones that compute something else than their parts
+            say (probe.check: then the gate alone does not say who fires), for no batches, and batches without a token.
+    """
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
     dense = ((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))

@@ -407,7 +407,7 @@ def styled(figure: go.Figure, title: str, height: int = 400) -> go.Figure:
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         margin={"l": 60, "r": 20, "t": 80, "b": 50},
     )
-    return figure
+    return figure.update_yaxes(ticklabelstandoff=4)  # else names touch the bars and points beside them
 
 
 def _get(item, name: str):

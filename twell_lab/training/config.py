@@ -54,9 +54,10 @@ class TrainConfig:
     The fields below are also the options of `twell-lab train`, whose help is read from here. The comment at
     TOUR, at the end of twell_lab/training/loop.py, says what the defaults give, and what else was tried.
 
-    text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless ?bytes=500e6
-        follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a PreparedText);
-        unless named, the source of Python's standard library.
+    The text:
+        text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless
+            ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a
+            PreparedText); unless named, the source of Python's standard library.
 
     The model:
         d_model: model width.

@@ -12,9 +12,13 @@ def test_the_parts_are_drawn_with_their_factors_and_the_readers_times():
     figure = figures.parts(hopper.parts(everything()), own)
     bars = [trace for trace in figure.data if trace.type == "bar"]
     points = [trace for trace in figure.data if trace.type == "scatter"]
-    assert [trace.name for trace in bars] == ["torch's dense layer", "fused dense layer", "planned"]
+    assert [trace.name for trace in bars] == [
+        "torch's dense layer",
+        "fused dense layer, and what fusing gives",
+        "planned, and what sparsity adds",
+    ]
     assert list(bars[0].x) == ["8", "29", "120"] and list(bars[2].y) == [1.0, 1.2, 1.8]
-    assert bars[1].text[0] == "fusing<br>1.05x" and bars[2].text[0] == "sparsity<br>1.90x" and not any(bars[0].text)
+    assert bars[1].text[0] == "1.05x" and bars[2].text[0] == "1.90x" and not any(bars[0].text)
     assert [list(trace.x) for trace in points] == [["29"]] * 3 and points[2].y == (0.9,)
     assert WHERE in figure.layout.title.text and "yours, now, on My GPU" in figure.layout.title.text
     assert not [trace for trace in figures.parts(hopper.parts(everything())).data if trace.type == "scatter"]

@@ -152,4 +152,4 @@ def test_the_figure_has_a_bar_for_each_gpu_and_number_of_tokens():
     rows = [row | {"dense_us": 10.0, "us": 5.0, "launches": 40.0, "paths": "2 twell"} for row in PREDICTED]
     one, many = own_model.figures.gains(rows).data
     assert (one.name, many.name) == ("1 token", "64 tokens") and list(one.x) == list(many.x) == ["A", "B"]
-    assert list(one.y) == [1.5, 2.5] and one.text[0] == "1.50<br>launches 40%"
+    assert list(one.y) == [1.5, 2.5] and one.text[0] == "1.50<br>launches<br>40%"

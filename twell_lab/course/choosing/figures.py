@@ -308,7 +308,7 @@ def winners(rows: list[dict]) -> go.Figure:
             y=[f"{100 * each:.2g}%" for each in shares],
             text=text,
             texttemplate="%{text}",
-            textfont={"color": "white", "size": 14},
+            textfont={"size": 14},
             xgap=2,
             ygap=2,
             hovertemplate="%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>",

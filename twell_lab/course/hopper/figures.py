@@ -34,15 +34,15 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
         return nothing(title)
     mine = NAMES if all(row["fuses"] for row in own) else NAMES | {FUSED: "dense layer, which this GPU does not fuse"}
     figure, names = go.Figure(), [f"{row['nnz']:.0f}" for row in found]
-    for key, path, text in (
-        ("torch_ms", TORCH, lambda row: ""),
-        ("fused_ms", FUSED, lambda row: f"fusing<br>{row['fused']:.2f}x"),
-        ("planned_ms", PLANNED, lambda row: f"sparsity<br>{row['sparsity']:.2f}x"),
+    for key, path, gives, text in (
+        ("torch_ms", TORCH, "", lambda row: ""),
+        ("fused_ms", FUSED, ", and what fusing gives", lambda row: f"{row['fused']:.2f}x"),
+        ("planned_ms", PLANNED, ", and what sparsity adds", lambda row: f"{row['sparsity']:.2f}x"),
     ):
         figure.add_bar(
             x=names,
             y=[row[key] for row in found],
-            name=NAMES[path],
+            name=NAMES[path] + gives,
             marker_color=PATHS[path],
             offsetgroup=key,
             text=[text(row) for row in found],

@@ -67,7 +67,7 @@ def bars(
 
 
 def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
-    """One token's neurons as a grid of dots, the firing ones red. fires: a truth value for each neuron."""
+    """One token's neurons as a grid of dots, the firing ones orange. fires: a truth value for each neuron."""
     down = -(-len(fires) // across)
     cells = [[None] * across for _ in range(down)]
     for i, on in enumerate(fires):
@@ -88,7 +88,7 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
     )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
-    title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (red)"
+    title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (orange)"
     return plots.styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
 
 

@@ -143,7 +143,7 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
                 row=1,
                 col=column,
             )
-    title = f"Tile and words (red: fewest bytes with at most {overflow:.0%} of rows overflowing)"
+    title = f"Tile and words (framed: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
 

@@ -85,7 +85,7 @@ def after_training(rows: list[dict]) -> go.Figure:
     line. rows: what `data.retrained` returned."""
     if not rows:
         return nothing("Pruned, and trained on")
-    figure = go.Figure()
+    figure, most = go.Figure(), max(max(row["before"], row["after"]) for row in rows)
     for row in rows:
         figure.add_scatter(
             x=[row["before"], row["after"]],
@@ -97,7 +97,8 @@ def after_training(rows: list[dict]) -> go.Figure:
             hovertemplate=f"{row['path']}, {row['sparsity']:.0%} zeros, seed {row['seed']}: %{{x:+.3f}}<extra></extra>",
         )
     figure.update_xaxes(
-        title_text="bits a byte more than dense; open: pruned, filled: and trained on", rangemode="tozero"
+        title_text="bits a byte more than dense; open: pruned, filled: and trained on",
+        range=[-0.03 * most, 1.06 * most],
     )
     figure.update_yaxes(autorange="reversed")
     title = f"Pruned, and trained on for {rows[0]['steps']} steps<br><sup>{sources(rows)}</sup>"

@@ -52,7 +52,7 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
         name="by L1",
         mode="lines+markers+text",
         text=[short(row)[3:] if row["config"]["l1"] else "no L1" for row in runs],
-        textposition=["top center" if row["config"]["l1"] else "bottom center" for row in runs],
+        textposition=_beside([row["validation_bits_per_byte"] for row in runs]),
         line={"color": plots.BLUE},
         marker={"size": 10},
         cliponaxis=False,
@@ -101,6 +101,15 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
     )
     figure = plots.styled(figure, f"Loss against sparsity<br><sup>{where}</sup>", height=460)
     return figure.update_layout(margin_t=100)
+
+
+def _beside(heights: list[float]) -> list[str]:
+    """Where the names of a line's points keep clear of it: below valleys and the first, above peaks, else to the left
+    of where it rises."""
+    places = ["bottom center"]
+    for before, here, after in zip(heights, heights[1:], [*heights[2:], math.inf], strict=False):
+        places.append("bottom center" if here < before else "top center" if here > after else "top left")
+    return places
 
 
 def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:

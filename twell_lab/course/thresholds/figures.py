@@ -101,7 +101,7 @@ def picture(view: dict) -> go.Figure:
         figure.update_yaxes(range=[0, 105], row=row, col=col)
     for row in (1, 2, 3):
         figure.update_yaxes(rangemode="tozero", row=row, col=2)
-    figure.update_xaxes(title_text="sparsity, %", range=[-1, 100 * MOST + 2], row=3)
+    figure.update_xaxes(title_text="sparsity, %", range=[-3, 100 * MOST + 4], row=3)
     figure = plots.styled(figure, "", height=840)
     figure.update_layout(margin_t=120, barmode="overlay" if len(view["density"]) == 1 else "group")
     figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
