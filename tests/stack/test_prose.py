@@ -163,6 +163,7 @@ GIVEN = {
         "pay from 99% on",
         "1.4 GB at 99%",
         "of which 90% of the blocks of 32 x 32 are empty",
+        "and its change with a 95% interval",
     ),
     "docs/status.md": (
         "another path was measured to be 3% faster than the layer was before (5% where",
