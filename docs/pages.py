@@ -132,7 +132,10 @@ def _contents(headings: list[tuple[str, str, str]]) -> list[dict]:
 def _notebooks() -> list[str]:
     """Numbered ones first, the glossary last."""
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return [f"notebooks/{name}" for name in sorted(names, key=lambda name: (not name[0].isdigit(), name == "glossary.ipynb"))]
+    return [
+        f"notebooks/{name}"
+        for name in sorted(names, key=lambda name: (not name[0].isdigit(), name == "glossary.ipynb"))
+    ]
 
 
 def _title(name: str) -> str:
