@@ -40,6 +40,17 @@ def test_what_went_wrong_is_named_for_all_notebooks_at_once(notebooks):
     assert "b-raises.ipynb: " in said and "c-complains.ipynb: a cell wrote to stderr" in said and "a-good" not in said
 
 
+def test_a_cell_that_takes_too_long_is_interrupted_and_named(notebooks, monkeypatch, capsys):
+    cells = [new_code_cell("def waits():\n    import time; time.sleep(60)\nwaits()"), new_code_cell("print(1)")]
+    nbformat.write(new_notebook(cells=cells), notebooks / "a-good.ipynb")
+    monkeypatch.setattr(walk, "SECONDS", 3)
+    with pytest.raises(walk.Stumbled) as found:
+        walk.walk(["a-good.ipynb"])
+    said = str(found.value)
+    assert "KeyboardInterrupt" in said and "waits()" in said
+    assert "a-good.ipynb: " in (told := capsys.readouterr().err) and "KeyboardInterrupt" in told
+
+
 def test_other_names_are_refused_before_anything_runs(notebooks):
     with pytest.raises(InputError, match="no notebook with code named 'd-words.ipynb'; accepted: a-good.ipynb, b-"):
         walk.walk(["a-good.ipynb", "d-words.ipynb"])
