@@ -279,8 +279,7 @@ def by_nnz(panels: dict[str, dict[str, list[tuple[float, float]]]], tokens: int 
 
 def costs(found: list[dict]) -> go.Figure:
     """What planned models take, in percent of the dense ones. found: data.costs."""
-    shown = [of for of in ("weights", "peak memory", "energy") if any(cost["of"] == of for cost in found)]
-    title = f"{', '.join(['Time', *shown])} of planned models, in % of the dense ones"
+    title = "Planned models, in % of the dense ones"
     if not found:
         return nothing(title)
     colours = {"time": plots.BLUE, "weights": plots.ORANGE, "peak memory": plots.GREEN, "energy": plots.RED}
