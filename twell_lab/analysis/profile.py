@@ -348,7 +348,7 @@ class Counter:
         if rows.counted is not None:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
-        whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing
+        whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing.contiguous()
         in_tile = _in_runs(whole, self.tile)
         nnz, own = in_tile.sum(-1), in_tile[:many]
         counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()

@@ -532,3 +532,14 @@ def test_booleans_are_added_eight_at_a_time(rows, columns, width):
         assert runs.dtype == in_columns.dtype == torch.int64
         assert torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
         assert torch.equal(in_columns, firing.sum(0))
+
+
+def test_answers_whose_rows_do_not_lie_together_are_counted():
+    """As of a layer that gives the transpose of what it computed."""
+    (layer,) = feed_forwards(GatedFeedForward(16, 256))
+    gate, x = torch.randn(256, 10).t(), torch.randn(10, 16)
+    turned, together = (module.Counter(layer, 64, 8) for _ in range(2))
+    nnz = turned.add(x, lambda of: gate[of])
+    assert torch.equal(nnz, (gate > 0).sum(-1)) and torch.equal(nnz, together.add(x, lambda of: gate.contiguous()[of]))
+    for name, count in together.counts.items():
+        assert torch.equal(turned.counts[name], count), name
