@@ -189,7 +189,7 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     torch dispatches a product of such a tensor in Python: it makes the transpose, a tensor again, and from 2.13 on goes
     through an operator written in Python. Here cuSPARSELt's product is called at once, on what the tensor has packed,
     and y is written as it is wanted. torch's own way is taken with CUTLASS, and where something watches or transforms
-    operations: in compiled code, under autocast, in modes and torch.func.
+    operations: in compiled code, under autocast to W's own dtype, in modes and torch.func.
 
     Args:
         x: [..., in], in W's dtype and on its device.
@@ -197,8 +197,9 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
         bias: [out], or None. Where it needs a gradient it is added afterwards, since torch's product has none.
 
     Raises:
-        InputError: for another sparse, x or bias, and for an x that needs a gradient, which torch does not have: of dx
-            = dy W the transpose is not packed.
+        InputError: for another sparse, x or bias, under autocast to another dtype, which torch does not cast such a
+            tensor to, and for an x that needs a gradient, which torch does not have: of dx = dy W the transpose is not
+            packed.
     """
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
@@ -207,6 +208,9 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
             "x needs a gradient, which the product with a 2:4 tensor does not have; x.detach(), torch.no_grad() and "
             "the dense layer are accepted"
         )
+    device = sparse.device.type
+    if torch.is_autocast_enabled(device) and (cast := torch.get_autocast_dtype(device)) != sparse.dtype:
+        raise InputError(f"autocast is to {cast}, and the weight holds {sparse.dtype}; autocast to that is accepted")
     if checks.needs_gradient(bias):
         return product(x, sparse) + bias
     if checks.watched(x, bias) or not (
@@ -214,12 +218,13 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     ):
         return F.linear(x, sparse, bias)
     out, inner = sparse.shape
-    for name, given, width in (("x", x, inner), ("bias", bias, out)):
-        if given is not None and (
-            given.shape[-1:] != (width,) or given.dtype != sparse.dtype or given.device != sparse.device
-        ):
+    for name, given, shape, fits in (
+        ("x", x, f"[..., {inner}]", x.shape[-1:] == (inner,)),
+        ("bias", bias, f"[{out}]", bias is None or bias.shape == (out,)),
+    ):
+        if given is not None and not (fits and given.dtype == sparse.dtype and given.device == sparse.device):
             raise InputError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}; {sparse.dtype} [..., {width}] on "
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}; {sparse.dtype} {shape} on "
                 f"{sparse.device} is accepted"
             )
     rows = x.reshape(-1, inner).contiguous()  # torch takes its strides for those of whole rows

@@ -1,4 +1,4 @@
-"""2:4 chosen anew in every step of training, fast enough to pay: of weights, or of activations after a squared ReLU.
+"""2:4 chosen anew in every step of training: of weights, or of activations after a squared ReLU.
 
     train_two_four(model)                                        # weights: every nn.Linear
     train_two_four(model, "input", only=lambda name, module: name.endswith("down_proj"))    # its activations
@@ -17,9 +17,10 @@ come back.
 On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
 cuSPARSELt's or CUTLASS's. That kernel packs both forms in the same pass, for cuSPARSELt in the layout that it has for
 GPUs of 8.x and multiples of 128 alone; here cuSPARSELt packs its two forms itself, which takes two passes more and
-holds for every GPU that it knows. torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values
-with their sign, so that it drops large negative weights; here magnitudes count. On a CPU the same is computed densely,
-which is the reference; where values tie a GPU may keep others."""
+holds for every GPU that it knows. `step_times` says whether the products gain what choosing and packing take.
+torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values with their sign, so that it drops
+large negative weights; here magnitudes count. On a CPU the same is computed densely, which is the reference; where
+values tie a GPU may keep others."""
 
 from __future__ import annotations
 

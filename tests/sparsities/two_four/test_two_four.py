@@ -283,8 +283,11 @@ def test_torchs_own_way_is_taken_where_operations_are_watched(cslt, monkeypatch)
     with torch.no_grad():
         wanted = layer(x)
         assert not turned and len(cslt) == 1
-        with torch.autocast("cpu", torch.bfloat16, enabled=True), pytest.raises(NotImplementedError):
-            layer(x)  # torch casts no 2:4 tensor; the words are its own
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="bfloat16, and the weight holds"):
+            layer(x)  # torch casts no 2:4 tensor
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(layer(x), wanted) and len(cslt) == 2 and turned
+        turned.clear()
         traced = torch.compile(layer, fullgraph=True, backend="eager")(x)
         assert turned and torch.equal(traced, wanted)
 
