@@ -129,3 +129,9 @@ def test_a_text_is_long_enough_and_varied_enough(text):
         Questions.draw(text[:300].view(10, 30), 2, 8, 4)
     with pytest.raises(InputError, match=r"10 of 10 questions have no 4 different options of 4 tokens"):
         Questions.draw(torch.zeros(1000, dtype=torch.uint8), 10, 8, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_tokens_are_integers(text, dtype):
+    with pytest.raises(InputError, match="integers are accepted"):
+        Questions.draw(text.to(dtype), 10, 8, 4)

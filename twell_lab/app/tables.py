@@ -271,7 +271,7 @@ def trained_speed(recorded: list[Record]) -> str:
         for key, head, scale in (("mj_per_token", "mJ a token", 1), ("peak_bytes", "peak MiB", 2**20)):
             if any(key in row for row in by.values()):
                 cells = [_ms(by[path][key] / scale) if key in by.get(path, {}) else "" for path in shown]
-                lines.append([f"{head}", *cells])
+                lines.append([head, *cells])
     return _markdown(lines)
 
 
@@ -341,10 +341,9 @@ def chosen(recorded: list[Record]) -> str:
             if (work, f"{path} (graph)") in of:
                 dense, graph = (of[work, f"{each} (graph)"]["ms"] for each in (DENSE, path))
                 times = f"{dense / graph:.2f} ({times})"
-            cut = f"{work.partition(', ')[0]}, " if record.name == "thresholds" else ""
-            name = cut + {"thresholds, dense": "computed densely"}.get(
-                path, path.split(": ")[-1].split("thresholds, ")[-1]
-            )
+            name = path.removeprefix("lossy: ").removeprefix("thresholds, ")
+            if record.name == "thresholds":
+                name = f"{work.partition(', ')[0]}, {'computed densely' if name == 'dense' else name}"
             change = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
             lines.append([name, f"{row['sparsity']:.0%}", f"{row['loss']:.4f}", change, times])
     return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", *[""] * 4]])

@@ -43,11 +43,13 @@ class Questions:
     def draw(cls, tokens: Tensor, count: int = 800, context: int = 192, length: int = 16, seed: int = 0) -> Questions:
         """Questions spread evenly over `tokens`, integers [n] on the CPU, none of which overlaps another.
 
-        Raises InputError for sizes that are no whole numbers from 1 up, a text that is too short for so many questions,
-        and one that repeats itself so often that four different options are not found."""
+        Raises InputError for sizes that are no whole numbers from 1 up, tokens that are no integers, a text that is too
+        short for so many questions, and one that repeats itself so often that four different options are not found."""
         for name, value in {"count": count, "context": context, "length": length}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value!r:.80}; a whole number from 1 up is accepted")
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+            raise InputError(f"tokens are {tokens.dtype}; integers are accepted")
         whole = context + length
         if tokens.dim() != 1 or len(tokens) < max(count, 2) * whole:
             raise InputError(

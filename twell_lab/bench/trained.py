@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from ..analysis.profile import profile
 from ..core.errors import TwellError
+from ..core.files import finite
 from ..models.thresholds import LossChange
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import measure
@@ -152,7 +153,7 @@ class Trained:
             self.run = self._trained(DENSE, f"L1 {config.l1:g}, kernels {config.kernels}", config)
         except Exception as error:
             raise TrainingFailed(f"{type(error).__name__}: {error}") from error
-        return _finite([self.run])
+        return finite([self.run])
 
     def train_twin(self) -> list[dict]:
         """Train the twin, for as many steps as there is time for; its learning rate falls over these."""
@@ -430,7 +431,7 @@ def _alone(step: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
 
     def attempt() -> list[dict]:
         try:
-            return _finite(step())
+            return finite(step())
         except Exception as error:
             raise LeftOut(_said(error)) from None
 
@@ -439,15 +440,6 @@ def _alone(step: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
 
 def _said(error: Exception) -> str:
     return str(error)[:300] if isinstance(error, LeftOut) else f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def _finite(value):
-    """The same without numbers that JSON cannot hold, as the ratio to nothing: None instead."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tidy() -> None:

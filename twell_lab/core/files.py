@@ -125,14 +125,15 @@ def strict_json(value, indent: int | None = None) -> str:
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+        return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value):
+def finite(value):
+    """The same lists, objects and numbers with None in place of NaN and infinite ones."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
