@@ -252,7 +252,7 @@ def profile(
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
     dense = ((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
-    probe.check_all(dense, learns=False)
+    probe.check_all(dense, learns=False, modes=("evaluation",))  # the one that it is run in
     counters = [Counter(layer, tile, words) for layer in found]
     vocabulary = _Vocabulary(model)
 

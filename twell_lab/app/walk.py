@@ -77,6 +77,9 @@ def _run(path: Path) -> tuple[dict, str]:
             kernel_name="python3",
             resources={"metadata": {"path": folder}},
         )
+        # An Output widget is not imitated: that sends to the kernel by the socket on which the reply is awaited, and
+        # where both meet, the reply is seen only when the time is up. What is drawn in one stands below the cell.
+        client.comm_open_handlers["jupyter.widget"] = lambda message: None
         start = time.perf_counter()
         try:
             client.execute(env=environment)

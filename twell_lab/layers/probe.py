@@ -34,9 +34,14 @@ MODES = ("evaluation", "training")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
 
 
-def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False, learns: bool = True) -> set[int]:
+def check_all(
+    layers: Iterable[tuple[str, nn.Module]],
+    both: bool = False,
+    learns: bool = True,
+    modes: tuple[str, ...] = MODES,
+) -> set[int]:
     """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
-    return their ids. learns: as for `check`."""
+    return their ids. learns, modes: as for `check`."""
     reasons: list[str] = []
     two: set[int] = set()
     asked: set[int] = set()
@@ -48,8 +53,8 @@ def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False, learn
             asked.add(id(module))
         try:
             if stored(module):
-                check_experts(name, module)
-            elif check(name, module, both, learns):
+                check_experts(name, module, modes)
+            elif check(name, module, both, learns, modes):
                 two.add(id(module))
         except InputError as error:
             reasons.append(str(error))
@@ -57,26 +62,28 @@ def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False, learn
     return two
 
 
-def check_experts(name: str, module: nn.Module) -> None:
+def check_experts(name: str, module: nn.Module, modes: tuple[str, ...] = MODES) -> None:
     """`check` for a module of routed experts (twell_lab.layers.experts), which is asked with drawn choices and weights
     of the experts; without gradients alone, since where those are needed it goes on to compute as it did.
 
     Raises InputError naming the module and its difference."""
     experts = experts_of(module)
     trial = _Trial(title(name, module), module, experts[0].family)
-    _trying(trial, lambda: _ask(trial))
+    _trying(trial, lambda: _ask(trial, modes))
 
 
-def check(name: str, module: nn.Module, both: bool = True, learns: bool = True) -> bool:
+def check(
+    name: str, module: nn.Module, both: bool = True, learns: bool = True, modes: tuple[str, ...] = MODES
+) -> bool:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
     down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
 
-    It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without
-    gradients, in its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No
-    hook sees it. It is asked with its own weights, unless those are on meta, and with drawn ones: its own may be zero,
-    not finite, or fire too few neurons to show a difference. Outputs may differ as rounding can: row by row, the norm
-    by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that does not give the very bits of the formula is
-    asked in float32 once more.
+    It is run as it is (a decoder layer whole) on rows at each of SCALES, in each of `modes` (both, unless the caller
+    runs it in one alone), without gradients, in its own dtype on its device, and is left as it was: random state,
+    buffers, attributes and modes. No hook sees it. It is asked with its own weights, unless those are on meta, and with
+    drawn ones: its own may be zero, not finite, or fire too few neurons to show a difference. Outputs may differ as
+    rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that does not give
+    the very bits of the formula is asked in float32 once more.
 
     Then, unless it is told that the layer is not to learn, with gradients, for rows of scale 1, drawn weights and one
     gradient of the output: the output and the gradients of x and of the projections' weights and biases (frozen ones
@@ -94,7 +101,7 @@ def check(name: str, module: nn.Module, both: bool = True, learns: bool = True) 
     trial = _Trial(title(name, module), module, family_of(module))
 
     def ask(trial: _Trial) -> None:
-        _ask(trial)
+        _ask(trial, modes)
         if learns:
             with torch.inference_mode(False), torch.enable_grad():
                 _compare_gradients(trial)
@@ -112,15 +119,15 @@ def check(name: str, module: nn.Module, both: bool = True, learns: bool = True) 
     return False
 
 
-def _ask(trial: _Trial) -> None:
+def _ask(trial: _Trial, modes: tuple[str, ...]) -> None:
     """Compare what the layer gives without gradients, with its own weights and with drawn ones."""
     if not trial.in_block:
         _check_carried(trial)
     _check_widths(trial)
     for own in (True, False) if _readable(trial.module) else (False,):
-        same = _compare(trial if own else trial.drawn())
+        same = _compare(trial if own else trial.drawn(), modes)
         if not same and next(trial.module.parameters()).dtype.itemsize < 4:
-            _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32))
+            _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32), modes)
 
 
 def _trying(trial: _Trial, ask: Callable[[], None]) -> None:
@@ -484,11 +491,11 @@ def _tensors(returned) -> list[Tensor]:
 # ---- how far that is off ----
 
 
-def _compare(trial: _Trial) -> bool:
+def _compare(trial: _Trial, modes: tuple[str, ...]) -> bool:
     """Whether the layer gives the very bits of the formula; InputError where rounding does not explain what it gives
     instead."""
     same = True
-    for mode in MODES:
+    for mode in modes:
         asked = replace(trial, mode=mode)
         for found, expected, names in (_ask_experts if trial.routed else _ask_block if trial.in_block else _ask_module)(
             asked
@@ -573,6 +580,14 @@ def _compare_gradients(trial: _Trial) -> None:
     raise _refusal(asked, f"{name} with gradients" if name == "its output" else name, off)
 
 
+@lru_cache
+def _wake_backward(device: torch.device) -> None:
+    """Let the first thing that torch's thread of backward passes does on this GPU be a copy: at a product it warns
+    that the thread has no context yet."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    torch.autograd.grad(leaf.clone() * leaf, leaf)
+
+
 def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, Any]:
     """The output for x and, by their names, its gradients for one gradient of the output: the layer's own, or its
     formula's."""
@@ -593,6 +608,8 @@ def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, An
             outputs = [trial.formula(given) if by_formula else trial.module(given)]
         generator = torch.Generator("cpu").manual_seed(3)
         following = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+        if x.is_cuda:
+            _wake_backward(x.device)
         upstream = [
             torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each)
             for each in following

@@ -225,6 +225,24 @@ def test_a_sparsified_model_fires_as_its_dense_twin(make):
     assert_same(dense, profile(model, [tokens]))
 
 
+class WithDropout(GatedFeedForward):
+    """A layer that computes its formula in evaluation mode alone."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_a_layer_that_drops_in_training_is_profiled_as_it_evaluates():
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(WithDropout(16, 40)).train(), [torch.randn(12, 16)]
+    plain = nn.Sequential(GatedFeedForward(16, 40))
+    plain.load_state_dict(model.state_dict())
+    assert_same(profile(model, rows), profile(plain, rows))
+    assert model[0].training
+    with pytest.raises(InputError, match="in training mode"):
+        sparsify(model, "twell")
+
+
 def test_activations_are_the_inputs_and_answers_of_the_chosen_layer():
     model, tokens = course_model(), torch.randint(256, (2, 12))
     x, gate = activations(model, tokens, "layers.2.mlp")

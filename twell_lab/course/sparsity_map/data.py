@@ -6,8 +6,10 @@ recorded."""
 from __future__ import annotations
 
 import copy
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import ceil, exp, log
@@ -54,9 +56,18 @@ def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PI
     """Rows of comparison.product_rows for these patterns on this machine: 4096 x 4096 x 4096 on a GPU, a smaller
     product on a CPU. Each says `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
-    table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
+    with _torch_untuned():
+        table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
     where = f"yours, now, on {measure.device_name(torch.device(device))}"
     return [row | {"where": where} for row in table]
+
+
+@contextmanager
+def _torch_untuned() -> Iterator[None]:
+    """Without torch's warning that it has no tuned parameters for a block-sparse product of this shape and GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bsr_dense_addmm uses non-optimal", UserWarning)
+        yield
 
 
 def recorded() -> list[dict]:
@@ -294,9 +305,11 @@ FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
 @torch.no_grad()
 def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
     """Time products of a weight [out, in] with inputs [tokens, in] in each format that this machine has, for magnitude
-    pruning at several densities. seconds: of each density, on a CPU."""
+    pruning at several densities: of 16-bit values on a GPU, of the weight's own on a CPU. seconds: of each density, on
+    a CPU."""
     found = Weighed(weight.detach(), inputs, measure.device_name(weight.device))
-    x = inputs.t().contiguous()
+    dtype = dtype_for("cuda") if weight.is_cuda else weight.dtype
+    weight, x = weight.to(dtype), inputs.to(dtype).t().contiguous()
     for density in found.densities:
         kept = weights.magnitude_mask(weight, min(1 - density, 0.9999)) if density < 1 else torch.ones_like(weight) > 0
         pruned = torch.where(kept, weight, 0)
@@ -305,8 +318,9 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
             share = blocks.block_mask(weight, min(1 - density, 0.9999), size) if density < 1 else kept
             forms[f"blocks {size}"] = blocks.to_bsr(torch.where(share, weight, 0), size)
         calls = {name: (lambda turn=0, form=form: form @ x) for name, form in forms.items()}
-        calls = {name: call for name, call in calls.items() if runs_here(call)}
-        timed = measure.time_cuda(calls, rounds=10) if weight.is_cuda else measure.time_cpu(calls, seconds)
+        with _torch_untuned():
+            calls = {name: call for name, call in calls.items() if runs_here(call)}
+            timed = measure.time_cuda(calls, rounds=10) if weight.is_cuda else measure.time_cpu(calls, seconds)
         for name, samples in timed.items():
             found.times.setdefault(name, []).append(measure.quartiles(samples)[0])
     return found
