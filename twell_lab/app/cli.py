@@ -38,7 +38,7 @@ from .terminal import Answer
 
 # The options of `record` that not all recordings take.
 _LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "trained", "training")
-_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED}
+_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED, "at_once": ("course",)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -267,6 +267,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="for attack, and recordings of large tables: how long at most",
     )
     record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
+    record.add_argument(
+        "--at-once", type=positive, metavar="N", help="for course only: how many notebooks run at once [1]"
+    )
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
     built.add_argument("out", metavar="DIR", type=path, help="a folder; TWELL_LAB_CUBINS names it on those machines")
@@ -351,11 +354,11 @@ def _record(options) -> Answer:
         return Answer(strict_json(names), "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
+    told = {name: value for name in _TAKEN_BY if (value := getattr(options, name)) is not None}
     if refused := [name for name in told if options.name not in _TAKEN_BY[name]]:
         takers = _TAKEN_BY[refused[0]]
         accepted = f"with {' and '.join(takers)}, which {'do' if len(takers) > 1 else 'does'}"
-        raise InputError(f"{options.name} takes no --{refused[0]}; accepted: {accepted}")
+        raise InputError(f"{options.name} takes no --{refused[0].replace('_', '-')}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
     with _terminated_like_interrupted():  # what was measured is saved (recordings)

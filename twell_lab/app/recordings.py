@@ -428,14 +428,15 @@ def experiments() -> Record:
     return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
 
 
-def course() -> Record:
-    """Every notebook of the course, run from its first cell to its last on this machine: how long each takes. Raises
-    walk.Stumbled where a cell raises or complains."""
+def course(at_once: int = 1) -> Record:
+    """Every notebook of the course, run from its first cell to its last on this machine: how long each takes, with so
+    many at once. Raises walk.Stumbled where a cell raises or complains."""
     from .walk import walk
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    rows = [{"kind": "notebook", "device": device, **row} for row in walk()]
-    return Record.new("course", "the notebooks of the course, run from first cell to last", rows)
+    rows = [{"kind": "notebook", "device": device, **row} for row in walk(at_once=at_once)]
+    notes = {"notebooks at once": at_once}
+    return Record.new("course", "the notebooks of the course, run from first cell to last", rows, notes)
 
 
 RECORDINGS = {

@@ -450,7 +450,11 @@ def course(recorded: list[Record]) -> str:
     if not newest:
         return _nothing("seconds, all cells of a notebook")
     shown = {device: {row["path"]: row for row in record.rows} for device, record in newest.items()}
-    where = [f"{device}, {record.date[:10]}" for device, record in newest.items()]
+    beside = {device: record.notes.get("notebooks at once", 1) for device, record in newest.items()}
+    where = [
+        f"{device}, {record.date[:10]}{f', {beside[device]} at once' * (beside[device] > 1)}"
+        for device, record in newest.items()
+    ]
     lines = [["seconds, all cells of a notebook", *where]]
     for path in with_code():
         there = [rows.get(path.name) for rows in shown.values()]

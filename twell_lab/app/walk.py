@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,9 +37,10 @@ def with_code() -> list[Path]:
     return [path for path in found if '"cell_type": "code"' in path.read_text(encoding="utf-8")]
 
 
-def walk(names: list[str] | None = None) -> list[dict]:
+def walk(names: list[str] | None = None, at_once: int = 1) -> list[dict]:
     """Run notebooks (all that have code, or those of these file names), each in a kernel of its own and on a copy of
-    itself in an empty folder, so that nothing is stored and no reader's work is touched.
+    itself in an empty folder, so that nothing is stored and no reader's work is touched. at_once: how many run beside
+    each other; the times of several at once are those of a shared machine.
 
     Returns for each {path: its file name, ms: the time of all cells in milliseconds, cells: how many were run, code:
     its `code_hash`}. Raises Stumbled with every notebook in which a cell raised, was interrupted after SECONDS or wrote
@@ -49,13 +51,20 @@ def walk(names: list[str] | None = None) -> list[dict]:
         raise InputError(f"there is no notebook with code named {unknown[0]!r}; accepted: {', '.join(paths)}")
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]:
         raise StackError(f"{', '.join(missing)} not installed; the course needs the extra `course`")
-    rows, complaints = [], []
-    for path in [paths[name] for name in names or paths]:
+    chosen = [paths[name] for name in names or paths]
+
+    def run(path: Path) -> tuple[dict, str]:
         row, complaint = _run(path)
-        rows.append(row)
-        complaints += [f"{path.name}: {complaint}"] if complaint else []
         said = f", stumbled: {complaint}" if complaint else ""
         print(f"{path.name}: {row['ms'] / 1e3:.0f} s{said}", file=sys.stderr, flush=True)
+        return row, f"{path.name}: {complaint}" if complaint else ""
+
+    if at_once == 1:  # in this thread, where an interruption ends the kernel
+        found = [run(path) for path in chosen]
+    else:
+        with ThreadPoolExecutor(at_once) as several:
+            found = list(several.map(run, chosen))
+    rows, complaints = [row for row, _ in found], [complaint for _, complaint in found if complaint]
     if complaints:
         raise Stumbled("\n\n".join([f"{len(complaints)} of {len(rows)} notebooks stumbled", *complaints]))
     return rows

@@ -72,9 +72,7 @@ def check_experts(name: str, module: nn.Module, modes: tuple[str, ...] = MODES) 
     _trying(trial, lambda: _ask(trial, modes))
 
 
-def check(
-    name: str, module: nn.Module, both: bool = True, learns: bool = True, modes: tuple[str, ...] = MODES
-) -> bool:
+def check(name: str, module: nn.Module, both: bool = True, learns: bool = True, modes: tuple[str, ...] = MODES) -> bool:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
     down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
 

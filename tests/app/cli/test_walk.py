@@ -40,6 +40,18 @@ def test_what_went_wrong_is_named_for_all_notebooks_at_once(notebooks):
     assert "b-raises.ipynb: " in said and "c-complains.ipynb: a cell wrote to stderr" in said and "a-good" not in said
 
 
+def test_several_at_once_are_the_same_rows_and_complaints_in_order(notebooks):
+    with pytest.raises(walk.Stumbled) as found:
+        walk.walk(at_once=3)
+    said = str(found.value)
+    assert said.startswith("2 of 3 notebooks stumbled") and said.index("b-raises.ipynb") < said.index(
+        "c-complains.ipynb"
+    )
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1")]), notebooks / "b-raises.ipynb")
+    rows = walk.walk(["b-raises.ipynb", "a-good.ipynb"], at_once=2)
+    assert [(row["path"], row["cells"]) for row in rows] == [("b-raises.ipynb", 1), ("a-good.ipynb", 2)]
+
+
 def test_a_cell_that_takes_too_long_is_interrupted_and_named(notebooks, monkeypatch, capsys):
     cells = [new_code_cell("def waits():\n    import time; time.sleep(60)\nwaits()"), new_code_cell("print(1)")]
     nbformat.write(new_notebook(cells=cells), notebooks / "a-good.ipynb")
