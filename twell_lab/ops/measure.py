@@ -186,24 +186,33 @@ def time_cpu(
     return samples
 
 
+_READ = 0.0003  # seconds, about the least that a GPU takes to read a gigabyte
+_MOST_READS = 100  # before a call: what the host needs longer for is a call that waits for the device
+
+
 def time_cuda(
     calls: dict[Name, Callable[[int], object]], rounds: int = 30, *, warm: int = ROTATED
 ) -> dict[Name, list[float]]:
     """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times; `warm`
     calls of each come before.
 
-    Before each call a gigabyte is read. Afterwards the L2 cache holds nothing that the call needs, and meanwhile the
-    host has had the time to prepare the launches: so these are times of the device, not of the host.
+    Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the warm calls.
+    Afterwards the L2 cache holds nothing that the call needs, and meanwhile the launches have been prepared: so these
+    are times of the device, not of the host.
     """
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
-    for call in calls.values():
+    reads = dict.fromkeys(calls, 1)
+    for name, call in calls.items():
         for turn in range(warm):
+            start = time.perf_counter()
             call(turn)
-    torch.cuda.synchronize()
+            reads[name] = min(_MOST_READS, 1 + int((time.perf_counter() - start) / _READ))
+        torch.cuda.synchronize()  # or the next would wait in a full queue, and seem to take the host longer
     events: dict[Name, list] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
-            flush.sum()
+            for _ in range(reads[name]):
+                flush.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call(turn)
