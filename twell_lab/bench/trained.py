@@ -74,7 +74,7 @@ def _config() -> TrainConfig:
     """The paper's 0.5B, with bytes as tokens and windows half as long: attention is the only part of a step that is
     cheaper for it, and the sequences have twice as many first tokens. L1 is five times the paper's: it has a three
     hundredth of the tokens to silence the model."""
-    fields = {**named("0.5B"), "tokenizer": None, "context": 1024, "batch": 32, "accumulate": 1, "steps": 1000}
+    fields = {**named("0.5B"), "tokenizer": None, "context": 1024, "batch": 32, "accumulate": 1, "steps": 1100}
     fields |= {"warmup": 100, "l1": 1e-4, "kernels": "auto", "checkpoint_every": 0, "device": "cuda"}
     return TrainConfig(**fields | {"log_every": 10, "eval_every": 250, "eval_windows": 256})
 
@@ -410,8 +410,8 @@ class Trained:
             "compressors": sweep.compressors(held_out),
             "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens "
             "and layers",
-            "settled": f"nnz_moved is the mean of the history's last three rows over that of the first three of the "
-            f"last {LAST:.0%} of the steps, minus 1; settled where it is below {SETTLED:.0%}",
+            "settled": f"nnz_moved is sweep.settled of the last {LAST:.0%} of the steps: the mean of the last third of "
+            f"the history's rows there over that of the first third, minus 1; settled where it is below {SETTLED:.0%}",
         }
         return found | ({"refused": self.left_out} if self.left_out else {})
 

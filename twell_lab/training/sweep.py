@@ -352,10 +352,12 @@ def seed_spread(rows: list[dict]) -> float | None:
 
 
 def settled(row: dict, part: float = 0.25) -> float:
-    """By how much nnz still changed in the last `part` of the training: its last rows over its first ones, minus 1."""
+    """By how much nnz still changed in the last `part` of the training: the mean of its last third of rows over that of
+    its first third, minus 1. A third has three rows or more, as nnz differs from batch to batch."""
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
     first = bisect.bisect_right(steps, (1 - part) * steps[-1])
-    around = [sum(some) / len(some) for some in (nnz[first : first + 3], nnz[-3:])]
+    third = max(3, (len(nnz) - first) // 3)
+    around = [sum(some) / len(some) for some in (nnz[first : first + third], nnz[-third:])]
     return around[1] / around[0] - 1 if around[0] else 0.0
 
 
