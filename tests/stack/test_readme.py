@@ -86,7 +86,7 @@ def test_links_and_pictures_lead_somewhere(page, text):
                     tables.profiling,
                 ),
                 *(tables.host, tables.comparison, tables.activations, tables.padding, tables.experts),
-                *(tables.chosen, tables.operands, tables.adapters, tables.attacks, tables.course),
+                *(tables.pruning, tables.chosen, tables.operands, tables.adapters, tables.attacks, tables.course),
             )
         ),
     ],
