@@ -7,7 +7,9 @@ import torch
 
 from twell_lab.bench import comparison
 from twell_lab.bench.comparison import (
+    CHECKPOINTS,
     LAYERS,
+    MET,
     NESTED,
     PIECES,
     SCATTERED,
@@ -15,6 +17,7 @@ from twell_lab.bench.comparison import (
     TWO_FOUR,
     Batch,
     Method,
+    Read,
     Shape,
     crossings,
     patterned,
@@ -116,13 +119,10 @@ def test_two_four_on_a_cpu_is_left_out_by_name():
     assert all("on a CPU" in why for why in row["left_out"].values()) and len(row["left_out"]) == 4
 
 
-def test_two_four_in_blocks_runs_as_bands_and_pruned_weights_as_layers():
+def test_two_four_in_blocks_is_multiplied_as_blocks_and_pruned_weights_as_layers():
     made = comparison.product_rows(NESTED, 0.75, Shape(256, 256, 32, torch.float32, "cpu", 0.02))
-    paths = [row["path"] for row in made]
-    assert paths == [
-        "dense eager",
-        *(f"{x}2:4 in blocks (NestedLinear){y}" for x, y in (("", ""), ("part: ", ", conversion"))),
-    ]
+    bsr = "BSR 32 x 32 (torch)"
+    assert [row["path"] for row in made] == ["dense eager", bsr, f"part: {bsr}, conversion"]
     assert made[0]["left_out"] == {} and made[1]["density"] == 0.25
     pruned = {each.name: each for each in comparison.METHODS if each.name.startswith("SparseLinear")}
     a, x = patterned(SCATTERED, 32, 64, 0.9, dtype=torch.float32, device="cpu"), torch.randn(5, 64)
@@ -158,11 +158,36 @@ def test_where_a_method_begins_to_win():
 
 def test_sections_hold_every_pattern_and_sparsity():
     sections = comparison.sections(SMALL)
-    assert [*sections] == ["products", "padding", "experts"]
+    assert [*sections] == ["products", "activations", "padding", "experts"]
+    there = {(name, layer) for name, layers in comparison.shipped().items() for layer in range(layers)}
+    assert {step.args[:2] for step in sections["activations"]} == there and ("small", 3) in there
     asked = [step.args[:2] for step in sections["products"]]
     patterns = len(PIECES) + 1  # and 2:4 in blocks
     assert len(set(asked)) == len(asked) == 1 + patterns * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)
     assert {step.args[:2] for step in sections["padding"]} == {(share, layers) for share in SHARES for layers in LAYERS}
+
+
+def test_activations_of_a_trained_model_times_its_down_projection():
+    made = comparison.activation_rows("small", 3, Read(256, torch.float32, "cpu", 0.02))
+    Record.new("comparison", "a test", made)
+    timed = [row["path"] for row in made if not row["path"].startswith("part: ")]
+    assert timed == ["dense eager", "CSR (torch)", comparison.TILED] and made[0]["left_out"] == {}
+    assert f"part: {comparison.TILED}, conversion" in {row["path"] for row in made}
+    for row in made:
+        assert row["kind"] == "activations" and (row["tokens"], row["d_ff"], row["d_model"]) == (256, 512, 128)
+        assert row["workload"].startswith("layer 4 of small, on held-out Python") and row["ms"] > 0
+        assert row["nnz"] == pytest.approx(512 * row["density"], abs=0.01) and 0.01 < row["density"] < 0.2
+        assert row["density"] < row["occupied"] < 1 - (1 - row["density"]) ** 32  # neighbours share neurons
+    assert {*MET} <= {each.name for each in comparison.METHODS}
+
+
+def test_a_wheel_has_the_smallest_model_alone(monkeypatch, tmp_path):
+    assert {*comparison.shipped()} == {*CHECKPOINTS}
+    folder = tmp_path / "checkpoints" / "small"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"layers": 4}')
+    monkeypatch.setattr(comparison.folders, "data_dir", lambda: tmp_path)
+    assert comparison.shipped() == {"small": 4}
 
 
 FEW = Batch(4, 16, 32, 64, (4,), 48, 2, torch.float32, "cpu", 0.01)

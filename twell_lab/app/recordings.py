@@ -5,6 +5,7 @@ Each function checks results before it times anything, and returns one Record. M
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -358,12 +359,15 @@ def thresholds(seconds: float = SECONDS) -> Record:
 
 def comparison(seconds: float = SECONDS) -> Record:
     """The product of a matrix with zeros and a dense one, 4,096 x 4,096 each, at 50 to 99.9% zeros in several patterns,
-    by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. seconds, and the
-    notes: as for `inference`."""
+    by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. Then activations
+    of trained models, padding, experts, and the map of notebook 10: whole layers by each of its methods. seconds, and
+    the notes: as for `inference`."""
     need_gpu()
     from ..bench import comparison as tables
+    from ..course.choosing.data import SHARES, map_record
 
-    rows, notes = _sections(tables.sections(), seconds)
+    sections = tables.sections() | {"map": [functools.partial(map_record, share) for share in SHARES]}
+    rows, notes = _sections(sections, seconds)
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 
 

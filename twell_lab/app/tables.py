@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..bench.comparison import Crossing, crossings, leading, proportions
+from ..bench.comparison import TILED, Crossing, crossings, leading, proportions
 from ..bench.rows import DENSE
 from ..bench.trained import PROFILING, QUALITY, RUN, TWIN
 from ..records.record import Record, stale
@@ -464,6 +464,37 @@ def course(recorded: list[Record]) -> str:
     return _markdown(
         [*lines, ["together", *(f"{sum(r['ms'] for r in rows.values()) / 1e3:.0f}" for rows in shown.values())]]
     )
+
+
+def activations(recorded: list[Record]) -> str:
+    """Of the newest comparison: the down projection of layers of trained models, its product by each method as many
+    times as fast as the dense one, by the device's time and, in brackets, by the wall time of plain calls; what finding
+    the micro-tiles takes, and how fast they are with that."""
+    record, rows = _of_kinds(recorded, "comparison", "activations")
+    if record is None:
+        return _nothing("times as fast as dense")
+    of: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        of.setdefault(row["workload"], {})[row["path"]] = row
+    paths = [
+        path for path in dict.fromkeys(row["path"] for row in rows) if path != DENSE and not path.startswith("part: ")
+    ]
+    head = [
+        f"times as fast as dense, {_where(rows[0]['device'], record)}",
+        "A",
+        "zeros",
+        "tiles of 32 x 1 with a value",
+    ]
+    lines = [[*head, "dense, ms", *paths, "finding the tiles, ms", "found and multiplied"]]
+    for work, there in of.items():
+        dense, tiled = there[DENSE], there.get(TILED)
+        found = there.get(f"part: {TILED}, conversion")
+        both = [_ms(found["ms"]), f"{dense['ms'] / (found['ms'] + tiled['ms']):.2f}"] if tiled and found else ["", ""]
+        sizes = f"{dense['tokens']:,} x {dense['d_ff']:,}, times {dense['d_ff']:,} x {dense['d_model']:,}"
+        times = [_times(there[path], dense) if path in there else "" for path in paths]
+        shares = [f"{1 - dense['density']:.2%}", f"{dense['occupied']:.1%}"]
+        lines.append([work.partition(",")[0], sizes, *shares, _ms(dense["ms"]), *times, *both])
+    return _markdown(lines)
 
 
 def padding(recorded: list[Record]) -> str:

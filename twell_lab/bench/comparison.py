@@ -1,5 +1,5 @@
 """The record of the comparison: one product C = A B, A [m, k] with zeros in it and B [k, n] dense, by every method that
-skips zeros, beside torch's dense product of the same matrices.
+skips zeros, beside torch's dense product of the same matrices; A drawn at random, or a trained model's activations.
 
 A's zeros come in patterns. A method is measured on unstructured zeros and on the pattern that it was made for. Each
 result is held against float64 before a clock starts, and one that is wrong is not timed: the row of the dense product
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
+from ..core import folders
 from ..core.errors import InputError
 from ..formats import COO, CSR, ELL, TwELL
+from ..layers.anatomy import feed_forwards
+from ..models.tiny import LanguageModel
 from ..ops import accuracy, block_linear, measure, packed_down, spmm
 from ..sparsities import blocks, microtiles, two_four
 from ..sparsities.experts import WAYS, ExpertsLayer
 from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
 from ..sparsities.weights import PRODUCTS, SparseLinear
+from ..training.text import source
 from . import rows
 from .density import ell_matmul
 from .rows import DENSE
@@ -39,6 +44,9 @@ NESTED, NESTED_SIZE = "2:4 in blocks 128 x 128", 128
 CHECKED = 64  # rows of a result that are held against float64
 WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
 CONVERSIONS = 5  # samples of a conversion
+CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that were trained with L1
+TILED = "micro-tiles 32 x 1"
+MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
 LAYERS, SHARES = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 
 Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
@@ -136,7 +144,7 @@ METHODS: tuple[Method, ...] = (
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
     *map(_pruned, PRODUCTS),
     *map(_blocks, block_linear.VERSIONS),
-    Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS)),
+    Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS, NESTED)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda held, x: linear(x, held), (TWO_FOUR,), turned=True),
@@ -147,14 +155,7 @@ METHODS: tuple[Method, ...] = (
         (TWO_FOUR,),
         turned=True,
     ),
-    Method(
-        "2:4 in blocks (NestedLinear)",
-        lambda a: blocks.NestedLinear(_layer(a), NESTED_SIZE),
-        _called,
-        (NESTED,),
-        turned=True,
-    ),
-    Method("micro-tiles 32 x 1", find_microtiles, microtiles.product, (SCATTERED, TALL)),
+    Method(TILED, find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
 )
 
@@ -235,15 +236,22 @@ def product_rows(
         torch.randn(shape.k, shape.n, generator=generator, device=device).to(shape.dtype)
         for _ in range(measure.ROTATED)
     ]
+    chosen = METHODS if methods is None else methods
+    chosen = [each for each in chosen if each.measured(pattern, sparsity, device.type)]
+    said = {"kind": KIND, "workload": f"{pattern}, {sparsity:.1%} zeros", "pattern": pattern}
+    return _timed(a, bs, chosen, said, shape.seconds)
+
+
+def _timed(a: Tensor, bs: list[Tensor], methods: Iterable[Method], said: dict, seconds: float) -> list[dict]:
+    """The rows of A [m, k] times each B [k, n] in turn, as `product_rows` has them. said: what else all rows say."""
+    device = a.device
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
     calls: rows.Calls = {DENSE: rows.over(functools.partial(torch.matmul, a), bs)}
     conversions: rows.Calls = {}
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
-    for method in METHODS if methods is None else methods:
-        if not method.measured(pattern, sparsity, device.type):
-            continue
+    for method in methods:
         given = turned if method.turned else bs
         try:
             call = functools.partial(method.multiply, method.convert(a))
@@ -261,28 +269,78 @@ def product_rows(
         facts[method.name] = {"error_over_allowed": round(ratio, 4)}
         conversions[f"part: {method.name}, conversion"] = functools.partial(_again, method, a)
     if device.type == "cuda":
-        samples, bursts = rows.clock_gpu(calls, max(shape.n, measure.GRAPH_TOKENS + 1))
+        samples, bursts = rows.clock_gpu(calls, max(len(bs[0].t()), measure.GRAPH_TOKENS + 1))
         samples |= measure.time_cuda(conversions, rounds=CONVERSIONS, warm=1) if conversions else {}
     else:
-        samples, bursts = clock_cpu(calls, shape.seconds)
-        samples |= clock_cpu(conversions, shape.seconds / 2)[0] if conversions else {}
+        samples, bursts = clock_cpu(calls, seconds)
+        samples |= clock_cpu(conversions, seconds / 2)[0] if conversions else {}
     shared = {
-        "kind": KIND,
         "device": measure.device_name(device),
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "tokens": shape.m,
-        "d_model": shape.n,
-        "d_ff": shape.k,
-        "nnz": round(float((a != 0).sum()) / shape.m, 2),
-        "workload": f"{pattern}, {sparsity:.1%} zeros",
-        "pattern": pattern,
+        "dtype": str(a.dtype).removeprefix("torch."),
+        "tokens": len(a),
+        "d_model": bs[0].shape[1],
+        "d_ff": a.shape[1],
+        "nnz": round(float((a != 0).sum()) / len(a), 2),
         "density": float((a != 0).double().mean()),
     }
-    return rows.table(shared, samples, facts, bursts)
+    return rows.table(said | shared, samples, facts, bursts)
 
 
 def _again(method: Method, a: Tensor, turn: int) -> object:
     return method.convert(a)
+
+
+# ---- rows of a trained model's activations ----
+
+
+@dataclass(frozen=True)
+class Read:
+    """How trained models read: so many held-out tokens of the default text, in this dtype, on this device. seconds: of
+    each comparison, on a CPU."""
+
+    tokens: int = 2**16
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    seconds: float = 1.0
+
+
+def shipped() -> dict[str, int]:
+    """The models of data/checkpoints that are here, by name, and the layers of each; a wheel has `small` alone."""
+    folder = folders.data_dir() / "checkpoints"
+    there = [name for name in CHECKPOINTS if (folder / name / "config.json").is_file()]
+    return {name: json.loads((folder / name / "config.json").read_text())["layers"] for name in there}
+
+
+@torch.no_grad()
+def activation_rows(name: str, layer: int, read: Read = Read()) -> list[dict]:
+    """The down projection of one layer of a trained model: A its hidden activations relu(g) * u [tokens, d_ff], and B
+    the turned weight [d_ff, d_model]. Rows as of `product_rows`, of kind "activations" and
+    without a `pattern`.
+
+    They say `model`, `layer` and `occupied`, the share of A's tiles of 32 x 1 that hold anything. The text is the
+    default one, Python source; only `small` was trained on such, and the other models fire on it as they do. TwELL's
+    conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
+
+    name: of `shipped`. layer: from 0 on."""
+    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name).to(read.device, read.dtype).eval()
+    text = source.standard_library()
+    context = model.config.context
+    windows = source.spread_windows(text.split()[1].tokens, max(1, read.tokens // context), context)[:, :-1]
+    ffn, seen = feed_forwards(model)[layer], []
+    hook = ffn.module.register_forward_hook(lambda _, given, made: seen.append(given[0].flatten(0, 1)))
+    for each in windows.split(32):
+        model(each.to(read.device))
+    hook.remove()
+    a = rows.dense_hidden(torch.cat(seen), None if ffn.gate is None else ffn.gate.weight, ffn.up.weight)
+    chosen = [each for each in METHODS if each.name in MET and (a.is_cuda or not each.gpu)]
+    said = {
+        "kind": "activations",
+        "workload": f"layer {layer + 1} of {name}, on held-out {text.name}",
+        "model": name,
+        "layer": layer,
+        "occupied": find_microtiles(a).occupied,
+    }
+    return _timed(a, [ffn.down.weight.t().contiguous()], chosen, said, read.seconds)
 
 
 # ---- rows that hold nothing: padding, and experts ----
@@ -395,13 +453,18 @@ def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
     return rows.table(shared | {"experts": experts}, samples, None, bursts)
 
 
-def sections(shape: Shape = Shape(), batch: Batch = Batch()) -> rows.Sections:
+def sections(shape: Shape = Shape(), batch: Batch = Batch(), read: Read = Read()) -> rows.Sections:
     """The steps of the record, as in bench.inference: one for each pattern and sparsity, the highest sparsities first,
-    which take least; then padding and experts."""
+    which take least; then the layers of the models that are here, padding and experts."""
     cases = [(pattern, each) for each in sorted(SPARSITIES, reverse=True) for pattern in (*PIECES, NESTED)]
     return {
         "products": [
             functools.partial(product_rows, pattern, sparsity, shape) for pattern, sparsity in [(TWO_FOUR, 0.5), *cases]
+        ],
+        "activations": [
+            functools.partial(activation_rows, name, layer, read)
+            for name, layers in shipped().items()
+            for layer in range(layers)
         ],
         "padding": [functools.partial(padding_rows, share, layers, batch) for layers in LAYERS for share in SHARES],
         "experts": [functools.partial(experts_rows, experts, batch) for experts in batch.experts],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops import measure
-from ..sparsities.blocks import block_mask
+from ..sparsities.blocks import block_mask, nested_mask
 from ..sparsities.two_four import two_four_mask
 from ..sparsities.weights import magnitude_mask, proximal_step, prune, table
 from ..training.config import TrainConfig
@@ -64,6 +64,7 @@ WAYS = (
     Way("magnitude, 90%", "mask", magnitude_mask, 0.9),
     Way("blocks of 16, 90%", "mask", _blocks(16), 0.9),
     Way("blocks of 32, 90%", "mask", _blocks(32), 0.9),
+    Way("2:4 in blocks of 32, 90%", "mask", lambda weight, share: nested_mask(weight, 2 * share - 1, 32), 0.9),
     Way("blocks of 32, 90%, gradually", "gradual", _blocks(32), 0.9),
     Way("proximal L1, 1", "proximal", l1=1.0),
     Way("proximal L1, 4", "proximal", l1=4.0),

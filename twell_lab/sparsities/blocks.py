@@ -9,8 +9,11 @@ Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et
 weights", 2017.
 
 **2:4 inside blocks**: `nested_mask` keeps two of each four weights, and then the blocks in which most is left. Where a
-share s of the blocks is empty, (1 - s) / 2 of the weights are left: with three of four blocks empty, 12.5%.
-`NestedLinear` multiplies them.
+share s of the blocks is empty, (1 - s) / 2 of the weights are left: with three of four blocks empty, 12.5%. It is a
+pattern to prune to, and no faster than blocks: both products above hold its blocks, and multiply them, as dense ones. A
+kernel that read them as 2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as many with
+blocks of 32 x 32: 5% less in all (docs/kernels/sm80_blocks.md). Nor do torch's 2:4 products serve: each would take one
+row of blocks and the columns of x that it needs, and one such call costs the host more than all dense blocks cost.
 
 Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
 lie in the same rows, as others reorder matrices into blocks (Labini et al., arXiv 2202.05868); `empty_share` says what
@@ -22,7 +25,6 @@ As a path of a feed-forward layer: `tl.plan(..., paths=["blocks"])`, `tl.sparsif
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +34,9 @@ from ..core.errors import InputError
 from ..formats.matrix import as_matrix
 from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work
+from ..ops import block_linear
 from ..ops.checks import needs_gradient
-from .two_four import check_two_four, to_semi_structured, two_four_mask
+from .two_four import two_four_mask
 from .weights import check_sparsity, checked_linear, checked_weight, kept_of, largest
 
 Size = int | tuple[int, int]
@@ -193,18 +196,13 @@ class BlockLinear(nn.Linear):
         return _product(x, self.weight, self.bias)
 
     def _apply(self, fn, recurse: bool = True):
-        _check_stays(self, self.weight, fn)
+        probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+        if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+            raise InputError(
+                "a BlockLinear is not cast or moved, since torch does neither with its weight; cast or move the dense "
+                "layer, and make this one of it"
+            )
         return self
-
-
-def _check_stays(layer: nn.Module, weight: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """InputError where fn, what `Module.to` and the like do to each tensor, casts or moves."""
-    probe = torch.empty(0, dtype=weight.dtype, device=weight.device)
-    if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
-        raise InputError(
-            f"a {type(layer).__name__} is not cast or moved, since torch does neither with its weight; cast or move "
-            "the dense layer, and make this one of it"
-        )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -262,86 +260,6 @@ def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float
     return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size, norm=norm)
 
 
-class NestedLinear(nn.Module):
-    """x W^T + b for inference, with a W that is 2:4 inside its filled blocks: x [..., in_features], y [...,
-    out_features].
-
-    The blocks beside each other in one row of blocks, a band, are one matrix that is 2:4: what it needs of x is
-    gathered, and torch's 2:4 product runs on it (`to_semi_structured`; on a CPU, which has none, the dense one). Bands
-    that need the same columns are one product. `shapes` says of which sizes the products are: [rows, columns] each. The
-    bias has a gradient; x has none, as of `two_four.product`.
-
-    What bounds it: a band has few rows, so its product fills a fraction of a GPU, and there is one after another of
-    them, `len(shapes)` in all; and each band gathers its columns of x anew, which are written and read again. So it
-    needs high blocks, or bands that share their columns. A single kernel that reads 2:4 blocks in their places, as
-    ops.block_linear does with dense ones, would do without both; there is none here.
-
-    Args:
-        linear: an nn.Linear, whose bias is shared and which is left as it was.
-        size: as in `block_mask`.
-        backend: of torch's 2:4 tensors on a GPU, as in `to_semi_structured`, which says what it accepts: (rows,
-            columns) of a band are to be multiples of (32, 64) for "cutlass", (16, 16) for "cusparselt".
-
-    Raises:
-        InputError: for a weight that is not 2:4, a size that does not divide it, and for other dtypes on a GPU.
-        DeviceError: for a GPU before sm_80, or without the backend.
-    """
-
-    def __init__(self, linear: nn.Linear, size: Size = 32, *, backend: str | None = None) -> None:
-        super().__init__()
-        weight = checked_weight(checked_linear(linear).weight)
-        check_two_four(weight)
-        filled, (high, wide) = _filled(weight, size), _cut(weight, size).shape[2:]
-        self.out_features, self.in_features = weight.shape
-        self.bias, self._like = linear.bias, weight.new_empty(0)
-        bands: dict[tuple[int, ...], list[int]] = {}
-        for band, needs in enumerate(filled.tolist()):
-            bands.setdefault(tuple(at for at, there in enumerate(needs) if there), []).append(band)
-        bands.pop((), None)
-        whole = lambda each, by: (torch.tensor(each)[:, None] * by + torch.arange(by)).flatten().to(weight.device)  # noqa: E731
-        self._places = [(whole(rows, high), whole(columns, wide)) for columns, rows in bands.items()]
-        made = []
-        for rows, columns in self._places:
-            part = nn.Linear(len(columns), len(rows), False, weight.device, weight.dtype).requires_grad_(False)
-            part.weight.copy_(weight[rows][:, columns])
-            made.append(to_semi_structured(part, backend=backend) if weight.is_cuda else part)
-        self.products = nn.ModuleList(made)
-        self.train(linear.training)
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each product."""
-        return [(len(rows), len(columns)) for rows, columns in self._places]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y of x. InputError for another width, dtype or device, and for an x that needs a gradient."""
-        like = self._like
-        if x.shape[-1:] != (self.in_features,) or (x.dtype, x.device) != (like.dtype, like.device):
-            raise InputError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device}; {like.dtype} [..., {self.in_features}] on "
-                f"{like.device} is accepted"
-            )
-        if needs_gradient(x):
-            raise InputError(
-                "x needs a gradient, which a NestedLinear does not have; x.detach(), torch.no_grad() and the dense "
-                "layer are accepted"
-            )
-        rows = x.reshape(-1, self.in_features)
-        y = rows.new_zeros(len(rows), self.out_features)
-        for (places, columns), product in zip(self._places, self.products):
-            if len(rows):
-                y.index_copy_(1, places, product(rows.index_select(1, columns)))
-        y = y if self.bias is None else y + self.bias
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _apply(self, fn, recurse: bool = True):
-        _check_stays(self, self._like, fn)
-        return self
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, products={len(self.products)}"
-
-
 # ---- as a path ----
 
 LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
@@ -350,9 +268,11 @@ _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times
 
 
 class Blocks(Products):
-    """A feed-forward layer whose weights have many empty blocks, through torch's block-sparse products (`BlockLinear`):
-    each projection of which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned.
-    Blocks are squares of 16 to 128, the largest that leave nearly as much empty as small ones.
+    """A feed-forward layer whose weights have many empty blocks, through block-sparse products: each projection of
+    which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned. Blocks are squares
+    of 16 to 128, the largest that leave nearly as much empty as small ones. Weights of 16 bits on a GPU from sm_80 on
+    take the kernel of `ops.block_linear`, which needs less than half of the time of torch's at 90% (docs/measured.md),
+    all others torch's products, as those of `BlockLinear`.
 
     It holds the filled blocks beside the weights. A row of x that is not finite gives NaN."""
 
@@ -361,6 +281,9 @@ class Blocks(Products):
 
     def product(self, weight: Tensor):
         made = to_bsr(weight, int(self.weigh(weight)[1]))
+        if _has_kernel(weight):
+            held = block_linear.BlockOperand(made)
+            return held, [held.pointer, held.column, held.values, held.order]
         parts = [made.crow_indices(), made.col_indices(), made.values()]
         return lambda x, bias: _product(x, made, bias), parts
 
@@ -385,6 +308,15 @@ class Blocks(Products):
         held, _, share = counted
         moved = held + work.tokens * (n + k) * work.itemsize
         return max(2 * work.tokens * n * k * share / work.rates.matmul, moved / work.rates.bandwidth)
+
+
+def _has_kernel(weight: Tensor) -> bool:
+    """Whether the kernel of ops.block_linear multiplies blocks of such a weight."""
+    return (
+        weight.is_cuda
+        and weight.dtype in block_linear.DTYPES
+        and torch.cuda.get_device_capability(weight.device) >= block_linear.OLDEST
+    )
 
 
 PATHS = (Blocks(),)

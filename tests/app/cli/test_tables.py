@@ -192,6 +192,22 @@ def test_the_table_of_experts_has_each_way_beside_its_own_loop():
     assert "nothing is recorded yet" in tables.experts([record("comparison", 1, [])])
 
 
+def test_the_table_of_activations_counts_what_finding_the_tiles_takes():
+    def row(path: str, ms: float) -> dict:
+        said = {"kind": "activations", "workload": "layer 1 of wide, on a text", "density": 0.004, "occupied": 0.1}
+        return said | {"tokens": 4096, "d_ff": 512, "d_model": 128, "path": path, "ms": ms, "wall_ms": 2 * ms}
+
+    found = row("part: micro-tiles 32 x 1, conversion", 1.5)
+    rows = [row("dense eager", 4.0), row("micro-tiles 32 x 1", 0.5), row("TwELL", 1.0), found]
+    head, _, line = tables.activations([record("comparison", 1, rows)]).splitlines()
+    assert "| dense, ms | micro-tiles 32 x 1 | TwELL | finding the tiles, ms | found and multiplied |" in head
+    wanted = "| layer 1 of wide | 4,096 x 512, times 512 x 128 | 99.60% | 10.0% | 4 | 8.00 (8.00) | 4.00 (4.00) | 1.5 | 2.00 |"
+    assert line == wanted
+    without = tables.activations([record("comparison", 1, rows[:1] + rows[2:3])]).splitlines()[2]
+    assert without.endswith("| 4 | 4.00 (4.00) |  |  |")
+    assert "nothing is recorded yet" in tables.activations([record("comparison", 1, [])])
+
+
 def test_the_table_of_padding_says_how_far_from_proportional_it_is():
     def row(layers: int, real: int, path: str, ms: float) -> dict:
         more = {"layers": layers} if layers > 1 else {}  # older records had one layer, and did not say so

@@ -346,6 +346,27 @@ def test_the_recorded_map(keep):
     assert data.recorded("predictors") == [] and data.recorded("inference")[0]["where"] == found[0]["where"]
 
 
+def test_the_map_is_recorded_with_every_method_and_drawn_instead_of_the_few_of_inference(keep, monkeypatch):
+    made = data.map_record(1 / 8, "cpu")
+    assert {each["path"] for each in made} == {"dense eager", *data.METHODS} - {data.DENSE}
+    assert all(each["kind"] == "map" and each["share"] == 1 / 8 and each["wall_ms"] > 0 for each in made)
+    assert all(each["nnz"] == pytest.approx(768 / 8, rel=0.3) and each["tokens"] in (1, 8) for each in made)
+    assert {each["path"] for each in made if each["tokens"] == 8} == {each["path"] for each in made} - {data.PREDICTED}
+    few = Record.new("inference", "made up", [inference("dense eager", 1.0), inference("forced twell", 2.0)], {})
+    keep(few)
+    alone = data.recorded_map()
+    keep(few, Record.new("comparison", "made up", [each | {"device": "NVIDIA H100"} for each in made], {}))
+    found = data.recorded_map()
+    assert [each for each in found if not each.get("whole")] == alone
+    assert {(each["method"], each["tokens"]) for each in found if each.get("whole")} == {
+        (data.DENSE if each["path"] == "dense eager" else each["path"], each["tokens"]) for each in made
+    }
+    assert data.dearer(found) == data.dearer(alone)
+    drawn = figures.winners(found)
+    assert "or another layer, or lossy" in [each.text for each in drawn.layout.annotations]
+    assert [*drawn.data[0].x] == ["1", "8"] and len(drawn.data[0].y) == 1
+
+
 def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):
     lossy = "lossy: predicted, recall 90%"
     made = inference(lossy, 1.5, kind="chosen_neurons", tokens=1, loss_change=[0.0, 0.1, 0.2])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from twell_lab.core.errors import InputError
+from twell_lab.ops.block_linear import block_linear
 from twell_lab.sparsities.blocks import (
-    NestedLinear,
     block_mask,
     empty_share,
     group_columns,
@@ -156,11 +156,10 @@ def test_a_layer_of_blocks_gives_what_the_dense_one_gives(dtype, sparsity):
     assert fast.bias is dense.bias and not fast.weight.requires_grad
 
 
-@pytest.mark.parametrize("made", [lambda dense: to_bsr_linear(dense, 32), NestedLinear])
-def test_the_bias_has_a_gradient_and_an_input_that_needs_one_is_refused(made):
+def test_the_bias_has_a_gradient_and_an_input_that_needs_one_is_refused():
     dense = nested(sparsity=0.5).requires_grad_(False)
     dense.bias.requires_grad_()
-    fast, x = made(dense), torch.randn(5, 128)
+    fast, x = to_bsr_linear(dense, 32), torch.randn(5, 128)
     fast(x).square().sum().backward()
     torch.testing.assert_close(dense.bias.grad, 2 * dense(x).detach().sum(0))
     with pytest.raises(InputError, match="x needs a gradient"):
@@ -275,63 +274,22 @@ def test_2_4_inside_blocks_leaves_half_of_the_blocks_that_stay(size, sparsity):
     assert sorted(norms)[-kept:] == pytest.approx(sorted(stay)[-kept:])
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    size=st.sampled_from(SIZES),
-    sparsity=st.floats(0, 1, exclude_max=True),
-    shape=st.sampled_from([(), (1,), (5,), (2, 3), (0,)]),
-    bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_its_product_is_the_dense_one(size, sparsity, shape, bias, seed):
-    dense = nested(96, 96, sparsity, size, bias, seed=seed)
-    fast = NestedLinear(dense, size)
-    x = torch.randn(*shape, 96, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(fast(x), dense(x), rtol=1e-4, atol=1e-5)
-    rows, columns = high_and_wide(size)
-    count = sum(high * wide for high, wide in fast.shapes)
-    assert count == pytest.approx((1 - empty_share(dense.weight, size)) * dense.weight.numel())
-    assert all(not high % rows and not wide % columns for high, wide in fast.shapes)
-    assert [each.weight.shape for each in fast.products] == [torch.Size(each) for each in fast.shapes]
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,)])
+def test_its_products_are_the_dense_one(sparsity, shape):
+    dense = nested(96, 96, sparsity)
+    x = torch.randn(*shape, 96)
+    torch.testing.assert_close(to_bsr_linear(dense, 32)(x), dense(x), rtol=1e-4, atol=1e-5)
+    dense, x = dense.bfloat16(), x.bfloat16()
+    torch.testing.assert_close(block_linear(x, to_bsr(dense.weight, 32), dense.bias), dense(x), rtol=0.02, atol=0.02)
 
 
-def test_bands_that_need_the_same_columns_are_one_product():
-    mask = torch.zeros(96, 128)
-    mask[:, 32:64] = mask[:, 96:] = 1
-    dense = nested(mask=mask * two_four_mask(torch.arange(96.0 * 128).view(96, 128)))
-    assert NestedLinear(dense).shapes == [(96, 64)]
-    dense.weight[32:64] = 0
-    assert NestedLinear(dense).shapes == [(64, 64)]
-    dense.weight.zero_()
-    fast, x = NestedLinear(dense), torch.randn(3, 128)
-    assert fast.shapes == [] and torch.equal(fast(x), dense.bias.expand(3, 96))
-
-
-def test_what_is_skipped_adds_nothing_where_x_is_infinite():
-    dense = nested(bias=False)
-    x = torch.ones(2, 128)
-    x[0, 5] = math.inf
-    fast = NestedLinear(dense)(x)
-    needs = [band for band in range(3) if dense.weight[32 * band : 32 * band + 32, :32].any()]
-    for band in range(3):
-        assert fast[0, 32 * band : 32 * band + 32].isfinite().all() == (band not in needs)
-    torch.testing.assert_close(fast[1], dense(x)[1])
-
-
-def test_what_is_not_2_4_inside_blocks_is_refused():
-    with pytest.raises(InputError, match="at most two values of these four"):
-        NestedLinear(nn.Linear(128, 96))
+def test_what_2_4_inside_blocks_refuses():
+    with pytest.raises(InputError, match="multiple of 4 columns"):
+        nested_mask(torch.ones(32, 34), 0.5)
     with pytest.raises(InputError, match="blocks of 48 x 48 do not divide"):
-        NestedLinear(nested(), 48)
+        nested_mask(torch.ones(96, 128), 0.5, 48)
     with pytest.raises(InputError, match="not finite"):
         nested_mask(torch.full((32, 32), math.nan), 0.5)
     with pytest.raises(InputError, match="sparsity is 1"):
         nested_mask(torch.ones(32, 32), 1)
-    fast = NestedLinear(nested())
-    for wrong in (torch.zeros(2, 127), torch.zeros(2, 128).half()):
-        with pytest.raises(InputError, match=r"x is .*; torch.float32 \[..., 128\] on cpu"):
-            fast(wrong)
-    for move in (nn.Module.half, lambda layer: layer.to("meta")):
-        with pytest.raises(InputError, match="a NestedLinear is not cast or moved"):
-            move(fast)
-    assert fast.eval().float() is fast

@@ -157,6 +157,21 @@ def test_blocks_are_exact(gated, bias, activation, shape, sizes, odd, seed):
         assert_equals(sparse, made, x)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_where_there_is_a_kernel_it_multiplies_the_blocks(bias, tokens, monkeypatch):
+    """Which takes 16 bits on a GPU; here it is told that there is one, and computes by torch."""
+    monkeypatch.setattr(blocks, "_has_kernel", lambda weight: True)
+    monkeypatch.setattr(blocks, "_check_product", lambda *given: None)
+    made = layer(bias=bias, mask=empty_blocks).bfloat16()
+    x = torch.randn(tokens, made.up_proj.in_features).bfloat16()
+    sparse = SparseFFN(made, plan=Choice("blocks"))
+    torch.testing.assert_close(sparse(x), made(x), rtol=0.05, atol=0.05 * float(made(x).abs().max()))
+    (form,) = sparse.forms.values()
+    assert all(isinstance(each, blocks.block_linear.BlockOperand) for each in form.value)
+    assert len(form.tensors) == 12 and {t.data_ptr() for t in form.tensors} >= {e.values.data_ptr() for e in form.value}
+
+
 def test_the_largest_blocks_that_are_nearly_as_empty_are_taken():
     weight = torch.zeros(256, 256)
     weight[:128, :128] = 1

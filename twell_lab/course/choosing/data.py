@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from ... import records
 from ...analysis import predict as predicting
 from ...bench import comparison
 from ...bench import predictors as chosen_neurons
+from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Method, Shape
 from ...bench.workloads import clock_cpu
 from ...core import folders
@@ -40,6 +41,7 @@ from ..recorded import LOGNORMAL, device_and_day, newest
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
 METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
+INEXACT = (EXPERTS, PREDICTED)  # another layer, and a lossy one
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
 _EXPERTS = 32  # that a layer's neurons are cut into, for the map
@@ -221,7 +223,8 @@ def dearer(rows: Iterable[dict], tokens: int = 16384, most: float = 1 / 64) -> f
     rows: of `recorded_map`. Packed, from the fewest to the most that fire, up to the share `most`; dense, two thirds of
     the layer, since the gate is computed either way. None where fewer than two were recorded."""
     here = sorted(
-        (row for row in rows if row["tokens"] == tokens and row["share"] <= most), key=lambda row: row["share"]
+        (row for row in rows if not row.get("whole") and row["tokens"] == tokens and row["share"] <= most),
+        key=lambda row: row["share"],
     )
     packed, dense = ([row for row in here if row["method"] == method] for method in (PACKED, DENSE))
     if len(packed) < 2 or not dense:
@@ -258,6 +261,7 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
     made.sort(key=lambda row: row["hot"])
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
+    near = [row for row in near if not row.get("whole")]
     for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
         where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
         made.append({**{key: row[key] for key in ("hot", "d_ff", "x_dense")}, "where": where})
@@ -403,21 +407,11 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     at its best: it chooses no more neurons than fire, and is not trained."""
     sizes, made = sizes_for(device), []
     for share in shares:
-        layer, x = _drawn(share, device, max(sizes.tokens))
-        methods = _methods(layer, share)
-        for tokens in sizes.tokens:
-            some = x[:tokens].contiguous()
-            calls = {name: functools.partial(call, some) for name, call in methods.items()}
-            if tokens > 1:  # for more it computes all, and masks
-                del calls[PREDICTED]
-            wanted = layer(some)
-            for method in (PACKED, SPLIT, TILES):
-                _hold(method, calls[method](), wanted)
+        for tokens, calls in _held(*_drawn(share, device, max(sizes.tokens)), share, sizes.tokens):
             took = _clock(calls, device)
             for method, ms in took.items():
                 said = {"method": method, "tokens": tokens, "share": share, "where": _here(device)}
-                exact = method not in (EXPERTS, PREDICTED)
-                made.append({**said, "ms": ms, "exact": exact})
+                made.append({**said, "ms": ms, "exact": method not in INEXACT})
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
         dense = measure.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
@@ -427,9 +421,46 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     return made
 
 
+def _held(
+    layer: GatedFeedForward, x: Tensor, share: float, counts: Iterable[int]
+) -> Iterator[tuple[int, dict[str, Callable]]]:
+    """For each number of tokens it, and the methods as calls without arguments, the exact ones held to the layer."""
+    methods = _methods(layer, share)
+    for tokens in counts:
+        some = x[:tokens].contiguous()
+        calls = {name: functools.partial(call, some) for name, call in methods.items()}
+        if tokens > 1:  # for more it computes all, and masks
+            del calls[PREDICTED]
+        wanted = layer(some)
+        for method in (PACKED, SPLIT, TILES):
+            _hold(method, calls[method](), wanted)
+        yield tokens, calls
+
+
+@torch.no_grad()
+def map_record(share: float, device: str = "cuda") -> list[dict]:
+    """What `map_rows` times at one share, as rows of kind "map" for a record: their path is the method. The `share` is
+    that asked for, `nnz` what fires."""
+    sizes, made = sizes_for(device), []
+    layer, x = _drawn(share, device, max(sizes.tokens))
+    for tokens, calls in _held(layer, x, share, sizes.tokens):
+        said = bench_rows.describe("map", [x[:tokens]], layer.gate_proj.weight, f"gated layer, {share:.2%} fire")
+        turned = {
+            bench_rows.DENSE if name == DENSE else name: (lambda turn, call=call: call())
+            for name, call in calls.items()
+        }
+        if device == "cuda":
+            samples, bursts = bench_rows.clock_gpu(turned, measure.GRAPH_TOKENS + 1, rounds=10)
+        else:
+            samples, bursts = clock_cpu(turned, 0.3)
+        made += bench_rows.table(said | {"share": share}, samples, None, bursts)
+    return made
+
+
 def recorded_map(device: str = "H100") -> list[dict]:
-    """Rows as of `map_rows` from records of inference on a GPU with this in its name, layers of 2048 x 5632 with drawn
-    firing rates: dense, packed, and hot and cold, where one of the latter was timed. May be empty."""
+    """Rows as of `map_rows` from records on a GPU with this in its name, layers of 2048 x 5632 with drawn firing rates:
+    of inference, dense, packed, and hot and cold, where one of the latter was timed, each with `hot`; and of the
+    comparison all methods (`map_record`), these rows with `whole`. May be empty."""
 
     def wanted(row: dict) -> bool:
         return (
@@ -449,7 +480,12 @@ def recorded_map(device: str = "H100") -> list[dict]:
             hot = {PACKED: 0, DENSE: row["d_ff"]}.get(method) if method != SPLIT else int(name.split()[1])
             made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
-    return [row for row in made if (row["share"], row["tokens"]) in beside]
+    made = [row for row in made if (row["share"], row["tokens"]) in beside]
+    for row in newest("comparison", device, lambda row: row["kind"] == "map"):
+        method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
+        said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where", "share")}
+        made.append({**said, "method": method, "exact": method not in INEXACT, "whole": True})
+    return made
 
 
 def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int], dict]:

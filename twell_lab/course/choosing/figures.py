@@ -286,7 +286,9 @@ def _percents(rows: Iterable[dict]) -> dict:
 
 def winners(rows: list[dict]) -> go.Figure:
     """The map: the fastest method at each share of firing neurons and number of tokens, among those that compute the
-    dense layer's result, and among all where others were timed. rows: of `data.map_rows` or `data.recorded_map`."""
+    dense layer's result, and among all where others were timed. rows: of `data.map_rows` or `data.recorded_map`, of
+    which those of all methods (`whole`) are drawn where there are any."""
+    rows = [row for row in rows if row.get("whole")] or rows
     if not rows:
         return nothing("Which method wins")
     panels = {"the same result as dense": data.winners(rows)}
