@@ -5,6 +5,7 @@ import torch
 
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.spmm import cases as spmm_cases
+from tests.simulator import quantise_cases
 from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled, adversarial
 from twell_lab import ops
@@ -18,6 +19,7 @@ from twell_lab.ops import (
     hopper_pack,
     microtiles,
     portable,
+    quantise_rows,
     reference,
     train_columns,
     train_dense,
@@ -83,6 +85,14 @@ def test_gated_int8(d_model, dtype):
         case.check(256, 32, version)
         case.check(256, 32, version, plain=True)
     case.check(256, 32, signed=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", quantise_rows.KINDS)
+def test_quantise_rows(kind, dtype):
+    for columns, versions in ((77, (1,)), (264, (1, 2)), (8264, (1, 2))):
+        x = quantise_cases.draw(columns, dtype)
+        quantise_cases.check(x.cuda(), kind, versions)
 
 
 @pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])

@@ -11,11 +11,11 @@ from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_dense import cases as dense_cases
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
-from tests.simulator import cases
+from tests.simulator import cases, quantise_cases
 from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled
 from twell_lab.formats import COO, CSR, ELL
-from twell_lab.ops import train_columns, train_rows
+from twell_lab.ops import quantise_rows, train_columns, train_rows
 from twell_lab.ops import transpose as launch_transpose
 
 
@@ -58,6 +58,13 @@ def gated_int8(monkeypatch):
     for d_model, versions in ((77, (1,)), (1032, (2, 3, 4))):
         for version in versions:
             Int8Layer.draw(gate, d_model).check(16, 5, version)
+
+
+def quantised_rows(monkeypatch):
+    """Both versions and kinds; more than a thread keeps in registers, and an odd width."""
+    for columns, versions in ((8264, (1, 2)), (37, (1,))):
+        for kind in quantise_rows.KINDS:
+            quantise_cases.check(quantise_cases.draw(columns, torch.bfloat16), kind, versions)
 
 
 def up(monkeypatch):
@@ -132,6 +139,7 @@ LAUNCHES = {  # by the kernel's name
     "smxx_up": up,
     "smxx_gated": gated,
     "smxx_gated_int8": gated_int8,
+    "smxx_quantise_rows": quantised_rows,
     "smxx_survivors": rows,
     "smxx_train_rows": rows,
     "smxx_train_slabs": rows,

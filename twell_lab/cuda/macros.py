@@ -223,6 +223,14 @@ def microtile(dtype: torch.dtype, rows: int) -> tuple:
     return (*value(dtype), ("BM", rows))
 
 
+# ---- smxx_quantise_rows
+
+
+def few_bits(dtype: torch.dtype, kind: torch.dtype) -> tuple:
+    """The macros for rows of this type that become INT8 or E4M3."""
+    return (*value(dtype), *((("E4M3", True),) if kind == torch.float8_e4m3fn else ()))
+
+
 # ---- every set of macros that launches may ask for, given (dtype, widths of rows, a GPU's compute capability)
 
 Widths = Sequence[int]
@@ -237,6 +245,11 @@ def each(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0
 def signed_or_not(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
     """One set for each type of values, and one for values of either sign."""
     return [(*value(dtype), *kept(signed)) for signed in (False, True)]
+
+
+def int8_or_e4m3(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For each type of values, one set for INT8 and one for E4M3."""
+    return [few_bits(dtype, kind) for kind in (torch.int8, torch.float8_e4m3fn)]
 
 
 def sixteen_bits(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:

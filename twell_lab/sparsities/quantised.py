@@ -31,7 +31,7 @@ dense product: bytes are spared, operations are not. That pays where it is expan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from ..layers.weights import Weights
 from ..ops import checks, decode, portable
 from ..ops.activation import RELU, Activation
 from ..ops.int8_rows import gated_int8
+from ..ops.quantise_rows import quantise_rows
 from .weights import checked_weight
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -111,6 +112,20 @@ def _rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
     return Rows(values.round_().to(dtype) if dtype == torch.int8 else values.to(dtype), scale)
 
 
+def _tokens(flat: Tensor, dtype: torch.dtype) -> Rows:
+    """`_rows` of x, padded on a GPU to as many rows as torch's product takes there: for INT8 more than 16, in eights,
+    for E4M3 a multiple of 16. On a GPU one kernel does it, bit for bit as torch's operations."""
+    if not flat.is_cuda:
+        return _rows(flat, dtype)
+    least, step = (24, 8) if dtype == torch.int8 else (16, 16)
+    padded = max(least, len(flat) + -len(flat) % step)
+    if type(flat) is Tensor and not torch.compiler.is_compiling():
+        return Rows(*quantise_rows(flat, dtype, padded))
+    values, scale = _rows(flat, dtype)
+    missing = padded - len(flat)
+    return Rows(F.pad(values.view(torch.int8), (0, 0, 0, missing)).view(dtype), F.pad(scale, (0, missing)))
+
+
 def output_error(y: Tensor, exact: Tensor) -> float:
     """How far off an output is: the norm of the difference, over that of the exact one; 0 for two zeros. InputError for
     other shapes."""
@@ -157,13 +172,16 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     flat = _flat(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
-    short = _rows(flat, torch.int8)
-    missing = max(24 - len(flat), -len(flat) % 8) if x.is_cuda else 0  # torch's product takes more than 16 rows there
-    one = int(flat.shape[1] == 1)  # of which torch 2.13's product on a CPU is wrong
-    values = F.pad(short.values, (0, one, 0, missing)) if missing or one else short.values
-    sums = torch._int_mm(values, F.pad(rows.values, (0, one)).t() if one else rows.values.t())[: len(flat)]
-    y = sums.float() * short.scale[:, None] * rows.scale
-    return _ended(y, x, rows, bias)
+    return _ended(_int8_product(_tokens(flat, torch.int8), rows, len(flat)), x, rows, bias)
+
+
+def _int8_product(short: Rows, rows: Rows, tokens: int) -> Tensor:
+    """float32 [tokens, rows], for INT8 rows of x, padded or not."""
+    values, weight = short.values, rows.values
+    if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
+        values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
+    sums = torch._int_mm(values, weight.t())[:tokens]
+    return sums.float() * short.scale[:tokens, None] * rows.scale
 
 
 def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
@@ -174,16 +192,17 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     Raises InputError for other rows than E4M3, shapes that do not fit, and where x or the bias needs a gradient;
     DeviceError for an older GPU."""
     flat = _flat(x, rows, torch.float8_e4m3fn, bias)
-    short = _rows(flat, torch.float8_e4m3fn)
-    if not x.is_cuda:
-        y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
-    else:
+    if x.is_cuda:
         _check_fp8(x.device)
-        missing = max(16 - len(flat), -len(flat) % 16)
-        values = F.pad(short.values.view(torch.int8), (0, 0, 0, missing)).view(short.values.dtype)
-        scales = F.pad(short.scale, (0, missing))[:, None], rows.scale[None]
-        y = torch._scaled_mm(values, rows.values.t(), *scales, out_dtype=torch.bfloat16)[: len(flat)]
-    return _ended(y, x, rows, bias)
+    return _ended(_fp8_product(_tokens(flat, torch.float8_e4m3fn), rows, len(flat)), x, rows, bias)
+
+
+def _fp8_product(short: Rows, rows: Rows, tokens: int) -> Tensor:
+    """[tokens, rows], for E4M3 rows of x: bfloat16 on a GPU, whose product scales, float32 on a CPU."""
+    if not short.values.is_cuda:
+        return short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
+    scales = short.scale[:, None], rows.scale[None]
+    return torch._scaled_mm(short.values, rows.values.t(), *scales, out_dtype=torch.bfloat16)[:tokens]
 
 
 def _flat(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -284,6 +303,21 @@ def _refused(kind: torch.dtype, device: torch.device) -> str:
     return ""
 
 
+class _Product(NamedTuple):
+    """The product with one weight of few bits."""
+
+    linear: Callable[..., Tensor]
+    rows: Rows
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, self.rows, bias)
+
+    def of(self, short: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+        """As of x, which is [tokens, columns], with its rows already rounded (`_tokens`)."""
+        product = _int8_product if self.rows.values.dtype == torch.int8 else _fp8_product
+        return _ended(product(short, self.rows, len(flat)), flat, self.rows, bias)
+
+
 class Int8(Products):
     """All neurons, by INT8 products of weights and x (`int8_linear`). Lossy."""
 
@@ -295,7 +329,20 @@ class Int8(Products):
     def product(self, weight: Tensor):
         self.weigh(weight)
         rows = quantise(weight, self.held)
-        return lambda x, bias: self.linear(x, rows, bias), rows
+        return _Product(self.linear, rows), rows
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Sequence[Tensor | None], value: Any) -> Tensor:
+        """As of Products; on a GPU x is rounded once for gate and up, and a row that is not finite needs no pass of its
+        own: its scale makes NaN of all that follows."""
+        gate, up, down = value
+        acts: Activation = layer.acts
+        gated = weights[0] is not None and weights[0] is not weights[1]
+        if not x.is_cuda or acts != RELU or acts.both or not gated or gate is None or up is None or down is None:
+            return super().compute(layer, x, weights, value)
+        flat = x.reshape(-1, x.shape[-1])
+        short = _tokens(flat, self.held)
+        hidden = torch.relu(gate.of(short, flat, weights[3])) * up.of(short, flat, weights[4])
+        return down(hidden, weights[5]).view(x.shape)
 
     def weigh(self, weight: Tensor) -> tuple[int]:
         if weight.dtype not in WEIGHTS:
