@@ -364,9 +364,9 @@ def comparison(seconds: float = SECONDS) -> Record:
     the notes: as for `inference`."""
     need_gpu()
     from ..bench import comparison as tables
-    from ..course.choosing.data import SHARES, map_record
+    from ..bench import methods
 
-    sections = tables.sections() | {"map": [functools.partial(map_record, share) for share in SHARES]}
+    sections = tables.sections() | {"map": [functools.partial(methods.map_rows, share) for share in methods.SHARES]}
     rows, notes = _sections(sections, seconds)
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 

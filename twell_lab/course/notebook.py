@@ -16,6 +16,7 @@ import torch
 from ..core import machine
 from ..core.errors import StackError
 from ..cuda.registry import KERNELS
+from ..ops.measure import dtype_for
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets
@@ -120,13 +121,6 @@ def is_running() -> bool:
 def _shell():
     interactive = sys.modules.get("IPython")  # loaded wherever a notebook runs
     return interactive and interactive.get_ipython()
-
-
-def dtype_for(device: str) -> torch.dtype:
-    """The fastest dtype: bfloat16 on a GPU that has it, float16 on an older GPU, float32 on a CPU."""
-    if device != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
 
 def sixteen_bits(device: str) -> torch.dtype:

@@ -1,12 +1,12 @@
 """The notebook on choosing a path: what each method computes, its times, its sentences, and the map."""
 
-import math
 import sys
 import time
 
 import pytest
 import torch
 
+from twell_lab.bench import methods
 from twell_lab.course.choosing import checks, data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
@@ -18,7 +18,8 @@ WHERE = "yours, now, on CPU"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(data, "sizes_for", lambda device: data.Sizes(64, 768, (1, 8), 64))
+    for room in (data, methods):
+        monkeypatch.setattr(room, "sizes_for", lambda device: methods.Sizes(64, 768, (1, 8), 64))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def subject():
 
 
 def row(method, tokens, share, x_dense, **more):
-    exact = method not in (data.EXPERTS, data.PREDICTED)
+    exact = method not in (methods.EXPERTS, methods.PREDICTED)
     return {
         "method": method,
         "tokens": tokens,
@@ -54,14 +55,14 @@ def row(method, tokens, share, x_dense, **more):
 
 
 MAP = [
-    row(data.DENSE, 1, 0.01, 1.0),
-    row(data.PACKED, 1, 0.01, 2.0),
-    row(data.PREDICTED, 1, 0.01, 5.0),
-    row(data.DENSE, 64, 0.01, 1.0),
-    row(data.TILES, 64, 0.01, 1.04),
-    row(data.EXPERTS, 64, 0.01, 3.0),
-    row(data.DENSE, 64, 0.5, 1.0),
-    row(data.PACKED, 64, 0.5, 0.5),
+    row(methods.DENSE, 1, 0.01, 1.0),
+    row(methods.PACKED, 1, 0.01, 2.0),
+    row(methods.PREDICTED, 1, 0.01, 5.0),
+    row(methods.DENSE, 64, 0.01, 1.0),
+    row(methods.TILES, 64, 0.01, 1.04),
+    row(methods.EXPERTS, 64, 0.01, 3.0),
+    row(methods.DENSE, 64, 0.5, 1.0),
+    row(methods.PACKED, 64, 0.5, 0.5),
 ]
 
 
@@ -118,7 +119,7 @@ def test_columns_of_random_firing_are_occupied_as_expected(subject):
 def test_micro_tiles_are_timed_as_products(monkeypatch):
     monkeypatch.setattr(data, "Shape", lambda *given: data.comparison.Shape(64, 64, 16, torch.float32, "cpu", 0.01))
     rows = data.products_here("cpu", (0.5, 0.9))
-    assert {each["path"] for each in rows} >= {"dense eager", data.TILES, f"part: {data.TILES}, conversion"}
+    assert {each["path"] for each in rows} >= {"dense eager", methods.TILES, f"part: {methods.TILES}, conversion"}
     assert data.products_sentence(rows).startswith("scattered zeros win ")
     drawn = figures.products(rows)
     assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
@@ -145,10 +146,10 @@ def test_padding_is_timed_where_it_gives_the_same(made_up):
 )
 def test_micro_tiles_begin_to_win_between_two_shares_of_zeros(times, said):
     rows = [
-        {"path": data.TILES, "pattern": data.SCATTERED, "density": density, "x_dense": x}
+        {"path": methods.TILES, "pattern": data.SCATTERED, "density": density, "x_dense": x}
         for density, x in zip((0.5, 0.1, 0.01), times)
     ]
-    rows += [{"path": data.TILES, "pattern": data.TALL, "density": 0.5, "x_dense": 9.0}]
+    rows += [{"path": methods.TILES, "pattern": data.TALL, "density": 0.5, "x_dense": 9.0}]
     assert data.products_sentence(rows) == f"scattered zeros win {said}"
 
 
@@ -166,11 +167,11 @@ def test_how_much_the_padding_costs():
 
 def test_what_a_packed_neuron_costs_is_read_from_two_recorded_shares():
     rows = [
-        row(data.PACKED, 16384, 0.001, 2.0, ms=0.6),
-        row(data.PACKED, 16384, 0.011, 2.0, ms=1.4),
-        row(data.PACKED, 16384, 0.05, 2.0, ms=1.5),  # too many fire: computed densely
-        row(data.PACKED, 1, 0.002, 2.0, ms=9.0),
-        row(data.DENSE, 16384, 0.001, 1.0, ms=1.8),
+        row(methods.PACKED, 16384, 0.001, 2.0, ms=0.6),
+        row(methods.PACKED, 16384, 0.011, 2.0, ms=1.4),
+        row(methods.PACKED, 16384, 0.05, 2.0, ms=1.5),  # too many fire: computed densely
+        row(methods.PACKED, 1, 0.002, 2.0, ms=9.0),
+        row(methods.DENSE, 16384, 0.001, 1.0, ms=1.8),
     ]
     assert data.dearer(rows) == pytest.approx(80 / 1.2)
     assert data.dearer(rows[1:]) is None and data.dearer(rows[:-1]) is None and data.dearer([]) is None
@@ -193,7 +194,7 @@ def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
 
     monkeypatch.setattr(data, "_samples", samples)
     recorded = [
-        row(data.SPLIT, 16384, share, x, where="recorded", d_ff=768, hot=256)
+        row(methods.SPLIT, 16384, share, x, where="recorded", d_ff=768, hot=256)
         for share, x in ((0.01, 1.5), (0.02, 1.4), (0.1, 9.0))
     ]
     rows = data.hot_rows("cpu", [*recorded, recorded[0] | {"tokens": 1}])
@@ -258,7 +259,7 @@ def test_the_model_is_taken_back_when_something_fails(subject, monkeypatch):
 def test_bytes_of_one_token():
     dense, packed, predicted = data.token_bytes(10, 100, 5, 2, 7, 4)
     assert (dense, packed, predicted) == (12000, 4400, 4 * (2 * 110 + 3 * 7 * 10))
-    rows = data.token_rows([row(data.PACKED, 1, 0.01, 2.0), row(data.PACKED, 8, 0.01, 9.0)], "cpu")
+    rows = data.token_rows([row(methods.PACKED, 1, 0.01, 2.0), row(methods.PACKED, 8, 0.01, 9.0)], "cpu")
     assert len(rows) == 1 and rows[0]["bytes_x"] == pytest.approx(3 * 768 / (768 + 16))
     assert len(figures.one_token(rows).data) == 2
 
@@ -268,12 +269,12 @@ def test_bytes_of_one_token():
 
 def test_the_map_holds_each_method_against_dense_first(made_up):
     rows = data.map_rows("cpu", (1 / 256, 1 / 8))
-    methods = lambda tokens, share: {
+    timed = lambda tokens, share: {
         each["method"] for each in rows if (each["tokens"], each["share"]) == (tokens, share)
     }
-    exact = {data.DENSE, data.PACKED, data.SPLIT, data.TILES}
-    assert methods(1, 1 / 256) == exact | {data.PREDICTED} and methods(8, 1 / 256) == exact
-    assert methods(8, 1 / 8) == exact | {data.EXPERTS}
+    exact = {methods.DENSE, methods.PACKED, methods.SPLIT, methods.TILES}
+    assert timed(1, 1 / 256) == exact | {methods.PREDICTED} and timed(8, 1 / 256) == exact
+    assert timed(8, 1 / 8) == exact | {methods.EXPERTS}
     assert all(each["exact"] == (each["method"] in exact) for each in rows)
 
 
@@ -285,42 +286,30 @@ def test_times_of_calls_here():
 
 
 def test_a_wrong_method_is_not_timed(monkeypatch):
-    monkeypatch.setattr(data, "by_stripes", lambda layer, down_t, x: layer(x) * 1.01)
+    monkeypatch.setattr(methods, "by_stripes", lambda layer, down_t, x: layer(x) * 1.01)
     with pytest.raises(measure.WrongResult, match="micro-tiles 32 x 1 is off by 0.01"):
         data.map_rows("cpu", (1 / 8,))
-    data._hold("nothing", torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(measure.WrongResult):
-        data._hold("no number", torch.full((2, 3), math.nan), torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 70])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
-def test_stripes_give_the_dense_result(tokens, share):
-    layer, (x, *_) = measure.workload(tokens, 24, 40, share * 40, "uniform", torch.float32, "cpu")
-    with torch.no_grad():
-        y = data.by_stripes(layer, layer.down_proj.weight.t().contiguous(), x)
-        torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_winners():
     exact, everything = data.winners(MAP), data.winners(MAP, exact=False)
     assert {at: each["method"] for at, each in exact.items()} == {
-        (0.01, 1): data.PACKED,
-        (0.01, 64): data.DENSE,  # 1.04 times may be noise
-        (0.5, 64): data.DENSE,
+        (0.01, 1): methods.PACKED,
+        (0.01, 64): methods.DENSE,  # 1.04 times may be noise
+        (0.5, 64): methods.DENSE,
     }
-    assert everything[0.01, 1]["method"] == data.PREDICTED and everything[0.01, 64]["method"] == data.EXPERTS
-    near = [row(data.DENSE, 1, 0.010, 1.0), row(data.PACKED, 1, 0.0105, 2.0), row(data.PACKED, 1, 0.02, 3.0)]
+    assert everything[0.01, 1]["method"] == methods.PREDICTED and everything[0.01, 64]["method"] == methods.EXPERTS
+    near = [row(methods.DENSE, 1, 0.010, 1.0), row(methods.PACKED, 1, 0.0105, 2.0), row(methods.PACKED, 1, 0.02, 3.0)]
     assert {at: each["x_dense"] for at, each in data.winners(near).items()} == {(0.010, 1): 2.0, (0.02, 1): 3.0}
     drawn = figures.winners(MAP)
     left, right = (trace for trace in drawn.data if trace.type == "heatmap")
     assert [*left.text[0]] == ["2", "1"]
     assert left.x == ("1", "64") and left.y == ("1%", "50%") and left.z[1][0] is None
     assert {trace.name for trace in drawn.data if trace.type == "scatter"} == {
-        data.DENSE,
-        data.PACKED,
-        data.EXPERTS,
-        data.PREDICTED,
+        methods.DENSE,
+        methods.PACKED,
+        methods.EXPERTS,
+        methods.PREDICTED,
     }
     assert len([t for t in figures.winners(MAP[:2]).data if t.type == "heatmap"]) == 1
     assert "nothing is recorded" in figures.winners([]).layout.annotations[0].text
@@ -338,20 +327,22 @@ def test_the_recorded_map(keep):
     keep(Record.new("inference", "made up", rows, {}))
     found = data.recorded_map()
     assert [(each["method"], each["x_dense"]) for each in found] == [
-        (data.DENSE, 1.0),
-        (data.PACKED, 2.0),
-        (data.SPLIT, 2.5),
+        (methods.DENSE, 1.0),
+        (methods.PACKED, 2.0),
+        (methods.SPLIT, 2.5),
     ]
     assert all(each["where"].startswith("recorded on NVIDIA H100") for each in found)
     assert data.recorded("predictors") == [] and data.recorded("inference")[0]["where"] == found[0]["where"]
 
 
 def test_the_map_is_recorded_with_every_method_and_drawn_instead_of_the_few_of_inference(keep, monkeypatch):
-    made = data.map_record(1 / 8, "cpu")
-    assert {each["path"] for each in made} == {"dense eager", *data.METHODS} - {data.DENSE}
+    made = methods.map_rows(1 / 8, "cpu")
+    assert {each["path"] for each in made} == {"dense eager", *methods.METHODS} - {methods.DENSE}
     assert all(each["kind"] == "map" and each["share"] == 1 / 8 and each["wall_ms"] > 0 for each in made)
     assert all(each["nnz"] == pytest.approx(768 / 8, rel=0.3) and each["tokens"] in (1, 8) for each in made)
-    assert {each["path"] for each in made if each["tokens"] == 8} == {each["path"] for each in made} - {data.PREDICTED}
+    assert {each["path"] for each in made if each["tokens"] == 8} == {each["path"] for each in made} - {
+        methods.PREDICTED
+    }
     few = Record.new("inference", "made up", [inference("dense eager", 1.0), inference("forced twell", 2.0)], {})
     keep(few)
     alone = data.recorded_map()
@@ -359,7 +350,7 @@ def test_the_map_is_recorded_with_every_method_and_drawn_instead_of_the_few_of_i
     found = data.recorded_map()
     assert [each for each in found if not each.get("whole")] == alone
     assert {(each["method"], each["tokens"]) for each in found if each.get("whole")} == {
-        (data.DENSE if each["path"] == "dense eager" else each["path"], each["tokens"]) for each in made
+        (methods.DENSE if each["path"] == "dense eager" else each["path"], each["tokens"]) for each in made
     }
     assert data.dearer(found) == data.dearer(alone)
     drawn = figures.winners(found)
@@ -379,9 +370,9 @@ def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):
 
 def test_predictions_stand_beside_what_was_recorded():
     recorded = [
-        row(data.PACKED, 1, 0.005, 2.54),
-        row(data.SPLIT, 16384, 0.0052, 2.1),
-        row(data.PACKED, 16384, 0.01, 9.0),
+        row(methods.PACKED, 1, 0.005, 2.54),
+        row(methods.SPLIT, 16384, 0.0052, 2.1),
+        row(methods.PACKED, 16384, 0.01, 9.0),
     ]
     said = data.predicted_sentence(recorded, ("T4", "H100 SXM"))
     assert said.startswith("Predicted, 1/16,384 tokens: T4 2.9/1.4, H100 2.")

@@ -7,63 +7,43 @@ says."""
 from __future__ import annotations
 
 import functools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from ... import records
 from ...analysis import predict as predicting
-from ...bench import comparison
+from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Method, Shape
+from ...bench.methods import (
+    DENSE,
+    HEIGHT,
+    INEXACT,
+    PACKED,
+    PREDICTED,
+    RANK,
+    SHARES,
+    SPLIT,
+    TILES,
+    sizes_for,
+)
 from ...bench.workloads import clock_cpu
 from ...core import folders
-from ...layers.anatomy import feed_forwards
 from ...layers.choice import Choice
 from ...layers.paths.hot_cold import STEP
-from ...models.swap import sparsify
 from ...models.tiny import LanguageModel
 from ...ops import measure
-from ...ops.reference import GatedFeedForward
+from ...ops.measure import dtype_for
 from ...sparsities import experts, microtiles
-from ...sparsities.predictors import LowRank, PredictedFFN, Predictors, core_neurons, remove
+from ...sparsities.predictors import Predictors, core_neurons, remove
 from ...training.text import source
-from ..notebook import dtype_for
 from ..recorded import LOGNORMAL, device_and_day, newest
-
-DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
-EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
-METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
-INEXACT = (EXPERTS, PREDICTED)  # another layer, and a lossy one
-SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
-HEIGHT, RANK = 32, 64
-_EXPERTS = 32  # that a layer's neurons are cut into, for the map
-OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the dense result, at most
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the layers that are timed on a device. tokens: of the map. many: where one count is looked at."""
-
-    d_model: int
-    d_ff: int
-    tokens: tuple[int, ...]
-    many: int
-
-
-def sizes_for(device: str) -> Sizes:
-    """A 2B model's layer on a GPU; on a CPU a smaller one, whose weights are still too many for most caches."""
-    if device == "cuda":
-        return Sizes(2048, 5632, (1, 64, 2048, 16384), 16384)
-    return Sizes(1024, 4096, (1, 8, 32, 128), 128)
-
 
 # ---- a small model, and what fires in it ----
 
@@ -189,14 +169,14 @@ def products_sentence(rows: list[dict]) -> str:
 def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
     """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, and on its real rows."""
     sizes = sizes_for(device)
-    layer, x = _drawn(0.05, device)
+    layer, x = methods.drawn(0.05, device)
     x = x.view(8, -1, sizes.d_model)
     calls: dict[object, Callable] = {"padded": lambda: layer(x)}
     for share in shares:
         lengths = torch.full((8,), round(share * x.shape[1]), device=device)
         real = torch.arange(x.shape[1], device=device) < lengths[:, None]
         call = functools.partial(microtiles.unpadded, layer, x, real)
-        _hold("padding removed", call(), layer(x) * real[..., None])
+        methods.hold("padding removed", call(), layer(x) * real[..., None])
         calls[float(real.double().mean())] = call
     took = _clock(calls, device, 1.0)
     dense = took.pop("padded")
@@ -246,12 +226,12 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
     `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
     sizes = sizes_for(device)
-    layer, x = _drawn(share, device, sizes.many // 2)
+    layer, x = methods.drawn(share, device, sizes.many // 2)
     step = max(1, sizes.d_ff // 8 // STEP) * STEP
     calls: dict[object, Callable] = {DENSE: lambda: layer(x)}
     for hot in range(0, sizes.d_ff, step):
-        swapped = _swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
-        _hold(f"hot {hot}", swapped(x), layer(x))
+        swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
+        methods.hold(f"hot {hot}", swapped(x), layer(x))
         calls[hot] = functools.partial(swapped, x)
     took = _samples(calls, device, 1.0)
     shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
@@ -311,7 +291,7 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
             wanted = layer(x, chosen, weights)
             calls = {way: functools.partial(_expert_way, layer, way, x, chosen, weights) for way in experts.WAYS}
             for way, call in calls.items():
-                _hold(way, call(), wanted)
+                methods.hold(way, call(), wanted)
             shared = {"experts": count, "routing": routing, "where": _here(device)}
             made += [{**shared, "way": way, "ms": ms} for way, ms in _clock(calls, device, 0.15).items()]
     return made
@@ -407,7 +387,7 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     at its best: it chooses no more neurons than fire, and is not trained."""
     sizes, made = sizes_for(device), []
     for share in shares:
-        for tokens, calls in _held(*_drawn(share, device, max(sizes.tokens)), share, sizes.tokens):
+        for tokens, calls in methods.held(*methods.drawn(share, device, max(sizes.tokens)), share, sizes.tokens):
             took = _clock(calls, device)
             for method, ms in took.items():
                 said = {"method": method, "tokens": tokens, "share": share, "where": _here(device)}
@@ -421,46 +401,10 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     return made
 
 
-def _held(
-    layer: GatedFeedForward, x: Tensor, share: float, counts: Iterable[int]
-) -> Iterator[tuple[int, dict[str, Callable]]]:
-    """For each number of tokens it, and the methods as calls without arguments, the exact ones held to the layer."""
-    methods = _methods(layer, share)
-    for tokens in counts:
-        some = x[:tokens].contiguous()
-        calls = {name: functools.partial(call, some) for name, call in methods.items()}
-        if tokens > 1:  # for more it computes all, and masks
-            del calls[PREDICTED]
-        wanted = layer(some)
-        for method in (PACKED, SPLIT, TILES):
-            _hold(method, calls[method](), wanted)
-        yield tokens, calls
-
-
-@torch.no_grad()
-def map_record(share: float, device: str = "cuda") -> list[dict]:
-    """What `map_rows` times at one share, as rows of kind "map" for a record: their path is the method. The `share` is
-    that asked for, `nnz` what fires."""
-    sizes, made = sizes_for(device), []
-    layer, x = _drawn(share, device, max(sizes.tokens))
-    for tokens, calls in _held(layer, x, share, sizes.tokens):
-        said = bench_rows.describe("map", [x[:tokens]], layer.gate_proj.weight, f"gated layer, {share:.2%} fire")
-        turned = {
-            bench_rows.DENSE if name == DENSE else name: (lambda turn, call=call: call())
-            for name, call in calls.items()
-        }
-        if device == "cuda":
-            samples, bursts = bench_rows.clock_gpu(turned, measure.GRAPH_TOKENS + 1, rounds=10)
-        else:
-            samples, bursts = clock_cpu(turned, 0.3)
-        made += bench_rows.table(said | {"share": share}, samples, None, bursts)
-    return made
-
-
 def recorded_map(device: str = "H100") -> list[dict]:
     """Rows as of `map_rows` from records on a GPU with this in its name, layers of 2048 x 5632 with drawn firing rates:
     of inference, dense, packed, and hot and cold, where one of the latter was timed, each with `hot`; and of the
-    comparison all methods (`map_record`), these rows with `whole`. May be empty."""
+    comparison all methods (`bench.methods.map_rows`), these rows with `whole`. May be empty."""
 
     def wanted(row: dict) -> bool:
         return (
@@ -560,59 +504,6 @@ def _short(method: str) -> str:
 # ---- layers and clocks ----
 
 
-def _drawn(share: float, device: str, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
-    """A gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
-    sizes = sizes_for(device)
-    rates = measure.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
-    layer, inputs = measure.drawn(
-        rates, tokens or sizes.many, sizes.d_model, dtype_for(device), device, shrink=(share * sizes.d_ff) ** 0.5
-    )
-    return layer, inputs[0]
-
-
-def _swapped(layer: nn.Module, choice: Choice) -> nn.Module:
-    held = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
-    held.load_state_dict(layer.state_dict(), assign=True)
-    return sparsify(nn.Sequential(held.requires_grad_(False).eval()), choice, memory=math.inf)
-
-
-def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The methods by name. Experts there are where this share of them is one at least."""
-    weight = layer.up_proj.weight
-    d_ff, d_model = weight.shape
-    guess = LowRank(d_model, d_ff, RANK).to(weight.device, weight.dtype).requires_grad_(False)
-    (found,) = feed_forwards(nn.Sequential(layer))
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        DENSE: layer,
-        PACKED: _swapped(layer, Choice("twell")),
-        SPLIT: _swapped(layer, Choice("hot_cold", STEP)),
-        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
-        PREDICTED: PredictedFFN(found, guess, max(1, round(share * d_ff))),
-    }
-    if (top := round(share * _EXPERTS)) >= 1:
-        calls[EXPERTS] = experts.ExpertsLayer(
-            d_model, d_ff // _EXPERTS, _EXPERTS, top, activation="relu", device=weight.device, dtype=weight.dtype
-        )
-    return calls
-
-
-def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
-    """The layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe of
-    tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
-
-    On a GPU, whose kernel multiplies the tiles themselves, down alone is, so that nothing waits."""
-    gate = F.linear(x, layer.gate_proj.weight).relu()
-    if x.is_cuda:
-        return microtiles.product(microtiles.find_microtiles(gate * layer.up_proj(x), height), down_t)
-    tiles = microtiles.find_microtiles(gate, min(height, len(x)))
-    made = []
-    for rows, values, columns, count in zip(x.split(tiles.height), tiles.values, tiles.columns, tiles.counts.tolist()):
-        neurons = columns[:count].long()
-        hidden = values[:count, : len(rows)].t() * F.linear(rows, layer.up_proj.weight[neurons])
-        made.append(hidden @ down_t[neurons])
-    return torch.cat(made)
-
-
 def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, list[float]]:
     """Milliseconds of each call without arguments: of the device on a GPU; on the wall on a CPU, where short calls are
     timed many in a row."""
@@ -636,13 +527,6 @@ def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
     quartile."""
     share = 0.5 if device == "cuda" else 0.25
     return {name: _quantiles(each, [share])[0] for name, each in _samples(calls, device, seconds).items()}
-
-
-def _hold(name: str, y: Tensor, wanted: Tensor) -> None:
-    """WrongResult unless a method gave what the dense layer gives."""
-    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
-    if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
-        raise measure.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
 
 
 def _here(device: str) -> str:

@@ -8,10 +8,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
+from ...bench.methods import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
 from ..drawing import legend_key, nothing, squares
 from ..recorded import sources
 from . import data
-from .data import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
 
 _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 COLOUR = {

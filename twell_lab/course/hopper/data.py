@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import records
 from ...ops import measure
-from ..notebook import dtype_for
+from ...ops.measure import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, timed_here
 from ..roofline.data import floors, peaks, work
 

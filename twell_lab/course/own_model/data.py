@@ -24,9 +24,9 @@ from ...layers.choice import DENSE
 from ...layers.paths.cost import Firing
 from ...models import published
 from ...models.tiny import LanguageModel
+from ...ops.measure import dtype_for
 from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
-from ..notebook import dtype_for
 from ..sweep.data import checkpoints
 
 CONTEXT = 512  # tokens of a window at most

@@ -26,10 +26,10 @@ from ...core.errors import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import measure
+from ...ops.measure import dtype_for
 from ...sparsities import blocks, quantised, two_four, weights
 from ...training.text import source
 from ..measure.data import ratios
-from ..notebook import dtype_for
 from ..recorded import device_and_day
 
 BLOCK_SIZES = (16, 32)

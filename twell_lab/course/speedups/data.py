@@ -23,7 +23,7 @@ from ...bench.workloads import PLANNED
 from ...core.errors import StackError
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import ModelConfig
-from ..notebook import dtype_for
+from ...ops.measure import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
