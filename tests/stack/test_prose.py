@@ -92,7 +92,7 @@ def lost_row() -> float:
 
 
 def two_four(path: str) -> dict:
-    return row("comparison-20261123T155948Z.json", pattern="2:4", path=path)
+    return row("comparison-20261124T130611Z.json", pattern="2:4", path=path)
 
 
 MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
