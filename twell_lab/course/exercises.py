@@ -245,6 +245,26 @@ def _crossing(answer) -> str:
     return "on the straight line between the two points around it, and None where there are no such two."
 
 
+def _plain_call(answer) -> str:
+    cases = [((3.0, 1.0), (1.5, 1.2)), ((3.0, 1.0), (0.5, 2.0)), ((0.1, 0.2), (0.1, 0.4)), ((1.0, 2.0), (3.0, 1.0))]
+    cases += [tuple((random.uniform(0.1, 4), random.uniform(0.1, 4)) for _ in range(2)) for _ in range(4)]
+    for dense, ours in cases:
+        asked = "plain_call(({:.3g}, {:.3g}), ({:.3g}, {:.3g}))".format(*dense, *ours)
+        near(answer(dense, ours), max(dense) / max(ours), asked)
+    return "a GPU that waits for its host is no faster with fewer weights to read."
+
+
+def _energy_saved(answer) -> str:
+    cases = [((600, 10.0, 1024), (500, 8.0, 1024)), ((400, 2.0, 1), (400, 2.0, 2)), ((300, 1.0, 16), (420, 1.0, 16))]
+    for _ in range(4):
+        cases.append(tuple((random.randint(100, 700), random.uniform(1, 9), random.randint(1, 64)) for _ in range(2)))
+    for dense, ours in cases:
+        joules = [watts * ms / tokens for watts, ms, tokens in (dense, ours)]
+        asked = "energy_saved(({}, {:.3g}, {}), ({}, {:.3g}, {}))".format(*dense, *ours)
+        near(answer(dense, ours), 1 - joules[1] / joules[0], asked)
+    return "power times time, by token; it is negative where ours takes more."
+
+
 def _puzzle(name: str) -> Callable:
     """The check of a CUDA puzzle: of the reader's kernel file."""
 
@@ -270,9 +290,11 @@ CHECKS: dict[str, Callable] = {
     "neuron_lists": _neuron_lists,
     "plain_backward": _plain_backward,
     "amdahl": _amdahl,
+    "plain_call": _plain_call,
     "layer_needed": _layer_needed,
     "share_from": _share_from,
     "crossing": _crossing,
+    "energy_saved": _energy_saved,
     **training.CHECKS,
     **start.CHECKS,
     **packing.CHECKS,

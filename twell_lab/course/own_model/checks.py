@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from fractions import Fraction
+from math import ceil
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..verdicts import NotYet, near, written
+from ..verdicts import NotYet, near, same, written
+
+
+def _hiding_window(answer) -> str:
+    cases = [(101, 10, 0.1), (101, 10, 1.0), (37, 37, 0.1), (5, 20, 0.1), (64, 8, 0.5), (65, 8, 0.5)]
+    cases += [(random.randint(1, 2000), random.randint(1, 90), random.choice([0.25, 0.125, 0.5])) for _ in range(5)]
+    for first, later, within in cases:
+        want = max(1, ceil(Fraction(first - later) / (Fraction(str(within)) * later)))
+        same(answer(first, later, within), want, f"hiding_window({first}, {later}, within={within})")
+    return "with n tokens, the first adds (first - later) / n to the mean."
 
 
 def _share_saved(answer) -> str:
@@ -62,6 +73,42 @@ def _must_stay(answer) -> str:
     return "each was asked what it computes, at small and at large x, row by row."
 
 
+def _is_faster(answer) -> str:
+    cases = [
+        [(1.0, 0.9)] * 3 + [(1.0, 1.2)],
+        [(1.0, 0.9)] * 2 + [(1.0, 1.2)] * 2,
+        [(1.0, 1.0)] * 4,
+        [(9.0, 3.0), (1.0, 1.1), (1.0, 1.1)],  # the sums say yes
+        [(1.0, 0.9)] * 7 + [(1.0, 60.0)],  # the sums say no
+        [(1.0, 0.99), (5.0, 4.99), (9.0, 8.99), (2.0, 8.5)],  # faster, though each time alone spreads further
+    ]
+    for _ in range(5):
+        turns = [
+            (dense := random.uniform(1, 5), dense * random.uniform(0.5, 1.15)) for _ in range(random.randint(1, 12))
+        ]
+        cases.append(turns)
+    for turns in cases:
+        shown = ", ".join(f"({dense:.2f}, {ours:.2f})" for dense, ours in turns)
+        want = 4 * sum(ours < dense for dense, ours in turns) >= 3 * len(turns)
+        same(answer(list(turns)), want, f"is_faster([{shown}])")
+    return "what disturbs one time of a pair disturbs the other, and a single bad turn decides nothing."
+
+
+def _cut_or_train(answer) -> str:
+    cases = [((6.0, 8.1), (-0.8, 0.7)), ((-0.2, 0.3), (0.5, 0.9)), ((0.1, 0.9), (0.5, 2.0)), ((0.5, 2.0), (0.1, 0.9))]
+    cases += [((0.0, 3.0), (1.0, 1.2)), ((1.0, 1.2), (0.0, 3.0))]  # one within the other
+    for _ in range(4):
+        low = random.uniform(-1, 3), random.uniform(-1, 3)
+        cases.append(((low[0], low[0] + random.random()), (low[1], low[1] + random.random())))
+    for cut, trained in cases:
+        want = "train" if trained[1] < cut[0] else "cut" if cut[1] < trained[0] else "measure more"
+        got = written(answer(cut, trained))
+        if got != want:
+            asked = "cut_or_train(({:.2f}, {:.2f}), ({:.2f}, {:.2f}))".format(*cut, *trained)
+            raise NotYet(f"{asked} should be {want!r}; yours gave {got!r}.")
+    return "where intervals overlap, either may cost less."
+
+
 def _deepest_cut(answer) -> str:
     points = [(0.5, -0.1, 0.0, 0.1), (0.9, 0.4, 0.7, 0.9), (0.95, 0.3, 0.8, 1.3), (0.98, 5.0, 6.0, 7.0)]
     cases = [(points, 1.0), (points, 0.05), (points, 8.0), (points[::-1], 1.0), (points[3:], 1.0)]
@@ -82,7 +129,10 @@ def _deepest_cut(answer) -> str:
 
 
 CHECKS: dict[str, Callable[[Callable], str]] = {
+    "hiding_window": _hiding_window,
     "share_saved": _share_saved,
     "must_stay": _must_stay,
+    "is_faster": _is_faster,
+    "cut_or_train": _cut_or_train,
     "deepest_cut": _deepest_cut,
 }
