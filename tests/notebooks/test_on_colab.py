@@ -32,8 +32,8 @@ def python(request) -> Path:
     if not request.config.getoption("--colab"):
         pytest.skip("takes many minutes, and gigabytes the first time: `make test-colab`")
     named = (os.environ.get("COLAB_PYTHON"), *map(shutil.which, ("python3.13", "python3.12")), sys.executable)
-    interpreter = next(filter(None, named))
-    version = run(interpreter, "-V")
+    versions = ((each, starts(each)) for each in named if each)
+    interpreter, version = next((each, version) for each, version in versions if version)
     place = ROOT / "build" / "colab"
     made, wanted = place / "made", "\n".join([version, PINS.read_text(), *BESIDE])
     inside = place / "env" / ("Scripts" if os.name == "nt" else "bin") / "python"
@@ -85,6 +85,11 @@ def run(*command) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def starts(interpreter: str) -> str:
+    """Its version; "" where it doesn't start, as a version manager's name for one that isn't chosen."""
+    return subprocess.run([interpreter, "-V"], capture_output=True, text=True).stdout
 
 
 def printed(cell) -> str:
