@@ -8,7 +8,6 @@ import pytest
 
 from twell_lab.app import recordings, tables
 from twell_lab.bench import trained, workloads
-from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import measure
 from twell_lab.records import Record
 from twell_lab.training import presets
@@ -24,8 +23,6 @@ TINY = replace(
     windows=16,
     together=8,
     questions=(60, 20, 8),
-    profiled=ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=32),
-    sequences=4,
     seconds=0.0,
     reserve=0.0,
 )
@@ -94,15 +91,6 @@ def test_its_own_firing_is_timed_beside_the_twin(record):
     assert all(row["error_over_allowed"] <= 1 for row in rows if "error_over_allowed" in row)
     assert all(row["choice"] == "2 twell" for row in rows if row["path"] == "forced twell")
     assert all(row["loss"] > 0 for row in rows if row["kind"] == "model_forward")
-
-
-def test_a_profile_is_timed_beside_a_plain_forward(record):
-    plain, counted = of(record, trained.PROFILING)
-    assert (plain["path"], counted["path"]) == ("plain forward", "profile") and plain["times_plain"] == 1
-    assert counted["times_plain"] == pytest.approx(counted["ms"] / plain["ms"], abs=1e-3)
-    assert plain["tokens"] == 2 * 4 * 32 and 16 < counted["nnz"] < 48 and "random weights" in plain["workload"]
-    sizes = trained.Shape().profiled
-    assert (sizes.layers, sizes.d_model, sizes.d_ff, sizes.context) == (38, 2048, 5632, 2048)
 
 
 def test_nothing_was_left_out_and_the_notes_say_what_such_a_model_is_worth(record):

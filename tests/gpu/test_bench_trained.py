@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from twell_lab.bench import trained
+from twell_lab.bench import profiling, trained
 from twell_lab.models.tiny import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,6 @@ def test_every_section_of_the_record_of_a_trained_model():
         cached=64,
         windows=64,
         questions=(100, 64, 16),
-        profiled=ModelConfig(**sizes),
         seconds=0.0,
         reserve=0.0,
     )
@@ -38,5 +37,9 @@ def test_every_section_of_the_record_of_a_trained_model():
     for row in [*found["decode"], *found["forward"]]:
         assert row["dtype"] == "bfloat16" and row.get("error_over_allowed", 0) <= 1
         assert ("peak_bytes" in row) != row["path"].endswith("(graph)")
-    plain, counted = found["profiling"]
+
+
+def test_what_profiling_takes():
+    sizes = ModelConfig(d_model=512, layers=2, heads=8, d_ff=2048, context=128)
+    plain, counted = profiling.profiling_rows(profiling.Shape(sizes))
     assert plain["extra_bytes"] == 0 and counted["extra_bytes"] < 2**30 and counted["times_plain"] > 0

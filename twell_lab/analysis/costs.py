@@ -66,7 +66,8 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     counts = (16, 80) if large else (2, 12)
     for nnz in counts:
         calls[f"nnz {nnz}"] = _sparse_call(shape, nnz, dtype, device)
-    took = clock(calls, device, seconds=0.4)
+    # The least of each: what else runs on the device makes some calls longer, and differences of middles any number.
+    took = {name: min(values) for name, values in _samples(calls, device, seconds=0.4).items()}
     entries = shape[0] * (counts[1] - counts[0])
     added = took[f"nnz {counts[1]}"] - took[f"nnz {counts[0]}"]
     bandwidth = 2 * source.numel() / took["copy"]
@@ -99,7 +100,12 @@ def _sparse_call(shape: tuple[int, int, int], nnz: int, dtype: torch.dtype, devi
 
 
 def clock(calls: dict, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
-    """Median seconds of each call: on a GPU by measure.time_cuda; on a CPU in turns, for about `seconds` in all.
+    """Median seconds of each call, as `_samples` takes them."""
+    return {name: measure.quartiles(values)[0] for name, values in _samples(calls, device, seconds).items()}
+
+
+def _samples(calls: dict, device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Seconds of each call: on a GPU by measure.time_cuda; on a CPU in turns, for about `seconds` in all.
 
     On a CPU a call is timed as it comes, warm, at least three times: measure.time_cpu takes forty calls or more, which
     would be minutes for the large token counts of a plan.
@@ -107,8 +113,8 @@ def clock(calls: dict, device: torch.device, seconds: float = 0.15) -> dict[str,
     if device.type == "cuda":
         with torch.cuda.device(device):
             samples = measure.time_cuda(calls, _ROUNDS)
-        return {name: measure.quartiles(values)[0] / 1e3 for name, values in samples.items()}
-    samples = {name: [] for name in calls}
+        return {name: [each / 1e3 for each in values] for name, values in samples.items()}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(0)
     end, turn = time.perf_counter() + seconds, 0
@@ -116,6 +122,6 @@ def clock(calls: dict, device: torch.device, seconds: float = 0.15) -> dict[str,
         for name, call in calls.items():
             start = time.perf_counter()
             call(turn)
-            samples[name].append(time.perf_counter() - start)
+            taken[name].append(time.perf_counter() - start)
         turn += 1
-    return {name: measure.quartiles(values)[0] for name, values in samples.items()}
+    return taken

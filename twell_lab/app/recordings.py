@@ -399,15 +399,24 @@ def pruning(seconds: float = 600.0) -> Record:
 def trained(seconds: float = 420.0) -> Record:
     """A model of the paper's 0.5B shape, trained here with L1 for 1,000 steps of 32,768 tokens, and its dense twin;
     with its own firing: loss and multiple-choice answers before and after its layers are swapped, steps of decoding and
-    forwards with memory and energy, a training step; and what profiling costs. On a CPU it is a small model, which
-    takes half a minute. seconds, and the notes: as for `inference`; the twin makes fewer steps rather than take the
-    time of the rest, and the notes say under "refused" which paths did not run, and why. No checkpoint is kept."""
+    forwards with memory and energy, a training step. On a CPU it is a small model, which takes half a minute. seconds,
+    and the notes: as for `inference`; the twin makes fewer steps rather than take the time of the rest, and the notes
+    say under "refused" which paths did not run, and why. No checkpoint is kept."""
     from ..bench import trained as tables
 
     made = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
     rows, notes = _sections(made.sections(), seconds)
     purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
     return Record.new("trained", purpose, rows, notes | made.notes())
+
+
+def profiling() -> Record:
+    """A profile of a random model of the paper's 2B shape beside a plain forward of the same tokens; on a CPU of a
+    small one."""
+    from ..bench import profiling as tables
+
+    rows = tables.profiling_rows(tables.Shape() if torch.cuda.is_available() else tables.small())
+    return Record.new("profiling", "what it takes to see who fires, beside a plain forward", rows)
 
 
 def predictors() -> Record:
@@ -453,6 +462,7 @@ RECORDINGS = {
     "comparison": comparison,
     "pruning": pruning,
     "trained": trained,
+    "profiling": profiling,
     "predictors": predictors,
     "experiments": experiments,
     "host-time": host_time,

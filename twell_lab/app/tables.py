@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..bench.comparison import TILED, Crossing, crossings, leading, proportions
+from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
-from ..bench.trained import PROFILING, QUALITY, RUN, TWIN
+from ..bench.trained import QUALITY, RUN, TWIN
 from ..records.record import Record, stale
 from .walk import code_hash, with_code
 
@@ -276,8 +277,8 @@ def trained_speed(recorded: list[Record]) -> str:
 
 
 def profiling(recorded: list[Record]) -> str:
-    """Of the same record: a profile of the paper's 2B shape beside a plain forward of the same tokens."""
-    record, rows = _of_kinds(recorded, "trained", PROFILING)
+    """Of the newest record of profiling: a profile of the paper's 2B shape beside a plain forward of the same tokens."""
+    record, rows = _of_kinds(recorded, "profiling", PROFILING)
     if record is None:
         return _nothing("a profile beside a plain forward")
     plain, counted = rows

@@ -4,7 +4,7 @@ same text in the same order without L1.
 
 The model with L1 is then measured as bench.workloads measures models, on text that was held out: its own neurons fire,
 the first tokens of each sequence included. Both have their loss there, and answer questions (bench.choices), before and
-after the layers are swapped. Last, what a profile of the paper's 2B shape takes beside a plain forward.
+after the layers are swapped.
 
 The model is trained for minutes. Its loss says what such a model is worth: the notes hold what compressors make of the
 same text."""
@@ -27,7 +27,6 @@ from ..analysis.profile import profile
 from ..core.errors import TwellError
 from ..core.files import finite
 from ..models.thresholds import LossChange
-from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import measure
 from ..training import sweep
 from ..training.config import TrainConfig
@@ -52,14 +51,13 @@ from .workloads import (
     workload_rows,
 )
 
-RUN, QUALITY, PROFILING = "trained", "trained_quality", "profiling"  # kinds of rows, beside those of workloads
+RUN, QUALITY = "trained", "trained_quality"  # kinds of rows, beside those of workloads
 TWIN, TWELL = "dense twin", f"{FORCED}twell"
 LAST = 0.2  # of the steps, in which the neurons that fire are to move by less than SETTLED
 SETTLED = 0.05
 LATE = 0.25  # the last share of a run's rows: its median time of a step
 LEAST = 20  # steps of a twin, or it is left out
 _SLOWER = 1.05  # the twin's steps may take so much longer than predicted
-_SIZES = ("d_model", "d_ff", "layers", "heads", "context")
 
 
 class TrainingFailed(TwellError, RuntimeError):
@@ -85,8 +83,8 @@ class Shape:
 
     config: of the model with L1. forwards: numbers of sequences of its whole context. batches, cached: of steps of
     decoding. windows: of held-out text, of which losses are taken, `together` at once. questions: their number, and the
-    tokens of a context and of an option. profiled: the sizes of the random model that is profiled, on two batches of
-    `sequences`. seconds: of energy, or of each workload on a CPU. reserve: seconds that the twin leaves to the rest."""
+    tokens of a context and of an option. seconds: of energy, or of each workload on a CPU. reserve: seconds that the
+    twin leaves to the rest."""
 
     config: TrainConfig = field(default_factory=_config)
     forwards: tuple[int, ...] = (2, 32)
@@ -95,8 +93,6 @@ class Shape:
     windows: int = 256
     together: int = 32
     questions: tuple[int, int, int] = (800, 192, 16)
-    profiled: ModelConfig = field(default_factory=lambda: ModelConfig(**{name: named("2B")[name] for name in _SIZES}))
-    sequences: int = 8
     seconds: float = 2.0
     reserve: float = 115.0
 
@@ -112,8 +108,6 @@ def small() -> Shape:
         cached=32,
         windows=64,
         questions=(200, 40, 8),
-        profiled=ModelConfig(**sizes),
-        sequences=16,
         seconds=0.5,
         reserve=10.0,
     )
@@ -337,49 +331,6 @@ class Trained:
         tokens = shape.together * shape.config.context
         return [rows.row(self._shared(QUALITY, tokens, where, nnz), name, samples, **facts)]
 
-    # ---- what profiling costs ----
-
-    @torch.no_grad()
-    def profiling_rows(self) -> list[dict]:
-        """A profile of a random model of the paper's 2B shape beside a plain forward of the same tokens, on the wall;
-        on a GPU with the memory that it takes beyond the forward's."""
-        shape, sizes = self.shape, self.shape.profiled
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = LanguageModel(sizes)
-            batches = list(torch.randint(sizes.vocabulary, (2, shape.sequences, sizes.context)))
-        model = model.to(self.dtype).eval().requires_grad_(False)
-
-        def plain(turn: int) -> None:
-            for ids in batches:
-                model(ids)
-
-        found: list = []
-
-        def counted(turn: int) -> None:
-            found[:] = [profile(model, batches)]
-
-        calls = {"plain forward": plain, "profile": counted}
-        timed = measure.time_bursts(calls, rows.drain, rounds=3, count=1)
-        peaks = {path: measure.peak_bytes(call) for path, call in calls.items()} if self.device.type == "cuda" else {}
-        layers = found[0].layers
-        shared = self._shared(PROFILING, 2 * shape.sequences * sizes.context, "profile", 0.0) | {
-            "d_model": sizes.d_model,
-            "d_ff": sizes.d_ff,
-            "gated": sizes.gated,
-            "layers": sizes.layers,
-            "nnz": round(sum(layer.mean_nnz for layer in layers) / len(layers), 2),
-            "workload": f"2 x {shape.sequences} x {sizes.context:,} random tokens, random weights",
-        }
-        plain_ms = measure.quartiles(timed["plain forward"][1])[0]
-        made = []
-        for path, (_, wall) in timed.items():
-            facts = {"times_plain": round(measure.quartiles(wall)[0] / plain_ms, 4)}
-            if peaks:
-                facts |= {"peak_bytes": peaks[path], "extra_bytes": peaks[path] - peaks["plain forward"]}
-            made.append(rows.row(shared, path, wall, plain_ms, **facts))
-        return made
-
     # ---- the record ----
 
     def sections(self) -> rows.Sections:
@@ -394,7 +345,6 @@ class Trained:
             "loss and answers, dense twin": [_alone(each(self.quality_rows, TWIN))],
             "decode": [_alone(each(self.decode_rows, batch)) for batch in shape.batches],
             "forward": [_alone(each(self.forward_rows, count)) for count in shape.forwards],
-            "profiling": [_alone(self.profiling_rows)],
             "training step": [_alone(self.step_rows)],
             "dense twin": [_alone(self.twin_rows)],
         }

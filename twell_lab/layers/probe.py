@@ -39,27 +39,65 @@ def check_all(
     both: bool = False,
     learns: bool = True,
     modes: tuple[str, ...] = MODES,
+    each: bool = True,
 ) -> set[int]:
     """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
-    return their ids. learns, modes: as for `check`."""
+    return their ids. learns, modes: as for `check`. each: whether layers with the code and the settings of one that
+    passed are asked as well, for which only a forward that looks at the values of its weights, or counts its calls,
+    would be a reason."""
     reasons: list[str] = []
     two: set[int] = set()
     asked: set[int] = set()
+    passed: set[tuple] = set()
     for name, module in layers:
         if isinstance(module, Expert):  # all of them at once
             name, module = name.rpartition(".")[0], module.of
             if id(module) in asked:
                 continue
             asked.add(id(module))
+        code = () if each else _code(module)
+        if code in passed:
+            continue
         try:
             if stored(module):
                 check_experts(name, module, modes)
             elif check(name, module, both, learns, modes):
                 two.add(id(module))
+            elif code:
+                passed.add(code)
         except InputError as error:
             reasons.append(str(error))
     raise_all(reasons)
     return two
+
+
+def _code(module: nn.Module) -> tuple:
+    """What two modules share only if they run the same code with the same settings on weights of the same kind; ()
+    where there are buffers, whose values may matter.
+
+    Objects are told apart by their ids: they must live as long as what is returned."""
+    found: list[tuple] = []
+    for name, each in module.named_modules():
+        if any(t is not None for t in each._buffers.values()):
+            return ()
+        held = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
+        found.append((name, type(each), *((key, *_setting(value)) for key, value in sorted(held.items()))))
+        found += [(key, *_kind(t)) for key, t in each._parameters.items()]
+    return tuple(found)
+
+
+# What says nothing of what a module computes when it is asked: no hook is called, and tensors are looked at apart.
+_OF_TORCH = {*HOOKS, "_compiled_call_impl", "_parameters", "_buffers", "_modules", "training"}
+
+
+def _setting(value: object) -> tuple:
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
+        return type(value), repr(value)
+    return (type(value),) if isinstance(value, (dict, set, list)) and not value else (type(value), id(value))
+
+
+def _kind(t: Tensor | None) -> tuple:
+    return () if t is None else (type(t), t.dtype, t.device, tuple(t.shape), t.layout)
 
 
 def check_experts(name: str, module: nn.Module, modes: tuple[str, ...] = MODES) -> None:

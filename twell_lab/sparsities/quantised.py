@@ -16,8 +16,8 @@ of a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x
 
 **What fusing the dequantisation saves.** Weights that are turned back into 16 bits by an operation of their own are
 read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the product they
-stay 1 byte. The result of an INT8 product is int32: `int8_linear` in torch's operations writes and reads 4 bytes a
-value of it before it writes 2. `traffic` counts both.
+stay 1 byte. The result of an INT8 product is int32: `int8_linear`, in torch's operations, writes and reads 4 bytes
+a value of it, and of what its first scale makes of it, before it writes 2. `traffic` counts the former.
 
 **2:4 with INT8** is what torch has for GPUs from sm_80 on (`torch._cslt_compress` and `torch._cslt_sparse_mm` of
 cuSPARSELt) and torchao puts around a model (`torchao.quantization`, an INT8 configuration with a sparse layout). A zero
@@ -172,16 +172,26 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     flat = _flat(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
-    return _ended(_int8_product(_tokens(flat, torch.int8), rows, len(flat)), x, rows, bias)
+    return _int8_product(_tokens(flat, torch.int8), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
 
 
-def _int8_product(short: Rows, rows: Rows, tokens: int) -> Tensor:
-    """float32 [tokens, rows], for INT8 rows of x, padded or not."""
+def _int8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+    """[tokens, rows] in the dtype of flat [tokens, columns], for its INT8 rows, padded or not."""
     values, weight = short.values, rows.values
     if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
         values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
-    sums = torch._int_mm(values, weight.t())[:tokens]
-    return sums.float() * short.scale[:tokens, None] * rows.scale
+    sums = torch._int_mm(values, weight.t())[: len(flat)]
+    return _scaled(sums, short.scale[: len(flat)], rows.scale, flat.dtype, bias)
+
+
+def _scaled(sums: Tensor, tokens: Tensor, weights: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the first
+    reads them as they are and writes float32, the second writes `dtype`."""
+    first = torch.mul(sums, tokens[:, None])
+    y = torch.empty_like(first, dtype=dtype)
+    if bias is None:
+        return torch.mul(first, weights, out=y)
+    return torch.addcmul(bias.float(), first, weights, out=y)
 
 
 def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
@@ -194,15 +204,20 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     flat = _flat(x, rows, torch.float8_e4m3fn, bias)
     if x.is_cuda:
         _check_fp8(x.device)
-    return _ended(_fp8_product(_tokens(flat, torch.float8_e4m3fn), rows, len(flat)), x, rows, bias)
+    return _fp8_product(_tokens(flat, torch.float8_e4m3fn), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
 
 
-def _fp8_product(short: Rows, rows: Rows, tokens: int) -> Tensor:
-    """[tokens, rows], for E4M3 rows of x: bfloat16 on a GPU, whose product scales, float32 on a CPU."""
+def _fp8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+    """[tokens, rows] in the dtype of flat [tokens, columns], for its E4M3 rows, padded or not. On a GPU the product
+    itself scales, adds a bias of bfloat16, and rounds to bfloat16."""
     if not short.values.is_cuda:
-        return short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
-    scales = short.scale[:, None], rows.scale[None]
-    return torch._scaled_mm(short.values, rows.values.t(), *scales, out_dtype=torch.bfloat16)[:tokens]
+        y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
+        return (y if bias is None else y + bias).to(flat.dtype)
+    scales, within = (short.scale[:, None], rows.scale[None]), bias is not None and bias.dtype == torch.bfloat16
+    y = torch._scaled_mm(
+        short.values, rows.values.t(), *scales, bias=bias if within else None, out_dtype=torch.bfloat16
+    )[: len(flat)]
+    return (y if within or bias is None else y.float() + bias).to(flat.dtype)
 
 
 def _flat(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -216,11 +231,6 @@ def _flat(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None)
             "x or bias needs a gradient, which this product does not have; torch.no_grad and .detach() are accepted"
         )
     return x.detach().reshape(-1, x.shape[-1])
-
-
-def _ended(y: Tensor, x: Tensor, rows: Rows, bias: Tensor | None) -> Tensor:
-    y = y if bias is None else y.float() + bias
-    return y.to(x.dtype).view(*x.shape[:-1], len(rows.values))
 
 
 def _check_fp8(device: torch.device) -> None:
@@ -248,7 +258,8 @@ def two_four_int8(x: Tensor, rows: Rows) -> Tensor:
     short = _rows(flat, torch.int8)
     values = F.pad(short.values, (0, 0, 0, -len(flat) % 32))
     sums = torch._cslt_sparse_mm(torch._cslt_compress(rows.values), values.t(), out_dtype=torch.int32)
-    return _ended(sums.t()[: len(flat)].float() * short.scale[:, None] * rows.scale, x, rows, None)
+    y = _scaled(sums.t()[: len(flat)], short.scale, rows.scale, x.dtype, None)
+    return y.view(*x.shape[:-1], len(rows.values))
 
 
 # ---- load as sparse, compute as dense ----
@@ -315,7 +326,7 @@ class _Product(NamedTuple):
     def of(self, short: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
         """As of x, which is [tokens, columns], with its rows already rounded (`_tokens`)."""
         product = _int8_product if self.rows.values.dtype == torch.int8 else _fp8_product
-        return _ended(product(short, self.rows, len(flat)), flat, self.rows, bias)
+        return product(short, self.rows, flat, bias)
 
 
 class Int8(Products):
@@ -325,6 +336,8 @@ class Int8(Products):
     exact = False
     held = torch.int8
     linear = staticmethod(int8_linear)
+    _between = 16  # bytes a value that the sums, and the first of what scales them, write and read
+    _launches = 5  # x, the product, two that scale, and half of what multiplies gate and up
 
     def product(self, weight: Tensor):
         self.weigh(weight)
@@ -341,7 +354,7 @@ class Int8(Products):
             return super().compute(layer, x, weights, value)
         flat = x.reshape(-1, x.shape[-1])
         short = _tokens(flat, self.held)
-        hidden = torch.relu(gate.of(short, flat, weights[3])) * up.of(short, flat, weights[4])
+        hidden = gate.of(short, flat, weights[3]).relu_().mul_(up.of(short, flat, weights[4]))
         return down(hidden, weights[5]).view(x.shape)
 
     def weigh(self, weight: Tensor) -> tuple[int]:
@@ -356,9 +369,10 @@ class Int8(Products):
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Half of the operations' time; and x is read, written as one byte and read, the sums written and read."""
-        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (8 + work.itemsize))
-        return max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth) + 10 * work.rates.launch
+        """Half of the operations' time; and x is read, written as one byte and read, the result written."""
+        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (self._between + work.itemsize))
+        product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
+        return product + self._launches * work.rates.launch
 
 
 class Fp8(Int8):
@@ -367,6 +381,8 @@ class Fp8(Int8):
     name = "fp8"
     held = torch.float8_e4m3fn
     linear = staticmethod(fp8_linear)
+    _between = 0
+    _launches = 3
 
     def weigh(self, weight: Tensor) -> tuple[int]:
         _check_fp8(weight.device)

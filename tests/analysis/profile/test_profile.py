@@ -561,3 +561,51 @@ def test_answers_whose_rows_do_not_lie_together_are_counted():
     assert torch.equal(nnz, (gate > 0).sum(-1)) and torch.equal(nnz, together.add(x, lambda of: gate.contiguous()[of]))
     for name, count in together.counts.items():
         assert torch.equal(turned.counts[name], count), name
+
+
+class Scaled(GatedFeedForward):
+    """A feed-forward layer with a setting that its forward reads."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def asked_while_profiling(layers, monkeypatch):
+    """The names of the layers that a profile asks what they compute."""
+    asked = []
+    check = module.probe.check
+    monkeypatch.setattr(module.probe, "check", lambda name, *given: asked.append(name) or check(name, *given))
+    profile(nn.Sequential(*layers), [torch.randn(4, 16)])
+    return asked
+
+
+def test_of_layers_with_the_same_code_and_settings_one_is_asked(monkeypatch):
+    assert asked_while_profiling([Scaled(16, 40) for _ in range(4)], monkeypatch) == ["0"]
+
+
+def with_attribute(layer, value):
+    layer.note = value
+    return layer
+
+
+@pytest.mark.parametrize(
+    "another",
+    [
+        lambda: Scaled(16, 48),
+        lambda: GatedFeedForward(16, 40),
+        lambda: with_attribute(Scaled(16, 40), "another"),
+        lambda: with_attribute(Scaled(16, 40), [1]),
+    ],
+)
+def test_a_layer_that_differs_in_anything_is_asked_itself(another, monkeypatch):
+    layers = [Scaled(16, 40), another()]
+    assert asked_while_profiling(layers, monkeypatch) == ["0", "1"]
+
+
+def test_a_layer_with_another_setting_than_one_that_passed_is_refused():
+    layers = [Scaled(16, 40) for _ in range(3)]
+    layers[2].scale = 0.5
+    with pytest.raises(InputError, match="2 .*does not compute"):
+        profile(nn.Sequential(*layers), [torch.randn(4, 16)])
