@@ -8,6 +8,7 @@ import pytest
 
 from twell_lab.app import recordings, tables
 from twell_lab.bench import trained, workloads
+from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import measure
 from twell_lab.records import Record
 from twell_lab.training import presets
@@ -172,18 +173,18 @@ def test_a_section_that_fails_costs_no_other(monkeypatch):
     monkeypatch.setattr(made, "train", lambda: [])
     monkeypatch.setattr(made, "decode_rows", lambda batch: 1 / 0)
     monkeypatch.setattr(made, "step_rows", lambda: (_ for _ in ()).throw(measure.WrongResult("off by 7")))
-    monkeypatch.setattr(made, "profiling_rows", lambda: [row])
+    monkeypatch.setattr(made, "twin_rows", lambda: [row])
     rows, notes = recordings._sections(made.sections(), 100.0)
     assert rows == [{"kind": trained.RUN, "ratio": None, "nested": [{"x": None, "y": 1.0}]}]
     assert notes["left_out"]["decode"] == "2 of 2 steps: LeftOut: ZeroDivisionError: division by zero"
     assert notes["left_out"]["training step"] == "1 of 1 steps: LeftOut: WrongResult: off by 7"
-    for name in ("loss and answers", "forward", "dense twin"):
+    for name in ("loss and answers", "forward"):
         assert "it was not trained" in notes["left_out"][name]
 
 
 def test_a_path_that_cannot_be_planned_keeps_no_other(record, monkeypatch):
     made = trained.Trained(TINY, 100.0)
-    made.models[trained.DENSE] = trained.LanguageModel(TINY.config.model()).eval().requires_grad_(False)
+    made.models[trained.DENSE] = LanguageModel(TINY.config.model()).eval().requires_grad_(False)
     monkeypatch.setattr(workloads.planner, "plan", lambda *_, **__: 1 / 0)
     assert list(made.sparse.sparse) == ["forced twell"]
     assert made.notes()["refused"] == {"trained with L1, planned": "ZeroDivisionError: division by zero"}

@@ -277,7 +277,7 @@ def trained_speed(recorded: list[Record]) -> str:
 
 
 def profiling(recorded: list[Record]) -> str:
-    """Of the newest record of profiling: a profile of the paper's 2B shape beside a plain forward of the same tokens."""
+    """A profile of the paper's 2B shape beside a plain forward of the same tokens, of the newest record of it."""
     record, rows = _of_kinds(recorded, "profiling", PROFILING)
     if record is None:
         return _nothing("a profile beside a plain forward")

@@ -1,5 +1,5 @@
-"""What it takes to see who fires: a profile of a random model of the paper's 2B shape beside a plain forward of the same
-tokens."""
+"""What it takes to see who fires: a profile of a random model of the paper's 2B shape beside a plain forward of the
+same tokens."""
 
 from __future__ import annotations
 
