@@ -21,6 +21,14 @@
 #define ONE_BY_ONE 5  // of 32 dot products, up to which they are not made together
 static_assert(ROWS * NEURONS == WARP, "a lane for each dot product");
 
+// The lost rows from number `first` of the list on: how many there are, and their numbers. list[0]: how many are lost in
+// all; list[1..]: their numbers.
+struct Lost {
+    const int* row;
+    int count;
+    __device__ __forceinline__ Lost(const int* list, int first) : row(list + 1 + first), count(max(list[0] - first, 0)) {}
+};
+
 struct Layer {
     const value_t *gate, *up, *down_t, *gate_bias, *up_bias;  // gate: null in a plain layer, whose pattern is x up^T
     int d_model, d_ff;
@@ -205,11 +213,11 @@ struct Deal {
 
 // out rows = bias + the sums of their slices, in ascending order, for the groups that were cut. sums: float
 // [group][slice][ROWS][d_model]. Blocks take 128 columns of a row each.
-__device__ __forceinline__ void add_slices(const Deal& deal, const int* __restrict__ lost, const float* __restrict__ sums,
+__device__ __forceinline__ void add_slices(const Deal& deal, const Lost& lost, const float* __restrict__ sums,
                                            const value_t* __restrict__ bias, value_t* __restrict__ out, int d_model) {
     __shared__ float4 part[BLOCK_WARPS][WARP];
     const int chunks = (d_model + 4 * WARP - 1) / (4 * WARP), first = deal.whole * ROWS;
-    const long long items = (long long)max(lost[0] - first, 0) * chunks;
+    const long long items = (long long)max(lost.count - first, 0) * chunks;
     for (long long item = blockIdx.x; item < items; item += gridDim.x) {
         const int i = (int)(item / chunks), c = ((int)(item % chunks) * WARP + lane_of()) * 4;
         float4 sum = make_float4(0, 0, 0, 0);
@@ -228,7 +236,7 @@ __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restri
                 const float4 p = part[w][lane_of()];
                 f[0] += p.x, f[1] += p.y, f[2] += p.z, f[3] += p.w;
             }
-            value_t* y = out + (long long)lost[1 + first + i] * d_model + c;
+            value_t* y = out + (long long)lost.row[first + i] * d_model + c;
 #pragma unroll
             for (int k = 0; k < 4; ++k) y[k] = from_float(f[k] + (bias ? to_float(bias[c + k]) : 0.0f));
         }

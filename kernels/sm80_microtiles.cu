@@ -9,7 +9,7 @@
 //
 // n is a multiple of 8. Method: PIT (Zheng et al., SOSP 2023). Worklog: docs/kernels/sm80_microtiles.md
 #include "ptx_sm80.cuh"
-#include "ptx_sm80_microtiles.cuh"
+#include "ptx_sm80_turned.cuh"
 
 #ifndef BM
 #define BM 32  // 32, 64 or 128: rows of a stripe

@@ -32,7 +32,7 @@ struct Entries {
 // Fills in rows i..i + count - 1 of the list for neurons first..first + here - 1. AGAIN: they are computed again.
 template <bool AGAIN>
 __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const value_t* x, const value_t* dy, const float* dl1,
-                                     const int* lost, int i, int count, int first, int here, const float* entries, int room) {
+                                     const Lost& lost, int i, int count, int first, int here, const float* entries, int room) {
     __shared__ unsigned at[BLOCK_WARPS][ROWS];
     const int n = lane_of() / ROWS, r = lane_of() % ROWS;
     const long long plane = plane_of(layer.d_ff, room);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const v
                 if (layer.gated()) e.dgate = kept[2 * plane];
             }
         } else if (AGAIN && left > 0) {
-            const int row = lost[1 + begin + (r < rows ? r : 0)];
+            const int row = lost.row[begin + (r < rows ? r : 0)];
             __syncwarp();
             if (n == 0) at[warp_of()][r] = (unsigned)row * (unsigned)(layer.d_model / VECTOR);
             __syncwarp();
@@ -68,7 +68,7 @@ __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const v
 static_assert(BLOCK_NEURONS == 2 * NEURONS, "two halves");
 
 // Lists the rows of a filled batch in which some neuron fired. One warp calls it.
-__device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i, int count, int d_model) {
+__device__ __forceinline__ void list_rows(Entries& batch, const Lost& lost, int i, int count, int d_model) {
     unsigned fired[2];
     fired[0] = lane_of() * ROWS < count ? batch.fired[0][lane_of()] : 0;
     fired[1] = lane_of() * ROWS < count ? batch.fired[1][lane_of()] : 0;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i
 #pragma unroll
         for (int n = 0; n < BLOCK_NEURONS; ++n) bits |= (fired[n / NEURONS] >> (n % NEURONS * ROWS + r) & 1) << n;
         batch.row[at] = k << BLOCK_NEURONS | bits;
-        batch.start[at] = (unsigned)lost[1 + i + k] * (unsigned)(d_model / VECTOR);
+        batch.start[at] = (unsigned)lost.row[i + k] * (unsigned)(d_model / VECTOR);
     }
 }
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void add_to(value_t* const (&gradient)[MATRICES],
 struct Rows {
     const value_t *x, *dy;
     const float* dl1;
-    const int* lost;
+    Lost lost;
     float* entries;
     int room;
 };
@@ -177,7 +177,7 @@ struct Gradients {
 // Fills and lists rows i.. of the list, at most BATCH_ROWS; returns how many.
 template <bool AGAIN>
 __device__ __forceinline__ int open_batch(Entries& batch, const Layer& layer, const Rows& rows, int i, int first) {
-    const int here = min(BATCH_ROWS, rows.lost[0] - i);
+    const int here = min(BATCH_ROWS, rows.lost.count - i);
     __syncthreads();  // everybody is done with what it held
     fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first,
                 min(BLOCK_NEURONS, layer.d_ff - first), rows.entries, rows.room);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void keep(const float (&sum)[MATRICES][BLOCK_NEURONS]
 template <int MATRICES>
 __device__ __forceinline__ void walk(Entries& batch, const Layer& layer, const Rows& rows, int first, int& neurons,
                                      float& bias_sum, int plane, const value_t* in, value_t* const (&gradient)[MATRICES]) {
-    const int count = rows.lost[0], d = layer.d_model;
+    const int count = rows.lost.count, d = layer.d_model;
     for (int slab = 0; slab < d; slab += SLAB) {
         float sum[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS];
         set<MATRICES>(sum, nullptr);
@@ -278,7 +278,7 @@ __device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer,
     for (int first = blockIdx.x * BLOCK_NEURONS; first < layer.d_ff; first += gridDim.x * BLOCK_NEURONS) {
         int neurons = 0;
         float bias_sum = 0;
-        if (rows.lost[0] <= BATCH_ROWS) open_batch<false>(batch, layer, rows, 0, first);
+        if (rows.lost.count <= BATCH_ROWS) open_batch<false>(batch, layer, rows, 0, first);
         if (GATED) walk<2>(batch, layer, rows, first, neurons, bias_sum, 1, rows.x, {to.up, to.gate});
         if (!GATED) walk<1>(batch, layer, rows, first, neurons, bias_sum, 1, rows.x, {to.up});
         walk<1>(batch, layer, rows, first, neurons, bias_sum, 0, rows.dy, {to.down_t});
@@ -290,7 +290,7 @@ __device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer,
 // meanwhile: as many blocks work as find room there.
 template <bool GATED>
 __device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
-    const int d = layer.d_model, slabs = (d + SLAB - 1) / SLAB, count = rows.lost[0];
+    const int d = layer.d_model, slabs = (d + SLAB - 1) / SLAB, count = rows.lost.count;
     const long long own = (long long)slabs * (GATED ? 3 : 2) * BLOCK_NEURONS * SLAB,
                     have = plane_of(layer.d_ff, rows.room) * (GATED ? 3 : 2);
     const int blocks = (int)min(max(have / own, 1LL), (long long)gridDim.x);
@@ -313,22 +313,23 @@ __device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& 
     }
 }
 
-// blocks: the grid of lost_backward, whose `sums` become dx first. entries: see lost_rows.cuh; in all at least 24 rows.
+// The lost rows from number `first` on. blocks: the grid of lost_backward, whose `sums` become dx first. entries: see lost_rows.cuh; in all at least 24 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-lost_weights_v2(const int* __restrict__ lost, const value_t* __restrict__ x, const value_t* __restrict__ dy,
+lost_weights_v2(const int* __restrict__ list, const value_t* __restrict__ x, const value_t* __restrict__ dy,
                 const float* __restrict__ dl1, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                 const value_t* __restrict__ down_t, const value_t* __restrict__ gate_bias,
                 const value_t* __restrict__ up_bias, value_t* __restrict__ dx, value_t* __restrict__ dgate,
                 value_t* __restrict__ dup, value_t* __restrict__ ddown_t, value_t* __restrict__ dgate_bias,
-                value_t* __restrict__ dup_bias, const float* __restrict__ sums, float* __restrict__ entries, int room,
-                int d_model, int d_ff, int blocks) {
+                value_t* __restrict__ dup_bias, const float* __restrict__ sums, float* __restrict__ entries, int first,
+                int room, int d_model, int d_ff, int blocks) {
     __shared__ Entries batch;
-    if (lost[0] == 0) return;
-    add_slices(Deal(lost[0], blocks, d_ff), lost, sums, nullptr, dx, d_model);
+    const Lost lost(list, first);
+    if (lost.count == 0) return;
+    add_slices(Deal(lost.count, blocks, d_ff), lost, sums, nullptr, dx, d_model);
     const Layer layer = {gate, up, down_t, gate_bias, up_bias, d_model, d_ff};
     const Rows rows = {x, dy, dl1, lost, entries, room};
     const Gradients to = {dgate, dup, ddown_t, dgate_bias, dup_bias};
-    const bool again = lost[0] > room;
+    const bool again = lost.count > room;
     if (gate && !again) take_neurons<true>(batch, layer, rows, to);
     if (gate && again) take_neurons_again<true>(batch, layer, rows, to);
     if (!gate && !again) take_neurons<false>(batch, layer, rows, to);

@@ -6,7 +6,8 @@
 //   survivor_places  one block: prefix sums of those sums
 //   survivor_words   the blocks of the first again: spans, words, lost and heavy rows; l1 of a plain layer. A warp
 //                    walks a row; all warps of the block share a heavy one, a tile a warp
-// Lost too: rows whose entries would end past `capacity`, and all rows behind the first of these.
+// Lost too: rows whose entries would end past `capacity`, and all rows behind the first of these; and heavy rows where
+// there are more than `few` of them, and no more than `most` with the lost ones: then a dense product costs less.
 //
 // What bounds it: launches, and the counts, which lie 128 bytes apart, so that each costs 64 bytes of device memory.
 //
@@ -23,8 +24,10 @@
 #define PLACE_THREADS 1024
 #endif
 
+// Of a block's rows; from survivor_places on, of all rows before the block's.
 struct Totals {
     int entries, lost, heavy;  // of the rows that are not lost; how many are; how many of the others are heavy
+    int more;  // entries of the heavy rows; from survivor_places on, whether all heavy rows are lost
 };
 
 // The true count of a row's tile.
@@ -82,8 +85,9 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     if (warp == 0) {
         const int count = lane < BLOCK_ROWS && blockIdx.x * BLOCK_ROWS + lane < rows ? of_row[lane] : 0;
         const int entries = sum_over_lanes(max(count, 0));
+        const int of_heavy = sum_over_lanes(count > HEAVY ? count : 0);
         const unsigned lost = __ballot_sync(ALL_LANES, count == LOST), heavy = __ballot_sync(ALL_LANES, count > HEAVY);
-        if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost), __popc(heavy)};
+        if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost), __popc(heavy), of_heavy};
     }
 }
 
@@ -116,33 +120,41 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
     return add_up(before, warp ? earlier : 0);
 }
 
-// totals: of each block of rows; after it, the entries, lost rows and heavy rows before each block. lost: how many rows
-// are lost and how many are heavy in all.
+// totals: of each block of rows; after it, of all rows before the block. lost: how many rows are lost and how many are
+// heavy in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
 survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows,
-                   int capacity) {
+                   int capacity, int few, int most) {
     const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    unsigned entries_before = 0, lost_before = 0, heavy_before = 0, total;
+    unsigned entries_before = 0, lost_before = 0, heavy_before = 0, total, heavy_rows, lost_rows;
+    {
+        unsigned heavy = 0, lost = 0;
+        for (int block = threadIdx.x; block < blocks; block += PLACE_THREADS) heavy += totals[block].heavy, lost += totals[block].lost;
+        sum_before(heavy, heavy_rows), sum_before(lost, lost_rows);
+    }
+    const bool dense = heavy_rows > (unsigned)few && heavy_rows + lost_rows <= (unsigned)most;
     for (int first = 0; first < blocks; first += PLACE_THREADS) {
         const int block = first + threadIdx.x;
-        Totals mine = {0, 0, 0};
+        Totals mine = {0, 0, 0, 0};
         if (block < blocks) mine = totals[block];
+        if (dense) mine.entries -= mine.more, mine.lost += mine.heavy, mine.heavy = 0;
         const unsigned start = add_up(entries_before, sum_before((unsigned)mine.entries, total));
         entries_before = add_up(entries_before, total);
         if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
             unsigned end = start;
             mine.lost = mine.heavy = 0;
             for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row) {
-                end = add_up(end, (unsigned)max(counts[row], 0));
-                const bool there = counts[row] != LOST && end <= (unsigned)capacity;
-                mine.lost += !there, mine.heavy += there && counts[row] > HEAVY;
+                const int count = dense && counts[row] > HEAVY ? LOST : counts[row];
+                end = add_up(end, (unsigned)max(count, 0));
+                const bool there = count != LOST && end <= (unsigned)capacity;
+                mine.lost += !there, mine.heavy += there && count > HEAVY;
             }
         }
         const unsigned at = lost_before + sum_before((unsigned)mine.lost, total);
         lost_before += total;
         const unsigned heavy_at = heavy_before + sum_before((unsigned)mine.heavy, total);
         heavy_before += total;
-        if (block < blocks) totals[block] = {(int)start, (int)at, (int)heavy_at};
+        if (block < blocks) totals[block] = {(int)start, (int)at, (int)heavy_at, dense};
     }
     if (threadIdx.x == 0) lost[0] = (int)lost_before, lost[rows + 1] = (int)heavy_before;
 }
@@ -178,7 +190,8 @@ survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ 
                   word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns, int capacity) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BLOCK_ROWS, row = first + warp;
     const Totals before = totals[blockIdx.x];
-    const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
+    int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
+    if (before.more && count > HEAVY) count = LOST;
     // Lane k holds the facts of the block's k-th row. The end of a row may exceed the largest int; as an unsigned
     // number it does not wrap around.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));

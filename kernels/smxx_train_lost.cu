@@ -1,7 +1,7 @@
 // The rows that a sparse training step does not hold ("lost" rows: smxx_survivors.cu says which), forward and
-// backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending. Only the device
-// knows them: each kernel is launched with a fixed grid, reads lost[0], and ends at once where it is 0.
-// smxx_lost_weights.cu has the weights' gradients.
+// backward, from the dense weights; from number `first` of their list on, since sm80_train_lost.cu computes the first of
+// them where there are tensor cores. lost[0] is how many there are, lost[1..] their numbers, ascending. Only the device
+// knows them: each kernel is launched with a fixed grid and ends at once where there are none.
 //
 // What bounds it: with few rows, reading the weights; with many, instructions: fused multiply-adds on 16-bit values
 // that have to be converted, without tensor cores. A weight row that is read serves 8 lost rows.
@@ -25,10 +25,10 @@ struct Group {
 };
 
 // Rows i, i + 1, ... of the list, at most 8; the places past the end repeat the first.
-__device__ __forceinline__ void open_group(Group& group, const int* lost, int i, int rows, const value_t* x,
+__device__ __forceinline__ void open_group(Group& group, const Lost& lost, int i, int rows, const value_t* x,
                                            const float* dl1, int d_model) {
     if (threadIdx.x < ROWS) {
-        const int row = lost[1 + i + (threadIdx.x < rows ? threadIdx.x : 0)];
+        const int row = lost.row[i + (threadIdx.x < rows ? threadIdx.x : 0)];
         group.at[threadIdx.x] = (unsigned)row * (unsigned)(d_model / VECTOR);
         group.slope[threadIdx.x] = dl1 ? dl1[row] : 0.0f;
     }
@@ -93,8 +93,8 @@ struct Task {
 template <bool BACKWARD>
 __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, const value_t* __restrict__ x,
                                           const value_t* __restrict__ dy, const float* __restrict__ dl1,
-                                          const int* __restrict__ lost, float* __restrict__ sums,
-                                          const value_t* __restrict__ bias, value_t* __restrict__ out, float* l1, int* kept,
+                                          const Lost& lost, float* __restrict__ sums, const value_t* __restrict__ bias,
+                                          value_t* __restrict__ out, float* l1, int* kept,
                                           float* __restrict__ entries, int room) {
     __shared__ Group group;
     __shared__ float4 first_of[BATCH_NEURONS][ROWS / 4], second_of[BATCH_NEURONS][ROWS / 4];  // h; or dup and dgate
@@ -106,7 +106,7 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
     open_group(group, lost, task.i, task.rows, x, dl1, layer.d_model);
     const unsigned valid = ALL_ROWS >> (ROWS - task.rows), finite = group.finite & valid;
     const int d = layer.d_model, n = lane_of() / ROWS, r = lane_of() % ROWS;
-    const bool keep = lost[0] <= room;
+    const bool keep = lost.count <= room;
     float l1_sum = 0;
     int kept_sum = 0;
 
@@ -177,7 +177,7 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
         for (int w = 0; w < BLOCK_WARPS; ++w)
             for (int k = 0; k < NEURONS; ++k)
                 total += l1_part[w][k * ROWS + threadIdx.x], all += kept_part[w][k * ROWS + threadIdx.x];
-        const int place = task.whole ? lost[1 + task.i + threadIdx.x] : threadIdx.x;
+        const int place = task.whole ? lost.row[task.i + threadIdx.x] : threadIdx.x;
         l1[place] = finite >> threadIdx.x & 1 ? total : nanf("");
         kept[place] = all;
     }
@@ -187,9 +187,9 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
 // The block's share of the lost rows. part_l1, part_kept: [blocks][ROWS], of slices.
 template <bool BACKWARD>
 __device__ __forceinline__ void take_share(const Layer& layer, const value_t* x, const value_t* dy, const float* dl1,
-                                           const int* lost, float* sums, const value_t* bias, value_t* out, float* l1,
+                                           const Lost& lost, float* sums, const value_t* bias, value_t* out, float* l1,
                                            int* kept, float* part_l1, int* part_kept, float* entries, int room) {
-    const int count = lost[0];
+    const int count = lost.count;
     if (count == 0) return;
     const Deal deal(count, gridDim.x, layer.d_ff);
     const int b = blockIdx.x;
@@ -215,17 +215,18 @@ lost_forward_v1(const int* __restrict__ lost, const value_t* __restrict__ x, con
                 const value_t* __restrict__ up, const value_t* __restrict__ down_t, const value_t* __restrict__ gate_bias,
                 const value_t* __restrict__ up_bias, const value_t* __restrict__ down_bias, value_t* __restrict__ y,
                 float* __restrict__ l1, int* __restrict__ kept, float* __restrict__ sums, float* __restrict__ part_l1,
-                int* __restrict__ part_kept, int d_model, int d_ff) {
+                int* __restrict__ part_kept, int first, int d_model, int d_ff) {
     const Layer layer = {gate, up, down_t, gate_bias, up_bias, d_model, d_ff};
-    take_share<false>(layer, x, nullptr, nullptr, lost, sums, down_bias, y, l1, kept, part_l1, part_kept, nullptr, 0);
+    take_share<false>(layer, x, nullptr, nullptr, Lost(lost, first), sums, down_bias, y, l1, kept, part_l1, part_kept, nullptr, 0);
 }
 
 // blocks: the grid of lost_forward.
 extern "C" __global__ void __launch_bounds__(THREADS)
-lost_finish_v1(const int* __restrict__ lost, const value_t* __restrict__ down_bias, value_t* __restrict__ y,
+lost_finish_v1(const int* __restrict__ list, const value_t* __restrict__ down_bias, value_t* __restrict__ y,
                float* __restrict__ l1, int* __restrict__ kept, const float* __restrict__ sums,
-               const float* __restrict__ part_l1, const int* __restrict__ part_kept, int d_model, int d_ff, int blocks) {
-    const int count = lost[0];
+               const float* __restrict__ part_l1, const int* __restrict__ part_kept, int first, int d_model, int d_ff, int blocks) {
+    const Lost lost(list, first);
+    const int count = lost.count;
     if (count == 0) return;
     const Deal deal(count, blocks, d_ff);
     add_slices(deal, lost, sums, down_bias, y, d_model);
@@ -243,7 +244,7 @@ lost_finish_v1(const int* __restrict__ lost, const value_t* __restrict__ down_bi
             total += __shfl_xor_sync(ALL_LANES, total, step);
             all += __shfl_xor_sync(ALL_LANES, all, step);
         }
-        const int row = lost[1 + deal.whole * ROWS + i];
+        const int row = lost.row[deal.whole * ROWS + i];
         if (lane_of() == 0) l1[row] = total, kept[row] = all;
     }
 }
@@ -253,7 +254,7 @@ lost_backward_v1(const int* __restrict__ lost, const value_t* __restrict__ x, co
                  const float* __restrict__ dl1, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ gate_bias,
                  const value_t* __restrict__ up_bias, value_t* __restrict__ dx, float* __restrict__ sums,
-                 float* __restrict__ entries, int room, int d_model, int d_ff) {
+                 float* __restrict__ entries, int first, int room, int d_model, int d_ff) {
     const Layer layer = {gate, up, down_t, gate_bias, up_bias, d_model, d_ff};
-    take_share<true>(layer, x, dy, dl1, lost, sums, nullptr, dx, nullptr, nullptr, nullptr, nullptr, entries, room);
+    take_share<true>(layer, x, dy, dl1, Lost(lost, first), sums, nullptr, dx, nullptr, nullptr, nullptr, nullptr, entries, room);
 }

@@ -28,11 +28,9 @@
 #ifndef BLOCK_WARPS
 #define BLOCK_WARPS 4
 #endif
-// A task of a heavy row is HEAVY_SLAB columns of all its entries, where they are summed up: HEAVY_LANES lanes an entry,
-// HEAVY_COLUMNS columns a lane. Where each entry has a sum of its own it is a slab of one of HEAVY_RUNS runs of them.
-#define HEAVY_LANES 8
-#define HEAVY_COLUMNS 4
-#define HEAVY_SLAB (HEAVY_LANES * HEAVY_COLUMNS)
+// A task of a heavy row is HEAVY_SLAB columns of all its entries, where they are summed up. Where each entry has a sum of
+// its own it is a slab of one of HEAVY_RUNS runs of them.
+#define HEAVY_SLAB 16
 #define HEAVY_SLABS ((D_MODEL + HEAVY_SLAB - 1) / HEAVY_SLAB)
 #define HEAVY_RUNS 8
 #define ROW_BYTES ((unsigned)(D_MODEL * sizeof(value_t)))
@@ -45,9 +43,11 @@ static_assert(TURN % AT_ONCE == 0 && ROW_LANES % AT_ONCE == 0, "a turn and a gro
 #define SUMS_RESIDENT (AT_ONCE != 8 || __CUDA_ARCH__ == 800 ? 12 : AS_SM90 && D_MODEL % SLAB == 0 ? 16 : 10)
 #define RESIDENT (__CUDA_ARCH__ >= 1000 ? 8 : 10)
 #define HEAVY_AT_ONCE (__CUDA_ARCH__ >= 1000 ? 2 : 4)  // of an entry's lanes; no sum depends on it
+#define SHORT_RESIDENT (AS_SM90 || __CUDA_ARCH__ == 800 ? 12 : RESIDENT)  // for kernels that are over soon
 #else
 #define SUMS_RESIDENT 8
 #define RESIDENT 8
+#define SHORT_RESIDENT 8
 #define HEAVY_AT_ONCE 4
 #endif
 #define WARPS_OF_ROWS(BLOCKS) __launch_bounds__(WARP * BLOCK_WARPS, BLOCKS)
@@ -123,7 +123,13 @@ __device__ __forceinline__ void add_scaled(float* sum, float scale, const Vector
     for (int i = 0; i < VECTOR; ++i) sum[i] = fmaf(scale, f[i], sum[i]);
 }
 
-__device__ __forceinline__ void add_scaled(float* sum, float scale, uint2 v) {
+// Half a vector.
+struct Half {
+    uint2 raw;
+};
+__device__ __forceinline__ Half load_half(const char* m, unsigned offset) { return {__ldg((const uint2*)(m + offset))}; }
+__device__ __forceinline__ void add_scaled(float* sum, float scale, Half half) {
+    const uint2 v = half.raw;
     const float2 a = two_floats(v.x), b = two_floats(v.y);
     sum[0] = fmaf(scale, a.x, sum[0]), sum[1] = fmaf(scale, a.y, sum[1]);
     sum[2] = fmaf(scale, b.x, sum[2]), sum[3] = fmaf(scale, b.y, sum[3]);
@@ -134,22 +140,27 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
 }
 
 // Of the columns of a heavy row's task, the sum over its entries of factors.x * a row of `first` + factors.y * a row of
-// `second` (null: nothing) + bias (null: nothing); factors: (word, its place) -> float2. A lane has HEAVY_COLUMNS
-// columns; each group of HEAVY_LANES lanes takes every so many-th entry, N at once, and the groups' sums are added up at
-// the end.
-template <int N, class Factors>
+// `second` (null: nothing) + bias (null: nothing); factors: (word, its place) -> float2. A lane has COLUMNS columns, 8 or
+// 4; each group of lanes that have the task's columns takes every so many-th entry, N at once, and the groups' sums are
+// added up at the end.
+template <int COLUMNS, int N, class Factors>
 __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const int2* __restrict__ spans,
                                             const word_t* __restrict__ words, const value_t* __restrict__ first,
                                             const value_t* __restrict__ second, const value_t* __restrict__ bias,
                                             Factors factors) {
-    constexpr int APART = WARP / HEAVY_LANES;
-    const int row = task.row(), column = task.part() * HEAVY_SLAB + threadIdx.x % HEAVY_LANES * HEAVY_COLUMNS;
+    const auto loaded = [](const char* from, unsigned offset) {
+        if constexpr (COLUMNS == VECTOR) return load(from, offset);
+        else return load_half(from, offset);
+    };
+    typedef decltype(loaded(nullptr, 0)) Loaded;
+    constexpr int LANES = HEAVY_SLAB / COLUMNS, APART = WARP / LANES;
+    const int row = task.row(), column = task.part() * HEAVY_SLAB + threadIdx.x % LANES * COLUMNS;
     const int2 span = spans[row];
     const bool inside = D_MODEL % HEAVY_SLAB == 0 || column < D_MODEL;
     const unsigned offset = (inside ? column : 0) * (unsigned)sizeof(value_t);
-    float sum[HEAVY_COLUMNS] = {};
-    for (int k = threadIdx.x % WARP / HEAVY_LANES; k < span.y; k += APART * N) {
-        uint2 v[N], w[N];
+    float sum[COLUMNS] = {};
+    for (int k = threadIdx.x % WARP / LANES; k < span.y; k += APART * N) {
+        Loaded v[N], w[N];
         float2 f[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -158,8 +169,8 @@ __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const
             const unsigned from = word_column(word) * ROW_BYTES + offset;
             f[i] = factors(word, at);
             if (k + i * APART >= span.y) f[i] = make_float2(0, 0);
-            v[i] = __ldg((const uint2*)((const char*)first + from));
-            if (second) w[i] = __ldg((const uint2*)((const char*)second + from));
+            v[i] = loaded((const char*)first, from);
+            if (second) w[i] = loaded((const char*)second, from);
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -168,12 +179,14 @@ __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const
         }
     }
 #pragma unroll
-    for (int i = 0; i < HEAVY_COLUMNS; ++i)
+    for (int i = 0; i < COLUMNS; ++i)
 #pragma unroll
-        for (int step = HEAVY_LANES; step < WARP; step *= 2) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], step);
-    if (threadIdx.x % WARP >= HEAVY_LANES || !inside) return;
-    if (bias) add_scaled(sum, 1.0f, __ldg((const uint2*)(bias + column)));
-    __stcs((uint2*)(m + (long long)row * D_MODEL + column), make_uint2(pair_of(sum[0], sum[1]), pair_of(sum[2], sum[3])));
+        for (int step = LANES; step < WARP; step *= 2) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], step);
+    if (threadIdx.x % WARP >= LANES || !inside) return;
+    if (bias) add_scaled(sum, 1.0f, loaded((const char*)(bias + column), 0));
+    value_t* to = m + (long long)row * D_MODEL + column;
+    if constexpr (COLUMNS == VECTOR) __stcs((uint4*)to, Vector::of_floats(sum).raw);
+    else __stcs((uint2*)to, make_uint2(pair_of(sum[0], sum[1]), pair_of(sum[2], sum[3])));
 }
 
 // A turn's entries lie in shared memory, where the lanes of a group read them, several at a time. After a row's last
@@ -228,7 +241,7 @@ weighted_rows_v2(const int2* __restrict__ spans, const int* __restrict__ lost, c
     add_weighted(p, words, ups, down_t, mine, sum);
     store_sums(y, p, sum);
     for (Heavy heavy(lost, rows, HEAVY_SLABS, this_warp()); heavy.more(); heavy.at += all_warps())
-        store_heavy<HEAVY_AT_ONCE>(y, heavy, spans, words, down_t, nullptr, bias, [&](word_t word, int at) {
+        store_heavy<4, HEAVY_AT_ONCE>(y, heavy, spans, words, down_t, nullptr, bias, [&](word_t word, int at) {
             return make_float2(hidden_value(to_float(word_value(word)), ups, at), 0.0f);
         });
 }
@@ -294,7 +307,7 @@ input_gradient_v2(const int2* __restrict__ spans, const int* __restrict__ lost, 
     add_gradients(p, words, ups, dh, gate, up, mine, sum);
     store_sums(dx, p, sum);
     for (; heavy.more(); heavy.at += all_warps())
-        store_heavy<2>(dx, heavy, spans, words, up, gate, nullptr, [&](word_t word, int at) {
+        store_heavy<8, 2>(dx, heavy, spans, words, up, gate, nullptr, [&](word_t word, int at) {
             const float d = element(dh, at);
             return gate ? make_float2(d * to_float(word_value(word)), d * element(ups, at)) : make_float2(d, 0.0f);
         });
@@ -385,30 +398,24 @@ pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const 
     }
 }
 
-// The pieces of entry i, added up; begin: what of them was added up before.
-__device__ __forceinline__ float sum_of_pieces(const float* pieces, int slabs, int capacity, int i, float begin) {
-    float sum = begin;
-    for (int s = 0; s < slabs; ++s) sum += __ldcs(pieces + (long long)s * capacity + i);
-    return sum;
-}
-
-// What the kernels below do for every STEP-th entry of a row, from number `from` on. begun: whether earlier slabs' sums
-// are in ups, or dh; last: whether these are the last slabs. Returns this thread's part of l1.
-template <int STEP>
-__device__ __forceinline__ float finish_ups(int2 span, int from, const word_t* __restrict__ words,
-                                            const float* __restrict__ pieces, const value_t* __restrict__ up_bias,
-                                            float* __restrict__ ups, int capacity, int slabs, int begun, int last) {
-    float sum = 0;
-    for (int i = span.x + from; i < span.x + span.y; i += STEP) {
-        float u = sum_of_pieces(pieces, slabs, capacity, i, begun ? ups[i] : 0.0f);
-        if (last) {
-            const word_t w = words[i];
-            if (up_bias) u += to_float(up_bias[word_column(w)]);
-            sum += fabsf(to_float(word_value(w)) * u);
-        }
-        ups[i] = u;
+// What the kernels below do for every STEP-th entry of a row, from number `from` on, N of them at once: the pieces of
+// each are added up. begun: whether earlier slabs' sums are in ups, or dh; last: whether these are the last slabs.
+// use(place, sum) is called for each entry.
+template <int STEP, int N, class Use>
+__device__ __forceinline__ void add_pieces(int2 span, int from, const float* __restrict__ pieces, int capacity, int slabs,
+                                           const float* begun, Use use) {
+    const int end = span.x + span.y;
+    for (int i = span.x + from; i < end; i += N * STEP) {
+        float sum[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum[k] = begun ? begun[min(i + k * STEP, end - 1)] : 0.0f;
+        for (int s = 0; s < slabs; ++s)
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum[k] += __ldcs(pieces + (long long)s * capacity + min(i + k * STEP, end - 1));
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+            if (k == 0 || i + k * STEP < end) use(i + k * STEP, sum[k]);
     }
-    return sum;
 }
 
 __device__ __forceinline__ float warp_sum(float v) {
@@ -418,21 +425,33 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // A warp a row, a block a heavy row.
-extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
+extern "C" __global__ void WARPS_OF_ROWS(SHORT_RESIDENT)
 up_values_v1(const int2* __restrict__ spans, const int* __restrict__ lost, const word_t* __restrict__ words,
              const float* __restrict__ pieces, const value_t* __restrict__ up_bias, float* __restrict__ ups,
              float* __restrict__ l1, int rows, int capacity, int slabs, int begun, int last) {
     __shared__ float of_warp[BLOCK_WARPS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * BLOCK_WARPS + warp;
+    float sum = 0;  // of |h|
+    const auto use = [&](int i, float u) {
+        if (last) {
+            const word_t w = words[i];
+            if (up_bias) u += to_float(up_bias[word_column(w)]);
+            sum += fabsf(to_float(word_value(w)) * u);
+        }
+        ups[i] = u;
+    };
+    const float* earlier = begun ? ups : nullptr;
     int2 span = make_int2(LOST, 0);
     if (row < rows) span = __ldcg(spans + row);
     if (span.x != LOST && span.y <= HEAVY) {
-        const float sum = warp_sum(finish_ups<WARP>(span, lane, words, pieces, up_bias, ups, capacity, slabs, begun, last));
+        add_pieces<WARP, 1>(span, lane, pieces, capacity, slabs, earlier, use);
+        sum = warp_sum(sum);
         if (last && lane == 0) l1[row] = sum;
     }
     for (Heavy heavy(lost, rows, 1, blockIdx.x); heavy.more(); heavy.at += gridDim.x) {
-        const float sum = warp_sum(finish_ups<WARP * BLOCK_WARPS>(spans[heavy.row()], threadIdx.x, words, pieces, up_bias, ups,
-                                                                  capacity, slabs, begun, last));
+        sum = 0;
+        add_pieces<WARP * BLOCK_WARPS, HEAVY_AT_ONCE>(spans[heavy.row()], threadIdx.x, pieces, capacity, slabs, earlier, use);
+        sum = warp_sum(sum);
         if (lane == 0) of_warp[warp] = sum;
         __syncthreads();
         if (last && threadIdx.x == 0) {
@@ -445,31 +464,24 @@ up_values_v1(const int2* __restrict__ spans, const int* __restrict__ lost, const
     }
 }
 
-template <int STEP>
-__device__ __forceinline__ void finish_dh(int2 span, int from, float slope, const word_t* __restrict__ words,
-                                          const float* __restrict__ pieces, const float* __restrict__ ups,
-                                          float* __restrict__ dh, int capacity, int slabs, int begun, bool add_slope) {
-    for (int i = span.x + from; i < span.x + span.y; i += STEP) {
-        float d = sum_of_pieces(pieces, slabs, capacity, i, begun ? dh[i] : 0.0f);
-        if (add_slope) {
-            const float g = to_float(word_value(words[i]));
-            d = fmaf(slope, sign_of(hidden_value(g, ups, i)), d);
-        }
-        dh[i] = d;
-    }
-}
-
 // A warp a row, a block a heavy row.
-extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
+extern "C" __global__ void WARPS_OF_ROWS(SHORT_RESIDENT)
 hidden_gradient_v2(const int2* __restrict__ spans, const int* __restrict__ lost, const word_t* __restrict__ words,
                    const float* __restrict__ pieces, const float* __restrict__ ups, const float* __restrict__ dl1,
                    float* __restrict__ dh, int rows, int capacity, int slabs, int begun, int last) {
     const int row = blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const bool add_slope = last && dl1;
+    float slope = add_slope && row < rows ? dl1[row] : 0.0f;
+    const auto use = [&](int i, float d) {
+        if (add_slope) d = fmaf(slope, sign_of(hidden_value(to_float(word_value(words[i])), ups, i)), d);
+        dh[i] = d;
+    };
+    const float* earlier = begun ? dh : nullptr;
     int2 span = make_int2(LOST, 0);
     if (row < rows) span = __ldcg(spans + row);
-    if (span.x != LOST && span.y <= HEAVY)
-        finish_dh<WARP>(span, lane, dl1 ? dl1[row] : 0.0f, words, pieces, ups, dh, capacity, slabs, begun, last && dl1);
-    for (Heavy heavy(lost, rows, 1, blockIdx.x); heavy.more(); heavy.at += gridDim.x)
-        finish_dh<WARP * BLOCK_WARPS>(spans[heavy.row()], threadIdx.x, dl1 ? dl1[heavy.row()] : 0.0f, words, pieces, ups, dh,
-                                      capacity, slabs, begun, last && dl1);
+    if (span.x != LOST && span.y <= HEAVY) add_pieces<WARP, 1>(span, lane, pieces, capacity, slabs, earlier, use);
+    for (Heavy heavy(lost, rows, 1, blockIdx.x); heavy.more(); heavy.at += gridDim.x) {
+        slope = add_slope ? dl1[heavy.row()] : 0.0f;
+        add_pieces<WARP * BLOCK_WARPS, HEAVY_AT_ONCE>(spans[heavy.row()], threadIdx.x, pieces, capacity, slabs, earlier, use);
+    }
 }

@@ -4,7 +4,8 @@
 //
 // int lost[rows + 2] names two kinds of rows. Lost rows are not in the list: lost[0] is how many there are, lost[1..]
 // their numbers, ascending. Heavy rows have more than HEAVY entries: lost[rows + 1] is how many there are, and
-// lost[rows], lost[rows - 1].. are their numbers, ascending. No row is both, so the two never meet.
+// lost[rows], lost[rows - 1].. are their numbers, ascending. No row is both, so the two never meet: where there are too
+// many of them, rows with more than HEAVY entries are lost instead.
 #pragma once
 
 #define LOST (-1)  // the start of a row that the list does not hold

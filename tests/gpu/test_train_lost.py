@@ -11,6 +11,18 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+@pytest.fixture
+def no_tensor_cores(monkeypatch):
+    monkeypatch.setattr(train_lost, "held", lambda x: 0)
+
+
+@pytest.fixture(params=["on tensor cores", "a few on tensor cores", "without"])
+def room(request, monkeypatch):
+    """Whether tensor cores compute all lost rows, the first 70 of them, or none."""
+    rows = {"on tensor cores": 10**6, "a few on tensor cores": 70, "without": 0}[request.param]
+    monkeypatch.setattr(train_lost, "held", lambda x: min(rows, len(x)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
@@ -25,14 +37,14 @@ DTYPES = [torch.bfloat16, torch.float16]
         (4000, 72, 130, range(4000)),
     ],
 )
-def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype):
+def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype, room):
     for biases, slope in ((False, True), (True, False)):
         Case.draw(tokens, d_model, d_ff, dtype, rows, gated=gated, biases=biases, slope=slope).to("cuda").check()
 
 
 @pytest.mark.parametrize("density", [1e-9, 0.01, 1 - 1e-9])
 @pytest.mark.parametrize("lost", [0, 1, 9, 2000])
-def test_none_few_and_many_rows_and_neurons(lost, density):
+def test_none_few_and_many_rows_and_neurons(lost, density, room):
     case = Case.draw(2100, 768, 1000, torch.bfloat16, range(50, 50 + lost), density=density, biases=True)
     if lost > 1:
         case.x[51, 3], case.x[50 + lost - 1, 0] = torch.nan, -torch.inf
@@ -40,7 +52,7 @@ def test_none_few_and_many_rows_and_neurons(lost, density):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_what_there_is_no_room_for_is_computed_again(gated, monkeypatch):
+def test_what_there_is_no_room_for_is_computed_again(gated, monkeypatch, no_tensor_cores):
     case = Case.draw(600, 1024, 1100, torch.bfloat16, range(2, 598), gated=gated, biases=True)
     case.x[500, 5] = torch.inf
     case = case.to("cuda")
@@ -52,7 +64,7 @@ def test_what_there_is_no_room_for_is_computed_again(gated, monkeypatch):
             assert a is None or torch.equal(bits(a), bits(b))
 
 
-def test_the_same_bits_every_time_and_in_a_graph():
+def test_the_same_bits_every_time_and_in_a_graph(room):
     case = Case.draw(400, 2048, 5632, torch.bfloat16, range(0, 400, 3)).to("cuda")
     first = (*case.forward(), *case.backward()[:4])
     for _ in range(3):
@@ -72,7 +84,7 @@ def test_the_same_bits_every_time_and_in_a_graph():
 
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_simulator_has_the_same_bits(gated, monkeypatch):
+def test_the_simulator_has_the_same_bits(gated, monkeypatch, no_tensor_cores):
     monkeypatch.setattr(train_lost, "_grid", lambda x: train_lost._BLOCKS_ON_CPU)
     case = Case.draw(120, 264, 70, torch.bfloat16, range(3, 110), gated=gated, biases=True)
     here, there = (*case.forward(), *case.backward()), (*case.to("cuda").forward(), *case.to("cuda").backward())

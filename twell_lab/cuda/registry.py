@@ -108,6 +108,12 @@ KERNELS: dict[str, Kernel] = {
             ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward", *_TRAINED),
             macros.sixteen_bits,
         ),
+        Kernel(
+            "sm80_train_lost",
+            ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward", *_TRAINED),
+            macros.sixteen_bits,
+            (8, 0),
+        ),
         Kernel("smxx_lost_weights", ("ops.train_lost.lost_backward", *_TRAINED), macros.sixteen_bits),
         Kernel("smxx_train_dense", ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"), macros.each),
         Kernel(

@@ -162,7 +162,8 @@ def _forward_sparse(x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[T
     down_t = transpose.transposed(down)
     first, bias, *multiplied = (up, up_bias, None, None) if gate is None else (gate, gate_bias, up, up_bias)
     packs = hopper_pack if hopper_pack.takes(x, first) else ampere
-    s = train_rows.survivors(x, *packs.gate_pack(x, first, bias), *multiplied, up.shape[0])
+    packed = packs.gate_pack(x, first, bias)
+    s = train_rows.survivors(x, *packed, *multiplied, up.shape[0], few=train_lost.FEW_HEAVY, most=train_lost.held(x))
     y = train_rows.weighted_rows(s, down_t, down_bias)
     train_lost.lost_forward(s.lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, s.l1, s.kept)
     return y, s.l1, s.kept, down_t, s.spans, s.words, s.ups, s.lost

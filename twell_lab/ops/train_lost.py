@@ -1,13 +1,14 @@
-"""How the kernels for the rows that a sparse training step cannot hold are launched (kernels/smxx_train_lost.cu,
-smxx_lost_weights.cu).
+"""How the kernels for the rows that a sparse training step does not hold are launched: the first `room` of them on
+tensor cores (kernels/sm80_train_lost.cu), the others without (smxx_train_lost.cu, smxx_lost_weights.cu).
 
 Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens] or longer, holds their count and then
-their numbers, ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's
-current stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input gives the same bits on the
-same GPU."""
+their numbers, ascending. Every launch has a fixed grid and ends at once where there is nothing for it to do. CUDA
+tensors run on torch's current stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input
+gives the same bits on the same GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,19 +16,29 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import aligned, kernel, multiprocessors
-from ..cuda.macros import value
+from ..cuda.launcher import aligned, capability, kernel, multiprocessors
+from ..cuda.macros import TENSOR_CORES_OF_BF16, value
 from ..cuda.tape import empty
 from .portable import pooled_takes
 
-FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
+FILE, WEIGHTS_FILE, TENSOR_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu", "sm80_train_lost.cu"
 _number = partial(sources.number, WEIGHTS_FILE)
 _ROWS, _NEURONS = map(_number, ("ROWS", "NEURONS"))
 _OWN, _PIECE = map(_number, ("BLOCK_NEURONS", "SLAB"))  # neurons of a block, and columns that it takes at a time
+_tensor_number = partial(sources.number, TENSOR_FILE)
+_TILE_NEURONS, _WARP_NEURONS = map(_tensor_number, ("NEURONS", "WARP_NEURONS"))
+# Blocks that a multiprocessor runs at a time, and bytes of shared memory that each asks for:
+_RESIDENT, _SHARED = map(_tensor_number, ("RESIDENT", "SHARED_BYTES"))
+_TILE = _tensor_number("TILE")  # values of the largest tile of lost_products
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests reach every way of distributing rows over blocks
 _MOST_SUMS = 32 << 20  # bytes of float32 sums that the blocks of a launch keep in global memory, at most
 _MOST_ENTRIES = 48 << 20  # bytes of the entries that lost_backward leaves for lost_weights, at most
+# On tensor cores there is room for one of so many tokens, and for so many rows at least. At 16,384 tokens and d_ff 5632
+# that takes 69 MB, which kernels before these used.
+_TOKENS_A_ROW, _LEAST_ROOM = 8, 256
+# More heavy rows than this are computed here rather than walked (docs/kernels/sm80_train_lost.md has the times).
+FEW_HEAVY = 24
 
 
 def lost_forward(
@@ -48,7 +59,7 @@ def lost_forward(
     x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model]
     or None; l1 float32 [tokens]: sum of |h|; kept int32 [tokens]: neurons that fire. bfloat16 or float16, d_model a
     multiple of 8 up to 16384. The gate is rounded to x's type before it is tested and used, as torch's linear gives it;
-    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError for what the
+    u and h are not rounded, y once. Where x's row is not source, y's row and l1 are NaN. Raises InputError for what the
     kernels do not take."""
     _check(lost, x, gate, up, down_t, gate_bias, up_bias, l1)
     _same("y and down_bias", x, (y, x.shape), (down_bias, x.shape[1:]))
@@ -56,18 +67,69 @@ def lost_forward(
         raise InputError(f"kept is {kept.dtype} {list(kept.shape)}; int32 [{len(x)}], beside an l1, is accepted")
     if not len(x):
         return
+    room = held(x)
+    if room:
+        _forward_on_tensor_cores(room, lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept)
+    if room == len(x):
+        return
     blocks = _blocks(x)
     sums = empty(blocks, _ROWS, x.shape[1], dtype=torch.float32, device=x.device)
     part_l1 = empty(blocks, _ROWS, dtype=torch.float32, device=x.device)
     part_kept = empty(blocks, _ROWS, dtype=torch.int32, device=x.device)
+    layer = (lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept, sums, part_l1, part_kept)
+    _run(FILE, "lost_forward_v1", blocks, x, up, layer, (room,))
     _run(
-        "lost_forward_v1",
-        blocks,
+        FILE,
+        "lost_finish_v1",
+        _grid(x),
         x,
         up,
-        (lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept, sums, part_l1, part_kept),
+        (lost, down_bias, y, l1, kept, sums, part_l1, part_kept),
+        (room,),
+        blocks,
     )
-    _run("lost_finish_v1", _grid(x), x, up, (lost, down_bias, y, l1, kept, sums, part_l1, part_kept), blocks)
+
+
+def held(x: Tensor) -> int:
+    """How many lost rows of x are computed on tensor cores, at most: the first of the list. 0 where there are none."""
+    if not x.is_cuda or capability(x.device.index) < TENSOR_CORES_OF_BF16:
+        return 0
+    return min(len(x), max(len(x) // _TOKENS_A_ROW, _LEAST_ROOM))
+
+
+def _forward_on_tensor_cores(room, lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept) -> None:
+    new, blocks, pitch = _between(x, up)
+    h = new(room, pitch, dtype=x.dtype)
+    source, counters, parts = new(room), new(blocks), new(blocks, _TILE, dtype=torch.float32)
+    of_l1, of_kept = new(pitch // _WARP_NEURONS, room, dtype=torch.float32), new(pitch // _WARP_NEURONS, room)
+    hidden = (lost, x, gate, up, gate_bias, up_bias, h, source, counters, of_l1, of_kept)
+    _run(TENSOR_FILE, "lost_hidden_v1", blocks, x, up, hidden, (room,), shared=_SHARED)
+    products = (lost, h, down_t, None, None, down_bias, source, counters, parts, y, of_l1, of_kept, l1, kept)
+    _run(TENSOR_FILE, "lost_products_v1", blocks, x, up, products, (room,), shared=_SHARED)
+
+
+def _backward_on_tensor_cores(room, lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, *gradients) -> None:
+    new, blocks, pitch = _between(x, up)
+    of_h, of_up = new(room, pitch, dtype=x.dtype), new(room, pitch, dtype=x.dtype)
+    of_gate = None if gate is None else new(room, pitch, dtype=x.dtype)
+    source, counters, parts = new(room), new(blocks), new(blocks, _TILE, dtype=torch.float32)
+    hidden = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, of_h, of_up, of_gate, source, counters)
+    _run(TENSOR_FILE, "lost_hidden_gradients_v1", blocks, x, up, hidden, (room,), shared=_SHARED)
+    products = (lost, of_up, up, of_gate, gate, None, source, counters, parts, dx, None, None, None, None)
+    _run(TENSOR_FILE, "lost_products_v1", blocks, x, up, products, (room,), shared=_SHARED)
+    entries = (lost, x, dy, of_h, of_up, of_gate, source, *gradients)
+    _run(TENSOR_FILE, "lost_weight_products_v1", blocks, x, up, entries, (room,), shared=_SHARED)
+
+
+def _between(x: Tensor, up: Tensor) -> tuple[Callable[..., Tensor], int, int]:
+    """What the tensor-core kernels of one pass share: how memory between them is made, how many blocks run at a time,
+    and the values in a row of hidden entries."""
+    blocks = _RESIDENT * multiprocessors(x.device.index)
+    return partial(_new, x.device), blocks, -(-len(up) // _TILE_NEURONS) * _TILE_NEURONS
+
+
+def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return empty(*shape, dtype=dtype, device=device)
 
 
 def lost_backward(
@@ -92,12 +154,17 @@ def lost_backward(
     dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. dgate (None: a plain layer), dup and
     ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to the row of each neuron
     that fired in a lost row, the sum over the lost rows, ascending, is added in float32, and the result is rounded
-    once; the rows of other neurons stay as they are. Where x's row is not finite, dx's row is NaN and nothing is added.
+    once; the rows of other neurons stay as they are. Where x's row is not source, dx's row is NaN and nothing is added.
     The other arguments: see lost_forward."""
     _check_gradients(
         lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
     )
     if not len(x):
+        return
+    tokens, gradients = held(x), (dgate, dup, ddown_t, dgate_bias, dup_bias)
+    if tokens:
+        _backward_on_tensor_cores(tokens, lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, *gradients)
+    if tokens == len(x):
         return
     (d_ff, d_model), planes, groups = up.shape, 2 if gate is None else 3, -(-up.shape[0] // _NEURONS)
     room = min(len(x), max(_MOST_ENTRIES // (4 * planes * _NEURONS * groups), 1))
@@ -108,9 +175,8 @@ def lost_backward(
     sums = empty(blocks, _ROWS, d_model, dtype=torch.float32, device=x.device)
     entries = empty(most, dtype=torch.float32, device=x.device)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
-    _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries), room=room)
-    gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)
-    _run("lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries), blocks, room=room)
+    _run(FILE, "lost_backward_v1", blocks, x, up, (*layer, sums, entries), (tokens, room))
+    _run(WEIGHTS_FILE, "lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries), (tokens, room), blocks)
 
 
 def _check_gradients(
@@ -143,10 +209,20 @@ def _blocks(x: Tensor) -> int:
     return max(1, min(_grid(x), _MOST_SUMS // (4 * _ROWS * x.shape[1])))
 
 
-def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
-    numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
-    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, value(x.dtype))
-    made.launch(x.device, (grid, 1), (*tensors, *numbers))
+def _run(
+    file: str,
+    name: str,
+    grid: int,
+    x: Tensor,
+    up: Tensor,
+    tensors: tuple,
+    before: tuple[int, ...],
+    *after: int,
+    shared: int = 0,
+) -> None:
+    """Launch a kernel; before, after: the numbers before and after the sizes of the layer."""
+    made = kernel(file, name, value(x.dtype), shared)
+    made.launch(x.device, (grid, 1), (*tensors, *before, x.shape[1], up.shape[0], *after))
 
 
 def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:

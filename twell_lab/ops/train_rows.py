@@ -76,12 +76,15 @@ def survivors(
     up_bias: Tensor | None,
     d_ff: int,
     capacity: int | None = None,
+    few: int = _MOST_ENTRIES,
+    most: int = 0,
 ) -> Survivors:
     """The entries of x's packed gate, with u beside each where `up` is given.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
     (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost
     - if its row of x has a value that is not finite, or the pool could not hold one of its tiles;
+    - if it is heavy, where there are more than `few` heavy rows, and no more than `most` heavy and lost ones together;
     - if the entries of the rows that are left would end past `capacity` (None: capacity_for) with it; after the first
       such row all later rows are lost too.
 
@@ -101,14 +104,14 @@ def survivors(
         lost.zero_()
         return made
     blocks = -(-tokens // _PACKED_ROWS)
-    counts, totals = new(tokens), new(blocks, 3)
+    counts, totals = new(tokens), new(blocks, 4)
     defines = portable.specialisation(x.dtype, d_model)
 
     def run(name, blocks, *arguments):
         launcher.kernel(SURVIVORS, name, defines).launch(x.device, (blocks, 1), arguments)
 
     run("survivor_counts_v2", blocks, x, packed, counts, totals, tokens, d_ff)
-    run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
+    run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity, few, most)
     alone = l1 if up is None else None  # in a gated layer the kernel that computes u also writes l1
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
     run("survivor_words_v2", blocks, *placed, tokens, d_ff, capacity)

@@ -64,6 +64,7 @@ class RowCase:
     down_bias: Tensor | None = None
     dl1: Tensor | None = None
     capacity: int | None = None
+    dense: tuple[int, int] | None = None  # `few` and `most` of train_rows.survivors
 
     @classmethod
     def draw(
@@ -101,11 +102,16 @@ class RowCase:
     def survivors(self) -> train_rows.Survivors:
         packed, pool, self.pool_lost = poisoned_pack(self.gate)
         up, bias = (None, None) if self.Wg is None else (self.up, self.up_bias)
-        return train_rows.survivors(self.x, packed, pool, up, bias, self.gate.shape[1], self.capacity)
+        more = {} if self.dense is None else dict(zip(("few", "most"), self.dense))
+        return train_rows.survivors(self.x, packed, pool, up, bias, self.gate.shape[1], self.capacity, **more)
 
     def expected_lost(self) -> Tensor:
         lost = self.pool_lost | ~self.x.isfinite().all(1)
         counts = torch.where(lost, 0, fires(self.gate).sum(1))
+        if self.dense is not None:
+            heavy = counts > most_light(self.gate.dtype, self.x.shape[1])
+            if heavy.sum() > self.dense[0] and (heavy | lost).sum() <= self.dense[1]:
+                lost, counts = lost | heavy, torch.where(heavy, 0, counts)
         room = train_rows.capacity_for(*self.gate.shape) if self.capacity is None else self.capacity
         return lost | (counts.cumsum(0) > room)
 

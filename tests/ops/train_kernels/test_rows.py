@@ -173,17 +173,32 @@ def test_heavy_rows_take_room_and_may_find_none(capacity, low_limit):
     assert lost[3] and lost[0] == (capacity < 6) and lost[2] == (capacity < 47) and lost[39]
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("few, most, lost", [(3, 6, True), (4, 99, False), (3, 5, False), (0, 6, True)])
+@pytest.mark.parametrize("capacity", [None, 57])
+def test_many_heavy_rows_are_lost_where_there_is_room_for_them(few, most, lost, capacity, gated, low_limit):
+    """Four heavy rows and two that are lost anyway."""
+    counts = torch.tensor([6, 1] * 20)
+    counts[[2, 17, 18, 36]] = 40
+    case = RowCase.draw(with_counts(counts, 100), 16, gated=gated, capacity=capacity, dense=(few, most))
+    case.spoil(3, "nan")
+    case.gate[30] = 1.0  # which the pool cannot hold
+    found = checked_twice(case)
+    assert found[2] == lost and found[3] and (capacity or found.sum() == (6 if lost else 2))
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.sampled_from([0, 1, 6, 7, 40, "pool", "nan", "silent", "mixed"]), min_size=1, max_size=50),
     calm=st.integers(0, 40),
     room=st.none() | st.floats(0, 1),
     gated=st.booleans(),
+    dense=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 99)),
 )
-def test_heavy_rows_among_all_others(low_limit, rows, calm, room, gated):
+def test_heavy_rows_among_all_others(low_limit, rows, calm, room, gated, dense):
     rows = rows + [2] * calm
     counts = torch.tensor([100 if row == "pool" else row if isinstance(row, int) else 0 for row in rows])
-    case = RowCase.draw(with_counts(counts, 100), 8, gated=gated)
+    case = RowCase.draw(with_counts(counts, 100), 8, gated=gated, dense=dense)
     for row, kind in enumerate(rows):
         if kind in ("nan", "silent", "mixed"):
             case.spoil(row, kind, torch.inf)

@@ -163,6 +163,22 @@ class Case:
             h = torch.relu(linear(x, self.gate, self.gate_bias)) * linear(x, self.up, self.up_bias)
         return linear(h, self.down_t.t().contiguous(), self.down_bias)
 
+    def rounded_entries(self) -> Tensor:
+        """How far a bias's gradient may be off where each row's part of it is rounded to 16 bits, as in torch's dense
+        layer: [d_ff], the most of the biases of gate and up, for independent roundings."""
+        rows = self.rows[self.x[self.rows].isfinite().all(1)]
+        x, gate, up, down_t, gate_bias, up_bias = map(
+            wide, (self.x[rows], self.gate, self.up, self.down_t, self.gate_bias, self.up_bias)
+        )
+        g = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
+        u = torch.ones_like(g) if gate is None else linear(x, up, up_bias)
+        dh = self.dy[rows].double() @ down_t.t()
+        if self.dl1 is not None:
+            dh = dh + self.dl1[rows].double()[:, None] * (g * u).sign()
+        dh = torch.where(g > 0, dh, 0)
+        of_up = dh if gate is None else dh * g
+        return EPS[self.x.dtype] * torch.maximum((dh * u).norm(dim=0), of_up.norm(dim=0))
+
     def check(self) -> None:
         """Run both directions: what the kernels must write is right, and everything else is as it was."""
         rows, y, l1, kept, dx, gradients, used, unsure, sure = self.expected()
@@ -179,8 +195,14 @@ class Case:
         back = self.backward()
         assert (back[0][others] == POISON).all() and back[0][spoilt].isnan().all()
         eps = EPS[self.x.dtype]
-        if len(rows):
-            assert relative(back[0][rows], dx) < eps
+        # On tensor cores a gate value near zero may get the other sign more often, and what belongs to a neuron and a
+        # row is rounded, as in the dense layer.
+        tensor = train_lost.held(self.x) > 0
+        clear = ~unsure.any(1) if tensor else torch.ones_like(kept, dtype=torch.bool)
+        limit = 2 * eps if tensor else eps
+        assert not tensor or clear.any() or len(rows) < 5
+        if clear.any():
+            assert relative(back[0][rows][clear], dx[clear]) < limit
         for name, after, before, exact in zip(
             ("gate", "up", "down_t", "gate_bias", "up_bias"), back[1:], self.start, gradients
         ):
@@ -189,11 +211,15 @@ class Case:
                 continue
             silent = ~(used | unsure.any(0))
             assert torch.equal(bits(after[silent]), bits(before[silent])), name
-            if used.any():
-                assert relative(after[used], before.double()[used] + exact[used]) < eps, name
+            asked = used & sure if tensor else used
+            if asked.any():
+                assert relative(after[asked], before.double()[asked] + exact[asked]) < limit, name
                 sides = after.double() - before.double() - exact, before.double() + exact, exact
                 off, whole, added = (t.reshape(len(after), -1).norm(dim=1) for t in sides)
-                assert (off <= eps * (2 * whole + added + added.mean()))[sure].all(), name
+                allowed = eps * (2 * whole + added + added.mean())
+                if name.endswith("bias") and tensor:
+                    allowed = allowed + self.rounded_entries()
+                assert (off <= allowed)[sure].all(), name
                 assert sure.float().mean() > 0.5 or len(sure) < 100
 
 

@@ -1,4 +1,4 @@
-// In the place of kernels/ptx_sm80_microtiles.cuh, in C++ and shuffles, for the simulator.
+// In the place of kernels/ptx_sm80_turned.cuh, in C++ and shuffles, for the simulator.
 #pragma once
 
 __device__ __forceinline__ void load_matrices_turned(unsigned (&r)[4], unsigned address) {

@@ -1,4 +1,4 @@
-// The PTX of sm80_microtiles.cu beyond ptx_sm80.cuh: ldmatrix for tiles that lie turned in shared memory.
+// The PTX of kernels with turned operands, beyond ptx_sm80.cuh: ldmatrix for tiles that lie turned in shared memory.
 #pragma once
 
 // As load_matrices, but of each 8 x 8 tile the transpose: a lane gets two neighbours of one column instead of one row.
