@@ -43,7 +43,7 @@ static_assert(TURN % AT_ONCE == 0 && ROW_LANES % AT_ONCE == 0, "a turn and a gro
 #define SUMS_RESIDENT (AT_ONCE != 8 || __CUDA_ARCH__ == 800 ? 12 : AS_SM90 && D_MODEL % SLAB == 0 ? 16 : 10)
 #define RESIDENT (__CUDA_ARCH__ >= 1000 ? 8 : 10)
 #define HEAVY_AT_ONCE (__CUDA_ARCH__ >= 1000 ? 2 : 4)  // of an entry's lanes; no sum depends on it
-#define SHORT_RESIDENT (AS_SM90 || __CUDA_ARCH__ == 800 ? 12 : RESIDENT)  // for kernels that are over soon
+#define SHORT_RESIDENT (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 800 ? 12 : RESIDENT)  // for kernels that are over soon
 #else
 #define SUMS_RESIDENT 8
 #define RESIDENT 8
@@ -409,6 +409,7 @@ __device__ __forceinline__ void add_pieces(int2 span, int from, const float* __r
         float sum[N];
 #pragma unroll
         for (int k = 0; k < N; ++k) sum[k] = begun ? begun[min(i + k * STEP, end - 1)] : 0.0f;
+#pragma unroll 4
         for (int s = 0; s < slabs; ++s)
 #pragma unroll
             for (int k = 0; k < N; ++k) sum[k] += __ldcs(pieces + (long long)s * capacity + min(i + k * STEP, end - 1));
@@ -464,7 +465,7 @@ up_values_v1(const int2* __restrict__ spans, const int* __restrict__ lost, const
     }
 }
 
-// A warp a row, a block a heavy row.
+// A warp a row, a block one of HEAVY_RUNS parts of a heavy row.
 extern "C" __global__ void WARPS_OF_ROWS(SHORT_RESIDENT)
 hidden_gradient_v2(const int2* __restrict__ spans, const int* __restrict__ lost, const word_t* __restrict__ words,
                    const float* __restrict__ pieces, const float* __restrict__ ups, const float* __restrict__ dl1,
@@ -480,8 +481,10 @@ hidden_gradient_v2(const int2* __restrict__ spans, const int* __restrict__ lost,
     int2 span = make_int2(LOST, 0);
     if (row < rows) span = __ldcg(spans + row);
     if (span.x != LOST && span.y <= HEAVY) add_pieces<WARP, 1>(span, lane, pieces, capacity, slabs, earlier, use);
-    for (Heavy heavy(lost, rows, 1, blockIdx.x); heavy.more(); heavy.at += gridDim.x) {
+    constexpr int THREADS = WARP * BLOCK_WARPS;
+    for (Heavy heavy(lost, rows, HEAVY_RUNS, blockIdx.x); heavy.more(); heavy.at += gridDim.x) {
         slope = add_slope ? dl1[heavy.row()] : 0.0f;
-        add_pieces<WARP * BLOCK_WARPS, HEAVY_AT_ONCE>(spans[heavy.row()], threadIdx.x, pieces, capacity, slabs, earlier, use);
+        add_pieces<HEAVY_RUNS * THREADS, 2>(spans[heavy.row()], heavy.part() * THREADS + threadIdx.x, pieces, capacity, slabs,
+                                            earlier, use);
     }
 }

@@ -5,6 +5,7 @@ import torch
 
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.spmm import cases as spmm_cases
+from tests.ops.train_lost.cases import Case as LostCase
 from tests.simulator import quantise_cases
 from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled, adversarial
@@ -23,6 +24,7 @@ from twell_lab.ops import (
     reference,
     train_columns,
     train_dense,
+    train_lost,
     train_rows,
     transpose,
 )
@@ -244,6 +246,17 @@ def test_train_versions(gated):
     for a, b in zip(*results):
         assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))
     assert torch.equal(transpose.transposed(down_t), down_t.t())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, lost, room", [(90, 81, 70), (150, 140, 150)])
+def test_lost_rows(tokens, lost, room, gated, monkeypatch):
+    """Some on tensor cores and the others without; and more than one tile of them, whose columns blocks share."""
+    takes = torch.cuda.get_device_capability() >= macros.TENSOR_CORES_OF_BF16
+    monkeypatch.setattr(train_lost, "held", lambda x: min(room, len(x)) if takes else 0)
+    case = LostCase.draw(tokens, 264, 776, torch.bfloat16, range(5, 5 + lost), gated=gated, biases=True)
+    case.x[7, 3] = torch.nan
+    case.to("cuda").check()
 
 
 @pytest.mark.parametrize("each", spmm_cases.FORMATS)

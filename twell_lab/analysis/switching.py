@@ -9,8 +9,8 @@ a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.diff
           down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
 faster. A "lost" row, a token that the sparse path finishes from the dense weights, for want of room or because few
-tokens have so many entries (exactly, but without tensor cores), costs as much as if a share LOST of the layer's neurons
-fired. Only the sparse path counts its lost rows.
+tokens have so many entries, costs as much as if a share of the layer's neurons fired: LOST_TO_TENSOR_CORES of them for
+one of so many tokens as these take, LOST for the others. Only the sparse path counts its lost rows.
 
 Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
 so that two graphs serve all of them. A model compiled as a whole needs one for each combination of paths, and torch
@@ -28,14 +28,16 @@ from ..core.errors import InputError
 from ..layers.anatomy import feed_forwards
 from ..layers.learner import DENSE, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import differentiable, train_rows
+from ..ops import differentiable, train_lost, train_rows
 from . import costs
 
 MARGIN = 0.1  # a layer changes its path when it is this far past the break-even: noise alone does not change it back
 # The share of the room for entries up to which the sparse path is taken. With MARGIN a layer still changes over before
 # rows do not fit, which costs much more.
 ROOM_USED = 0.9
-LOST = 0.3  # of d_ff: on an H100 5 us where 4% fire in it, 7 where 10%, 10 where 30% do, beside 4 ns for an entry
+# Of d_ff. On an H100 a lost row takes 1.2 us on tensor cores (one of 512 among 16,384), otherwise 5 us where 4% of the
+# neurons fire in it, 7 where 10%, 10 where 30% do; an entry takes 3 to 4 ns.
+LOST_TO_TENSOR_CORES, LOST = 0.07, 0.3
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
 
 
@@ -86,7 +88,9 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
 
 def _cost(term: LayerTerm, layer: SparseFFN) -> float:
     """What a token costs on the sparse path, in neurons firing."""
-    return float(term.nnz) + (0.0 if term.lost is None else LOST * layer.up.weight.shape[0] * float(term.lost))
+    lost = 0.0 if term.lost is None else float(term.lost)
+    fast = min(lost, 1 / train_lost.TOKENS_A_ROW)
+    return float(term.nnz) + layer.up.weight.shape[0] * (LOST_TO_TENSOR_CORES * fast + LOST * (lost - fast))
 
 
 class Switch:

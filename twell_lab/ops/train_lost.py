@@ -36,9 +36,9 @@ _MOST_SUMS = 32 << 20  # bytes of float32 sums that the blocks of a launch keep 
 _MOST_ENTRIES = 48 << 20  # bytes of the entries that lost_backward leaves for lost_weights, at most
 # On tensor cores there is room for one of so many tokens, and for so many rows at least. At 16,384 tokens and d_ff 5632
 # that takes 69 MB, which kernels before these used.
-_TOKENS_A_ROW, _LEAST_ROOM = 8, 256
+TOKENS_A_ROW, _LEAST_ROOM = 8, 256
 # More heavy rows than this are computed here rather than walked (docs/kernels/sm80_train_lost.md has the times).
-FEW_HEAVY = 24
+FEW_HEAVY = 36
 
 
 def lost_forward(
@@ -94,7 +94,7 @@ def held(x: Tensor) -> int:
     """How many lost rows of x are computed on tensor cores, at most: the first of the list. 0 where there are none."""
     if not x.is_cuda or capability(x.device.index) < TENSOR_CORES_OF_BF16:
         return 0
-    return min(len(x), max(len(x) // _TOKENS_A_ROW, _LEAST_ROOM))
+    return min(len(x), max(len(x) // TOKENS_A_ROW, _LEAST_ROOM))
 
 
 def _forward_on_tensor_cores(room, lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept) -> None:

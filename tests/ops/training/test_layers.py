@@ -16,7 +16,7 @@ from twell_lab.layers.learner import LayerTerm
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import cpu, train_rows
+from twell_lab.ops import cpu, train_lost, train_rows
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.training.objective import Objective
 
@@ -269,7 +269,10 @@ def test_a_model_that_becomes_sparse_changes_over_and_computes_the_same():
 
 def test_tokens_without_room_count_as_what_they_cost():
     net = sparsify(model(), "twell")
-    share = 60 / (switching.LOST * CONFIG.d_ff)  # costs as much as 60 neurons firing
+    on_tensor_cores = 1 / train_lost.TOKENS_A_ROW
+    assert switching.switch(net, terms_of([10, 10], [on_tensor_cores, 0.0]), below=50) == {}
+    rest = 60 - switching.LOST_TO_TENSOR_CORES * CONFIG.d_ff * on_tensor_cores
+    share = on_tensor_cores + rest / (switching.LOST * CONFIG.d_ff)  # costs as much as 60 neurons firing
     assert switching.switch(net, terms_of([10, 10], [share, 0.0]), below=50) == {"layers.0.mlp": "dense"}
     assert paths(net) == ["dense", "twell"]
 
