@@ -48,9 +48,10 @@ struct Weight {
 struct Operands {
     const signed char* x;
     const float* x_scale;
-    Weight weight[1 + GATED];
+    Weight first, up;  // without GATED, up is nothing
     value_t* y;
     int tokens, in, out;
+    __device__ __forceinline__ const signed char* values(int weight) const { return weight ? up.values : first.values; }
 };
 
 struct Warp {
@@ -79,12 +80,14 @@ __device__ __forceinline__ void store(const Sums& sums, const Operands& o, const
     if (column >= o.out) return;
     float scale[1 + GATED][MINE], bias[1 + GATED][MINE];
 #pragma unroll
-    for (int k = 0; k < 1 + GATED; ++k)
+    for (int k = 0; k < 1 + GATED; ++k) {
+        const Weight& weight = k ? o.up : o.first;
 #pragma unroll
         for (int j = 0; j < MINE; ++j) {
-            scale[k][j] = o.weight[k].scale[column + j];
-            bias[k][j] = o.weight[k].bias ? to_float(o.weight[k].bias[column + j]) : 0.0f;
+            scale[k][j] = weight.scale[column + j];
+            bias[k][j] = weight.bias ? to_float(weight.bias[column + j]) : 0.0f;
         }
+    }
 #pragma unroll
     for (int i = 0; i < ROW_TILES * 2; ++i) {
         const int token = (int)blockIdx.y * BM + w.m + i * 8 + w.lane / 4;
@@ -120,20 +123,15 @@ __device__ __forceinline__ void store(const Sums& sums, const Operands& o, const
     }
 }
 
-// Without GATED the last three pointers are null.
 #define PARAMETERS                                                                                                      \
     const signed char *__restrict__ x, const float *__restrict__ x_scale, const signed char *__restrict__ first,         \
         const float *__restrict__ first_scale, const value_t *__restrict__ first_bias, value_t *__restrict__ y,          \
         int tokens, int in, int out, const signed char *__restrict__ up, const float *__restrict__ up_scale,             \
         const value_t *__restrict__ up_bias
-#if GATED
-#define WEIGHTS {{first, first_scale, first_bias}, {up, up_scale, up_bias}}
-#else
-#define WEIGHTS {{first, first_scale, first_bias}}
-#endif
-#define BEGIN                                                        \
-    const Operands o = {x, x_scale, WEIGHTS, y, tokens, in, out};    \
-    const Warp w;                                                    \
+#define BEGIN                                                                                          \
+    const Weight first_weight = {first, first_scale, first_bias}, up_weight = {up, up_scale, up_bias}; \
+    const Operands o = {x, x_scale, first_weight, up_weight, y, tokens, in, out};                      \
+    const Warp w;                                                                                      \
     Sums sums = {};
 
 // ---------------------------------------------------------------- straight from memory
@@ -155,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_v1(PARAMETERS) {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
             const int place = w.across * WARP_COLUMNS + j * 8 + w.lane / 4, row = column + row_at(place);
-            const signed char* from = o.weight[weight_at(place)].values + (long long)row * in + k;
+            const signed char* from = o.values(weight_at(place)) + (long long)row * in + k;
             const unsigned right[2] = {four_at(from, row < out), four_at(from + 16, row < out && more)};
 #pragma unroll
             for (int i = 0; i < ROW_TILES; ++i) multiply_add(sums[i][j], left[i], right[0], right[1]);
@@ -191,7 +189,7 @@ public:
             for (int i = 0; i < BN / STRIDE; ++i) {
                 const int at = row_ + i * STRIDE, row = (int)blockIdx.x * OUTS + row_at(at);
                 const bool inside = there && row < o_.out;
-                const signed char* from = o_.weight[GATED ? weight_at(at) : 0].values;
+                const signed char* from = o_.values(weight_at(at));
                 copy_async(to_ + (BM + i * STRIDE) * BK, from + (inside ? (long long)row * o_.in + k_ : 0), inside);
             }
             --left_, k_ += BK;
