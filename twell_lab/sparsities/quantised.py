@@ -165,9 +165,10 @@ def traffic(tokens: int, d_in: int, d_out: int, *, density: float = 1.0, itemsiz
 # ---- dense layers of few bits ----
 
 
-def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
+def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
     """x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [..., rows]. By
-    the kernel of `ops.int8_products` where that takes it, else by torch._int_mm and two operations that scale.
+    the kernel of `ops.int8_products` where that takes it, else, or where it is asked for `apart`, by torch._int_mm and
+    two operations that scale.
 
     Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and columns multiples of 8.
     Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, shapes that do not fit, and where x or
@@ -175,13 +176,15 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     flat = _flat(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
-    return _int8_product(_tokens(flat, torch.int8), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
+    y = _int8_product(_tokens(flat, torch.int8), rows, flat, bias, apart)
+    return y.view(*x.shape[:-1], len(rows.values))
 
 
-def _int8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+def _int8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None, apart: bool = False) -> Tensor:
     """[tokens, rows] in the dtype of flat [tokens, columns], for its INT8 rows, padded or not."""
     values, weight = short.values, rows.values
-    if int8_products.takes(values, fused := int8_products.Weight(rows.values, rows.scale, bias), flat.dtype):
+    fused = int8_products.Weight(rows.values, rows.scale, bias)
+    if not apart and int8_products.takes(values, fused, flat.dtype):
         return int8_products.product(values, short.scale, fused, flat.dtype, len(flat))
     if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
         values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
