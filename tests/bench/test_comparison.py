@@ -227,8 +227,22 @@ def test_how_proportional_times_are():
 def test_ways_of_experts_beside_the_loop():
     made = comparison.experts_rows(4, FEW)
     Record.new("comparison", "a test", made)
-    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded"]
+    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded", comparison.WHOLE]
     assert all(row["kind"] == "experts" and row["experts"] == 4 and row["d_ff"] == 48 for row in made)
+    assert all(row["density"] == 0.5 for row in made)
+
+
+def test_where_experts_are_as_fast_as_all_their_neurons():
+    def row(density: float, path: str, ms: float) -> dict:
+        return {"kind": "experts", "density": density, "path": path, "ms": ms, "samples": [ms]}
+
+    whole = [row(density, comparison.WHOLE, 8.0) for density in (1.0, 0.5, 0.125)]
+    ways = [row(density, "grouped", 16.0 * density) for density in (1.0, 0.5, 0.125)]
+    ways += [row(density, "dense eager", 9.0) for density in (1.0, 0.5, 0.125)]
+    old = {"kind": "experts", "path": "grouped", "ms": 1.0}
+    grouped, loop = comparison.of_experts([*whole, *ways, {"kind": "padding"}])
+    assert grouped.density == pytest.approx(0.5) and grouped.best == 4.0 and grouped.best_density == 0.125
+    assert loop.density is None and loop.best < 1 and comparison.of_experts([old]) == []
 
 
 def test_kernels_have_rows_of_their_own_on_a_gpu_alone():

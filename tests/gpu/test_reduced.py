@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ops.block_linear import cases as block_cases
+from tests.ops.int8_products import cases as int8_cases
 from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_lost.cases import Case as LostCase
 from tests.simulator import quantise_cases
@@ -18,6 +19,7 @@ from twell_lab.ops import (
     block_linear,
     differentiable,
     hopper_pack,
+    int8_products,
     microtiles,
     portable,
     quantise_rows,
@@ -95,6 +97,14 @@ def test_quantise_rows(kind, dtype):
     for columns, versions in ((77, (1,)), (264, (1, 2)), (8264, (1, 2))):
         x = quantise_cases.draw(columns, dtype)
         quantise_cases.check(x.cuda(), kind, versions)
+
+
+@pytest.mark.parametrize("tile", macros.INT8_TILES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int8(dtype, tile):
+    if torch.cuda.get_device_capability() < int8_products.OLDEST:
+        pytest.skip("needs compute capability 8.0")
+    int8_cases.check(130, 720, 272, dtype, tile)
 
 
 @pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])

@@ -15,8 +15,9 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
-from tests.simulator import cases, mutants
+from tests.simulator import cases, mutants, quantise_cases
 from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator
@@ -24,6 +25,7 @@ from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
 from twell_lab.ops import portable
 from twell_lab.simulator import Program
+from twell_lab.sparsities.quantised import _rows
 
 BF16 = {"VALUE_BF16": True}
 # One warp with a chunk that is not full, and every way of several warps and teams.
@@ -44,6 +46,7 @@ DEFINES = {
         BF16 | {"D_MODEL": 264, "WARPS": 1, "POOL": True},
     ],
     "smxx_up.cu": [BF16 | {"D_MODEL": 264, "WARPS": warps, "POOL": True} for warps in (1, 2)],
+    "smxx_quantise_rows.cu": [BF16, BF16 | {"E4M3": True}],
 }
 UNWRITTEN = 12345.0  # what y holds before a launch: a NaN could be meant
 
@@ -86,6 +89,36 @@ def pack_checks() -> Iterator[Callable[[Program], None]]:
             expected = TwELL.from_gate(gate, tile, words)
             for version in (1, 2, 3, 4) if columns % 8 == tile % 8 == 0 else (1, 2):
                 yield partial(pack, version=version, gate=gate, tile=tile, words=words, expected=expected)
+
+
+# ---- quantise_rows
+
+
+def quantised(program: Program, version: int, x: torch.Tensor, padded: int) -> None:
+    kind = torch.float8_e4m3fn if "E4M3" in program.defines else torch.int8
+    expected = _rows(x, kind)
+    values, scales = torch.full((padded, x.shape[1]), 77, dtype=torch.int8), torch.full((padded,), UNWRITTEN)
+    launch(program, f"quantise_rows_v{version}", padded, 256, (x, values, scales, *x.shape))
+    rest = F.pad(expected.values.view(torch.int8), (0, 0, 0, padded - len(x)))
+    if not torch.equal(values, rest) or not torch.equal(
+        scales.nan_to_num(-1.0), F.pad(expected.scale, (0, padded - len(x))).nan_to_num(-1.0)
+    ):
+        raise Differs
+
+
+def quantise_checks() -> Iterator[Callable[[Program], None]]:
+    """Every kind of row, with padding and without; in each warp's part the largest once; more columns than a thread
+    holds, the largest of a row among these or just before; rows whose scale is nearly too small for a float."""
+    for columns, version, padded in ((264, 2, 12), (300, 1, 10), (37, 1, 12)):
+        yield partial(quantised, version=version, x=quantise_cases.draw(columns, torch.bfloat16), padded=padded)
+    spread = torch.eye(8).repeat_interleave(32, 1).repeat_interleave(8, 1).mul(3).add(1).bfloat16()  # 2,048 columns
+    yield partial(quantised, version=2, x=spread, padded=8)
+    yield partial(quantised, version=1, x=spread[:, ::8].contiguous(), padded=8)
+    wide = quantise_cases.draw(8192 + 2048 + 72, torch.bfloat16)[[0, 4, 8]]
+    wide[0, -1], wide[1, 8192], wide[2, 7000] = 900, 500, 1200
+    yield partial(quantised, version=2, x=wide, padded=4)
+    tiny = torch.finfo(torch.float32).tiny * torch.linspace(0, 800, 40).expand(3, 40)  # scales around the least
+    yield partial(quantised, version=1, x=(tiny * torch.tensor([[0.1], [0.2], [1.0]])).bfloat16(), padded=3)
 
 
 # ---- down and gated
@@ -198,6 +231,8 @@ def pooled_layers() -> list[tuple[Pooled, int]]:
 def checks(file: str, defines: int) -> list[Callable[[Program], None]]:
     if file == "smxx_pack.cu":
         return list(pack_checks())
+    if file == "smxx_quantise_rows.cu":
+        return list(quantise_checks())
     sizes, name = DEFINES[file][defines], file.removeprefix("smxx_").removesuffix(".cu")
     if "POOL" in sizes:
         two_passes = name == "up" or "HIDDEN" in sizes

@@ -50,6 +50,15 @@ SURVIVORS = {
         -1,
     ): "the hidden values of such a row lie beside its words instead",
     ("smxx_up.cu", "if (threadIdx.x «==»0) {", +1): SAME,
+    ("smxx_quantise_rows.cu", "if (most «<»121u << 23)", +1): "up to 2^-5 the steps of E4M3 are still 2^-9",
+    ("smxx_quantise_rows.cu", "«for (int step =»WARP / 2", +1): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    ("smxx_quantise_rows.cu", "if (threadIdx.x % WARP «==»0) part", +1): SAME,
+    ("smxx_quantise_rows.cu", "«for (int w =»1; w < THREADS / WARP", -1): "the first warp's largest is looked at twice",
+    ("smxx_quantise_rows.cu", "if (threadIdx.x «==»0) scales", +1): SAME,
+    ("smxx_quantise_rows.cu", "c «<»columns) held[k]", -1): VECTORS,
+    ("smxx_quantise_rows.cu", "there && c «<»columns; c += THREADS * VECTOR)", -1): VECTORS,
+    ("smxx_quantise_rows.cu", "VECTOR; c «<»columns; c += THREADS * VECTOR) {", -1): VECTORS,
+    ("smxx_quantise_rows.cu", "if (c «<»columns) store_bytes", -1): VECTORS,
     (
         "dense_row.cuh",
         "#define SLAB «2048»",
@@ -97,6 +106,11 @@ OPEN = {
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) found |=", +1): "a chunk past the row's last is looked at",
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) {", +1): "a chunk past the row's last is loaded, or used",
     ("smxx_pack.cu", "for (int j = 0; j «<»TILES; ++j) {", +1): "a tile that is not used is loaded",
+    (
+        "smxx_quantise_rows.cu",
+        "for (int k = 0; k «<»HELD; ++k) {",
+        +1,
+    ): "a vector that a thread does not hold is stored, where the loop behind stores the right one",
     (
         "smxx_down.cu",
         "«for (int i =»1, at = 0; i <= kept; ++i) {",

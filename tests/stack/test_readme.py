@@ -85,8 +85,16 @@ def test_links_and_pictures_lead_somewhere(page, text):
                     tables.trained_speed,
                     tables.profiling,
                 ),
-                *(tables.host, tables.comparison, tables.activations, tables.padding, tables.experts),
-                *(tables.pruning, tables.chosen, tables.operands, tables.adapters, tables.attacks, tables.course),
+                *(tables.host, tables.comparison, tables.activations, tables.padding, tables.experts, tables.few_bits),
+                *(
+                    tables.pruning,
+                    tables.chosen,
+                    tables.chosen_from,
+                    tables.operands,
+                    tables.adapters,
+                    tables.attacks,
+                    tables.course,
+                ),
             )
         ),
     ],

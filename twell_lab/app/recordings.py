@@ -360,13 +360,17 @@ def thresholds(seconds: float = SECONDS) -> Record:
 def comparison(seconds: float = SECONDS) -> Record:
     """The product of a matrix with zeros and a dense one, 4,096 x 4,096 each, at 50 to 99.9% zeros in several patterns,
     by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. Then activations
-    of trained models, padding, experts, and the map of notebook 10: whole layers by each of its methods. seconds, and
-    the notes: as for `inference`."""
+    of trained models, padding, experts, layers with weights of few bits, and the map of notebook 10: whole layers by
+    each of its methods. seconds, and the notes: as for `inference`."""
     need_gpu()
     from ..bench import comparison as tables
-    from ..bench import methods
+    from ..bench import few_bits, methods
 
-    sections = tables.sections() | {"map": [functools.partial(methods.map_rows, share) for share in methods.SHARES]}
+    sections = (
+        tables.sections()
+        | few_bits.sections()
+        | {"map": [functools.partial(methods.map_rows, share) for share in methods.SHARES]}
+    )
     rows, notes = _sections(sections, seconds)
     return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
 

@@ -3,9 +3,10 @@ Markdown."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
-from ..bench.comparison import TILED, Crossing, crossings, leading, proportions
+from ..bench.comparison import TILED, Crossing, crossing, crossings, leading, of_experts, proportions, quantile
 from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
 from ..bench.trained import QUALITY, RUN, TWIN
@@ -350,6 +351,28 @@ def chosen(recorded: list[Record]) -> str:
     return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", *[""] * 4]])
 
 
+def chosen_from(recorded: list[Record]) -> str:
+    """Of the same records as `chosen`: from how many zeros on a step of decoding one token is faster than the dense
+    one, as a CUDA graph where there are any."""
+    lines = [["decoding one token", "faster from"]]
+    for record in (_newest(recorded, name) for name in ("predictors", "thresholds")):
+        rows = [] if record is None else [row for row in record.rows if row.get("tokens") == 1]
+        of = {(row["workload"], row["path"]): row for row in rows}
+        ways: dict[str, list[tuple[float, dict, dict]]] = {}
+        for (work, path), row in of.items():
+            if record is None or path == DENSE or path.endswith("(graph)"):
+                continue
+            mine, beside = (of.get((work, f"{each} (graph)"), of[work, each]) for each in (path, DENSE))
+            name = path.removeprefix("lossy: ").removeprefix("thresholds, ")
+            if record.name == "thresholds":
+                name = f"{work.partition(', ')[0]}, {'computed densely' if name == 'dense' else name}"
+            model = work.rpartition(", ")[2].partition(" trained")[0]
+            method = f"{model}: {re.sub(r',? (recall )?[0-9]+%', '', name)}"  # whatever share it is asked for
+            ways.setdefault(method, []).append((1 - row["sparsity"], mine, beside))
+        lines += [[name, _begins(crossing(name, "", points))] for name, points in ways.items() if len(points) > 1]
+    return _markdown(lines if len(lines) > 1 else [*lines, ["nothing is recorded yet", ""]])
+
+
 def operands(recorded: list[Record]) -> str:
     """Of the newest experiments: what making an operand 2:4 anew in every call costs and gains, in milliseconds: of a
     product whose input is dropped out so, and of steps of training."""
@@ -395,14 +418,14 @@ def comparison(recorded: list[Record]) -> str:
     found = {(each.pattern, each.path): each for each in crossings(rows)}
     where = f"times as fast as dense, {_where(rows[0]['device'], record)}"
     lines = [[where, *(share.removesuffix(" zeros") for share in zeros), "faster from"]]
-    for (pattern, path), crossing in found.items():
+    for (pattern, path), begins in found.items():
         there = [of.get((pattern, path, share)) for share in zeros]
         dense = [of.get((pattern, DENSE, share)) for share in zeros]
         shown = [
             f"{row['x_dense']:.2f} ({beside['wall_ms'] / row['wall_ms']:.2f})" if row and beside else ""
             for row, beside in zip(there, dense)
         ]
-        lines.append([f"{pattern}: {path}", *shown, _begins(crossing)])
+        lines.append([f"{pattern}: {path}", *shown, _begins(begins)])
     return _markdown(lines)
 
 
@@ -520,19 +543,56 @@ def padding(recorded: list[Record]) -> str:
 
 def experts(recorded: list[Record]) -> str:
     """Of the newest comparison: a mixture of experts as one product of groups, and filled up to equal lengths, beside a
-    loop of dense layers."""
-    return _beside_dense(recorded, "experts")
-
-
-def _beside_dense(recorded: list[Record], kind: str) -> str:
-    record = _newest(recorded, "comparison")
-    rows = [] if record is None else [row for row in record.rows if row.get("kind") == kind]
-    if record is None or not rows:
+    loop of dense layers; and from which share of neurons that a token does without on each is faster than one dense
+    layer of all neurons, where that was recorded."""
+    record, rows = _of_kinds(recorded, "comparison", "experts")
+    if record is None:
         return _nothing("times as fast")
     found = {(row["workload"], row["path"]): row for row in rows}
     works, paths = dict.fromkeys(w for w, _ in found), dict.fromkeys(path for _, path in found if path != DENSE)
-    lines = [[f"times as fast as dense; {_where(rows[0]['device'], record)}", *works]]
-    lines += [[path, *(_times(found[work, path], found[work, DENSE]) for work in works)] for path in paths]
+    begins = {each.path: _begins(each) for each in of_experts(rows)}
+    more = ["faster than all neurons from"] if begins else []
+    lines = [[f"times as fast as dense; {_where(rows[0]['device'], record)}", *works, *more]]
+    if begins:
+        lines.append(["the loop", *("1" for _ in works), begins[DENSE]])
+    for path in paths:
+        times = [_times(found[work, path], found[work, DENSE]) for work in works]
+        lines.append([path, *times, *([begins.get(path, "")] if begins else [])])
+    return _markdown(lines)
+
+
+def few_bits(recorded: list[Record]) -> str:
+    """Of the newest comparison: a gated layer with weights of few bits, by number of tokens, as many times as fast as
+    the dense one by the device's time (CUDA graphs where there are any) and, in brackets, by the wall time of plain
+    calls; the error of its output; and at how many tokens it is faster by more than the quartiles of the samples. Then
+    one product of INT8 rows, scaled within and by operations of its own."""
+    record, rows = _of_kinds(recorded, "comparison", "few bits")
+    if record is None:
+        return _nothing("times as fast")
+    found = {(row["path"], row["tokens"]): row for row in rows}
+    counts = sorted({tokens for _, tokens in found})
+    head = [f"times as fast as dense; {_where(rows[0]['device'], record)}", *map(_tokens, counts)]
+    lines = [[*head, "error", "surely faster at"]]
+    for path in dict.fromkeys(path for path, _ in found if not path.endswith("(graph)")):
+        if path == DENSE:
+            continue
+        part = path.startswith("part: ")
+        shown, faster, off = [], [], ""
+        for tokens in counts:
+            row, dense = found.get((path, tokens)), found[DENSE, tokens]
+            if row is None:
+                shown.append("")
+                continue
+            off = f"{row['error']:.1%}" if "error" in row else off
+            if part:
+                shown.append(f"{_ms(row['ms'])} ms")
+                continue
+            mine, beside = (found.get((f"{name} (graph)", tokens), found[name, tokens]) for name in (path, DENSE))
+            shown.append(f"{beside['ms'] / mine['ms']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})")
+            if quantile(beside, 0.25) > quantile(mine, 0.75):
+                faster.append(f"{tokens:,}")
+        ends = "" if part else ", ".join(faster) or "none measured"
+        lines.append([path.removeprefix("part: ").removeprefix("forced "), *shown, off, ends])
     return _markdown(lines)
 
 

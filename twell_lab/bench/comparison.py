@@ -47,6 +47,7 @@ CONVERSIONS = 5  # samples of a conversion
 CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that were trained with L1
 TILED = "micro-tiles 32 x 1"
 MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
+WHOLE = "all experts as one dense layer"
 LAYERS, SHARES = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 
 Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
@@ -355,7 +356,7 @@ class Batch:
     length: int = 256
     d_model: int = 2048
     d_ff: int = 5632
-    experts: tuple[int, ...] = (8, 64)
+    experts: tuple[int, ...] = (2, 4, 8, 64)
     expert_d_ff: int = 1408
     top_k: int = 2
     dtype: torch.dtype = torch.bfloat16
@@ -425,14 +426,19 @@ def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict
 
 @torch.no_grad()
 def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
-    """A mixture of so many experts, in every way that computes it, rows of kind "experts"; others are compared with the
-    loop over dense layers. Raises measure.WrongResult where ways differ by more than 2%."""
+    """A mixture of so many experts, in every way that computes it, and one dense layer of all their neurons (`WHOLE`),
+    which a token would go through if nothing chose; rows of kind "experts". Others are compared with the loop over
+    dense layers. Rows say `experts` and the `density`, the share of the neurons that a token's experts have. Raises
+    measure.WrongResult where ways differ by more than 2%."""
     torch.manual_seed(0)
     tokens = batch.sequences * batch.length
     sizes = (batch.d_model, batch.expert_d_ff, experts, batch.top_k)
     layer = ExpertsLayer(*sizes, device=batch.device, dtype=batch.dtype)
     xs = [torch.randn(tokens, batch.d_model, device=batch.device).to(batch.dtype) for _ in range(measure.ROTATED)]
     routed = [(x, *layer.route(x)) for x in xs]
+    gate_up, down = layer.experts.gate_up_proj.unflatten(1, (2, -1)), layer.experts.down_proj
+    gate, up = (gate_up[:, which].flatten(0, 1) for which in (0, 1))
+    together = down.transpose(0, 1).flatten(1)
 
     def through(way: str) -> Callable[[tuple], Tensor]:
         def call(given: tuple) -> Tensor:
@@ -441,16 +447,23 @@ def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
 
         return call
 
-    right = through("loop")(routed[0]).float()
+    def whole(x: Tensor) -> Tensor:
+        return linear(layer.experts.act_fn(linear(x, gate)) * linear(x, up), together)
+
+    few = xs[0][:CHECKED]
+    everybody = torch.arange(experts, device=few.device).expand(len(few), -1)
+    every = (few, everybody, torch.ones_like(everybody, dtype=few.dtype))
+    wanted = {way: through("loop")(routed[0]).float() for way in WAYS if way != "loop"}
+    wanted[WHOLE] = through("loop")(every).float()
     calls: rows.Calls = {DENSE: rows.over(through("loop"), routed)}
-    for way in WAYS:
-        if way != "loop":
-            if float((through(way)(routed[0]).float() - right).norm()) > 0.02 * float(right.norm()):
-                raise measure.WrongResult(f"experts by {way!r} differ from the loop: nothing was timed")
-            calls[way] = rows.over(through(way), routed)
+    for way, right in wanted.items():
+        made = (whole(few) if way == WHOLE else through(way)(routed[0])).float()
+        if float((made - right).norm()) > 0.02 * float(right.norm()):
+            raise measure.WrongResult(f"experts by {way!r} differ from the loop: nothing was timed")
+        calls[way] = rows.over(whole, xs) if way == WHOLE else rows.over(through(way), routed)
     samples, bursts = batch.timed(calls)
     shared = batch.shared("experts", tokens, batch.expert_d_ff, f"{experts} experts, {batch.top_k} a token")
-    return rows.table(shared | {"experts": experts}, samples, None, bursts)
+    return rows.table(shared | {"experts": experts, "density": batch.top_k / experts}, samples, None, bursts)
 
 
 def sections(shape: Shape = Shape(), batch: Batch = Batch(), read: Read = Read()) -> rows.Sections:
@@ -519,21 +532,38 @@ def crossings(table: Iterable[dict]) -> list[Crossing]:
     for row in wanted:
         if row["path"] != DENSE and not row["path"].startswith("part: "):
             found.setdefault((row["path"], row["pattern"]), []).append(row)
-    made = []
-    for (path, pattern), each in found.items():
-        each = sorted(each, key=lambda row: row["density"])
-        densities = [row["density"] for row in each]
-        beside = [dense[pattern, row["density"]] for row in each]
-        by_median, slow, fast = (
-            _falls_below_one(densities, [_quantile(d, 1 - q) / _quantile(row, q) for row, d in zip(each, beside)])
-            for q in (0.5, 0.75, 0.25)
+    return [
+        crossing(path, pattern, [(row["density"], row, dense[pattern, row["density"]]) for row in each])
+        for (path, pattern), each in found.items()
+    ]
+
+
+def crossing(path: str, pattern: str, measured: Iterable[tuple[float, dict, dict]]) -> Crossing:
+    """Of a method's rows, each with its density and the dense row beside it."""
+    each = sorted(measured, key=lambda point: point[0])
+    densities = [density for density, *_ in each]
+    by_median, slow, fast = (
+        _falls_below_one(densities, [quantile(dense, 1 - q) / quantile(row, q) for _, row, dense in each])
+        for q in (0.5, 0.75, 0.25)
+    )
+    times = [dense["ms"] / row["ms"] for _, row, dense in each]
+    best = max(times)
+    where = densities[times.index(best)]
+    return Crossing(path, pattern, by_median, slow, fast, best, where, min(times), densities[-1])
+
+
+def of_experts(table: Iterable[dict]) -> list[Crossing]:
+    """Where each way to compute a mixture of experts is as fast as one dense layer of all their neurons. table: rows of
+    kind "experts", of one device and size; [] of records made before they had that layer."""
+    wanted = [row for row in table if row["kind"] == "experts" and "density" in row]
+    dense = {row["density"]: row for row in wanted if row["path"] == WHOLE}
+    paths = dict.fromkeys(row["path"] for row in wanted if row["path"] != WHOLE)
+    return [
+        crossing(
+            path, "experts", [(row["density"], row, dense[row["density"]]) for row in wanted if row["path"] == path]
         )
-        best = max(each, key=lambda row: row["x_dense"])
-        least = min(row["x_dense"] for row in each)
-        made.append(
-            Crossing(path, pattern, by_median, slow, fast, best["x_dense"], best["density"], least, densities[-1])
-        )
-    return made
+        for path in paths
+    ]
 
 
 @dataclass(frozen=True)
@@ -573,7 +603,8 @@ def proportions(table: Iterable[dict]) -> list[Proportion]:
     return made
 
 
-def _quantile(row: dict, share: float) -> float:
+def quantile(row: dict, share: float) -> float:
+    """Milliseconds below which this share of a row's samples lies."""
     return float(torch.tensor(row["samples"], dtype=torch.float64).quantile(share))
 
 

@@ -231,6 +231,27 @@ def few_bits(dtype: torch.dtype, kind: torch.dtype) -> tuple:
     return (*value(dtype), *((("E4M3", True),) if kind == torch.float8_e4m3fn else ()))
 
 
+# ---- sm80_int8
+
+_INT8 = "sm80_int8.cu"
+_INT8_NAMES = ("BM", "BN", "BK", "STAGES")  # macros of the source
+# Their values, by how many tokens a tile is for:
+_INT8_TILES = {"few": (16, 32, 128, 8), "some": (64, 64, 128, 4), "many": (128, 256, 64, 4)}
+_INT8_LONGER = (128, 256, 128, 3)  # "many" with half as many barriers, where a block may have that much shared memory
+INT8_TILES = tuple(_INT8_TILES)
+
+
+@lru_cache
+def int8(dtype: torch.dtype, gated: bool, tile: str, capability: tuple[int, int]) -> tuple[tuple, int]:
+    """(macros, bytes of dynamic shared memory of int8_v2) for a tile of INT8_TILES; gated: of two weights at once."""
+    made = lambda sizes: (*value(dtype), ("GATED", int(gated)), *zip(_INT8_NAMES, sizes))  # noqa: E731
+    shared = lambda macros: sources.number(_INT8, "SHARED_BYTES", macros)  # noqa: E731
+    usual, longer = made(_INT8_TILES[tile]), made(_INT8_LONGER)
+    if tile == "many" and shared(longer) <= _SHARED.get(capability, _LEAST_SHARED) * 1024:
+        usual = longer
+    return usual, shared(usual)
+
+
 # ---- every set of macros that launches may ask for, given (dtype, widths of rows, a GPU's compute capability)
 
 Widths = Sequence[int]
@@ -333,6 +354,13 @@ def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9
 def block_tiles(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
     """For 16-bit values, each tile that `blocks` returns."""
     return [blocks(dtype, *tile)[0] for tile in _BLOCK_TILES] if dtype.itemsize == 2 else []
+
+
+def int8_tiles(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, each tile for this GPU, of one weight and of two."""
+    if dtype.itemsize != 2:
+        return []
+    return [int8(dtype, gated, tile, capability)[0] for gated in (False, True) for tile in INT8_TILES]
 
 
 def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:

@@ -83,6 +83,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("smxx_gated", ("ops.portable.gated", "ops.portable.gated_pooled", _PORTABLE, _HOPPER), macros.gated),
         Kernel("smxx_gated_int8", ("ops.int8_rows.gated_int8",), macros.gated_int8),
         Kernel("smxx_quantise_rows", ("ops.quantise_rows.quantise_rows",), macros.int8_or_e4m3),
+        Kernel("sm80_int8", ("ops.int8_products.product", "ops.int8_products.gate_up"), macros.int8_tiles, (8, 0)),
         Kernel("sm80_gate_pack", ("ops.ampere.gate_pack", *_TRAINED), macros.tensor_cores),
         Kernel("sm80_decode", ("ops.decode.decode", _DECODE), macros.decode_every, (8, 0)),
         Kernel(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.errors import InputError
+from ..cuda import sources
 from ..formats.matrix import as_matrix
 from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work
@@ -264,6 +265,7 @@ def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float
 
 LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
 _SIZES = (128, 64, 32, 16)
+_TOKENS = sources.number(block_linear.FILE, "BM")  # that the kernel computes with a block of W fetched once
 _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
 
 
@@ -305,9 +307,15 @@ class Blocks(Products):
         return count * (size * size * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        held, _, share = counted
+        """As long as what takes longest: the filled blocks' operations, every tensor once from memory, or what a GPU's
+        L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of tokens."""
+        held, size, share = counted
         moved = held + work.tokens * (n + k) * work.itemsize
-        return max(2 * work.tokens * n * k * share / work.rates.matmul, moved / work.rates.bandwidth)
+        tiles = -(-work.tokens // _TOKENS)
+        served = share * n * k / size * (work.tokens + tiles * size) * work.itemsize
+        rates = work.rates
+        cached = served / rates.l2 if rates.cache else 0.0
+        return max(2 * work.tokens * n * k * share / rates.matmul, moved / rates.bandwidth, cached)
 
 
 def _has_kernel(weight: Tensor) -> bool:

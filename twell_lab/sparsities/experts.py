@@ -17,7 +17,9 @@ Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
 Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock loads, and `tl.sparsify` swaps the experts
 one by one. transformers has "loop" and "grouped", too (`experts_implementation` "eager" and "grouped_mm").
 
-`routed_by_firing` shows that experts and a hot/cold split are the same idea at two grains."""
+`routed_by_firing` shows that experts and a hot/cold split are the same idea at two grains. It is no path of a layer:
+how many tokens a group is given decides shapes, so that the host would wait in each call, and no CUDA graph could hold
+it; the paths "twell" and "hot_cold" are its finest grain, without waiting."""
 
 from __future__ import annotations
 

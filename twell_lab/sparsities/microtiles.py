@@ -220,7 +220,7 @@ def add_padding(rows: Tensor, padding: Padding, fill: float = 0.0) -> Tensor:
     if rows.device != padding.places.device:
         raise InputError(f"rows is on {rows.device}; {padding.places.device} is accepted")
     made = rows.new_full((torch.Size(padding.shape).numel(), rows.shape[1]), fill)
-    return made.index_copy(0, padding.places, rows).view(*padding.shape, rows.shape[1])
+    return made.index_copy_(0, padding.places, rows).view(*padding.shape, rows.shape[1])
 
 
 def unpadded(layer: Callable[[Tensor], Tensor], x: Tensor, real: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ of a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x
 
 **What fusing the dequantisation saves.** Weights that are turned back into 16 bits by an operation of their own are
 read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the product they
-stay 1 byte. The result of an INT8 product is int32: `int8_linear`, in torch's operations, writes and reads 4 bytes
-a value of it, and of what its first scale makes of it, before it writes 2. `traffic` counts the former.
+stay 1 byte. The result of an INT8 product is int32. In torch's operations (torch._int_mm, and two that scale) 4 bytes
+a value of it are written and read, and as many of what its first scale makes of it, before 2 are written; `traffic`
+counts the former. `ops.int8_products` scales the sums where they are, and multiplies gate and up in one launch: on GPUs
+from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code. All else is torch's.
 
 **2:4 with INT8** is what torch has for GPUs from sm_80 on (`torch._cslt_compress` and `torch._cslt_sparse_mm` of
 cuSPARSELt) and torchao puts around a model (`torchao.quantization`, an INT8 configuration with a sparse layout). A zero
@@ -45,7 +47,7 @@ from ..layers.paths.converted import Converted, Products
 from ..layers.paths.cost import Work
 from ..layers.paths.twell import packed_cost
 from ..layers.weights import Weights
-from ..ops import checks, decode, portable
+from ..ops import checks, decode, int8_products, portable
 from ..ops.activation import RELU, Activation
 from ..ops.int8_rows import gated_int8
 from ..ops.quantise_rows import quantise_rows
@@ -163,8 +165,10 @@ def traffic(tokens: int, d_in: int, d_out: int, *, density: float = 1.0, itemsiz
 # ---- dense layers of few bits ----
 
 
-def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias by an INT8 product (torch._int_mm, int32 sums): x [..., columns], one scale a token, -> [..., rows].
+def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
+    """x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [..., rows]. By
+    the kernel of `ops.int8_products` where that takes it, else, or where it is asked for `apart`, by torch._int_mm and
+    two operations that scale.
 
     Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and columns multiples of 8.
     Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, shapes that do not fit, and where x or
@@ -172,12 +176,16 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     flat = _flat(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
-    return _int8_product(_tokens(flat, torch.int8), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
+    y = _int8_product(_tokens(flat, torch.int8), rows, flat, bias, apart)
+    return y.view(*x.shape[:-1], len(rows.values))
 
 
-def _int8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+def _int8_product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None, apart: bool = False) -> Tensor:
     """[tokens, rows] in the dtype of flat [tokens, columns], for its INT8 rows, padded or not."""
     values, weight = short.values, rows.values
+    fused = int8_products.Weight(rows.values, rows.scale, bias)
+    if not apart and int8_products.takes(values, fused, flat.dtype):
+        return int8_products.product(values, short.scale, fused, flat.dtype, len(flat))
     if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
         values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
     sums = torch._int_mm(values, weight.t())[: len(flat)]
@@ -336,7 +344,9 @@ class Int8(Products):
     exact = False
     held = torch.int8
     linear = staticmethod(int8_linear)
-    _between = 16  # bytes a value that the sums, and the first of what scales them, write and read
+    _between = (
+        16  # bytes a value that the sums, and the first of what scales them, write and read in torch's operations
+    )
     _launches = 5  # x, the product, two that scale, and half of what multiplies gate and up
 
     def product(self, weight: Tensor):
@@ -354,7 +364,15 @@ class Int8(Products):
             return super().compute(layer, x, weights, value)
         flat = x.reshape(-1, x.shape[-1])
         short = _tokens(flat, self.held)
-        hidden = gate.of(short, flat, weights[3]).relu_().mul_(up.of(short, flat, weights[4]))
+        first, second = (
+            int8_products.Weight(each.rows.values, each.rows.scale, bias)
+            for each, bias in zip((gate, up), weights[3:5])
+        )
+        both = all(int8_products.takes(short.values, each, x.dtype) for each in (first, second))
+        if self.held == torch.int8 and both:
+            hidden = int8_products.gate_up(*short, first, second, x.dtype, len(flat))
+        else:
+            hidden = gate.of(short, flat, weights[3]).relu_().mul_(up.of(short, flat, weights[4]))
         return down(hidden, weights[5]).view(x.shape)
 
     def weigh(self, weight: Tensor) -> tuple[int]:
@@ -369,10 +387,15 @@ class Int8(Products):
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Half of the operations' time; and x is read, written as one byte and read, the result written."""
-        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (self._between + work.itemsize))
+        """Half of the operations' time; and x is read, written as one byte and read, the result written. What the
+        kernel takes moves no sums and needs three launches less."""
+        fused = (
+            self.held == torch.int8 and work.itemsize == 2 and not (n % int8_products.STEP or k % int8_products.STEP)
+        )
+        between, launches = (0, self._launches - 3) if fused else (self._between, self._launches)
+        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))
         product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
-        return product + self._launches * work.rates.launch
+        return product + launches * work.rates.launch
 
 
 class Fp8(Int8):

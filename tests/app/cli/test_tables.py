@@ -6,6 +6,7 @@ from dataclasses import replace
 from twell_lab import records
 from twell_lab.app import tables, walk
 from twell_lab.bench import paths
+from twell_lab.bench.comparison import WHOLE
 
 
 def test_the_table_of_products_says_where_each_is_faster():
@@ -190,6 +191,54 @@ def test_the_table_of_experts_has_each_way_beside_its_own_loop():
     assert lines[0] == "| times as fast as dense; NVIDIA H100, 2026-01-01 | 1 experts | 2 experts |"
     assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
     assert "nothing is recorded yet" in tables.experts([record("comparison", 1, [])])
+
+
+def test_the_table_of_experts_says_from_where_they_beat_all_neurons():
+    def row(n: int, path: str, ms: float) -> dict:
+        said = {"kind": "experts", "workload": f"{n} experts", "density": 2 / n, "experts": n}
+        return said | {"path": path, "ms": ms, "wall_ms": ms, "samples": [ms]}
+
+    times = (("dense eager", 4.0), ("grouped", 2.0), (WHOLE, 1.0))
+    rows = [row(n, path, n * ms if path == WHOLE else ms) for n in (2, 8) for path, ms in times]
+    head, _, *lines = tables.experts([record("comparison", 1, rows)]).splitlines()
+    assert head.endswith("| 2 experts | 8 experts | faster than all neurons from |")
+    assert lines[0] == "| the loop | 1 | 1 | 50.00% (50.00% to 50.00%) |"
+    assert lines[1].endswith("| 0.0%, the fewest measured |") and lines[2].endswith("| 0.50 (0.50) |  |")
+
+
+def test_the_table_of_few_bits():
+    def row(path: str, tokens: int, ms: float, **more: object) -> dict:
+        said = {"kind": "few bits", "path": path, "tokens": tokens, "ms": ms, "wall_ms": 2 * ms}
+        return said | {"samples": [0.9 * ms, ms, 1.1 * ms]} | more
+
+    rows = [row("dense eager", 1, 4.0), row("dense eager (graph)", 1, 3.0), row("dense eager", 2048, 9.0)]
+    rows += [row("forced int8 (lossy)", tokens, 5.0, error=0.03) for tokens in (1, 2048)]
+    rows += [row("forced int8 (lossy) (graph)", 1, 2.9, error=0.03), row("part: x Wg^T", 2048, 0.5)]
+    head, _, *lines = tables.few_bits([record("comparison", 1, rows)]).splitlines()
+    assert head.endswith("| 1 token | 2,048 tokens | error | surely faster at |")
+    assert lines == [
+        "| int8 (lossy) | 1.03 (0.80) | 1.80 (1.80) | 3.0% | 2,048 |",
+        "| x Wg^T |  | 0.5 ms |  |  |",
+    ]
+    assert "nothing is recorded yet" in tables.few_bits([record("comparison", 1, [])])
+
+
+def test_from_how_many_zeros_chosen_neurons_are_faster():
+    def row(path: str, ms: float, zeros: float, work: str = "decode step, batch 1, ReLU trained on a text") -> dict:
+        return {"workload": work, "path": path, "tokens": 1, "ms": ms, "sparsity": zeros, "samples": [ms]}
+
+    rows = [row("dense eager", 4.0, 0.0), row("dense eager (graph)", 2.0, 0.0), row("trained with L1, dense", 2.0, 0.9)]
+    for ms, zeros in ((3.0, 0.5), (1.5, 0.75)):
+        rows += [row(f"lossy: predicted, recall {zeros:.0%}{how}", ms, zeros) for how in ("", " (graph)")]
+    silu = lambda zeros: f"CATS {zeros:.0%}, decode step, batch 1, SiLU trained on a text"  # noqa: E731
+    more = [row("dense eager", 2.0, 0.0, silu(zeros)) for zeros in (0.5, 0.75)]
+    more += [row("thresholds, dense", 3.0, zeros, silu(zeros)) for zeros in (0.5, 0.75)]
+    lines = tables.chosen_from([record("predictors", 1, rows), record("thresholds", 1, more)]).splitlines()
+    assert (
+        lines[2].startswith("| ReLU: predicted | 66.")
+        and lines[3] == "| SiLU: CATS, computed densely | nowhere measured |"
+    )
+    assert len(lines) == 4 and "nothing is recorded yet" in tables.chosen_from([])
 
 
 def test_the_table_of_activations_counts_what_finding_the_tiles_takes():

@@ -217,6 +217,28 @@ def test_two_four_costs_half_the_operations_and_no_more_memory(two_four_here):
     assert PATHS["two_four"].counted == ()  # the one that all layers share
 
 
+def test_blocks_cost_what_the_l2_cache_serves():
+    """docs/kernels/sm80_blocks.md: 4,096 in each direction, 90% of the blocks of 32 x 32 empty."""
+    rates = Rates("a GPU", "bfloat16", 3.0e12, 7.4e12, 700e12, 0.0, cache=50 * 2**20)
+    firing = Firing(4096, True, torch.zeros(4096).double(), torch.zeros(4097).double())
+    work, counted = Work(firing, rates, 4096, 2), (3.4e6, 32, 0.1)
+    assert PATHS["blocks"].seconds(work, 4096, 4096, counted) == pytest.approx(65e-6, rel=0.01)
+    assert PATHS["blocks"].seconds(work, 4096, 4096, (3.4e6, 128, 0.1)) < 30e-6  # device memory, then
+    without = Work(firing, replace(rates, cache=0), 4096, 2)
+    assert PATHS["blocks"].seconds(without, 4096, 4096, counted) == pytest.approx((3.4e6 + 67.1e6) / 3.0e12, rel=0.01)
+
+
+def test_int8_costs_no_sums_where_the_kernel_takes_it():
+    rates = Rates("a GPU", "bfloat16", 3.0e12, 7.4e12, 1e18, 1e-6, cache=50 * 2**20)
+    firing = Firing(2048, True, torch.zeros(5632).double(), torch.zeros(5633).double())
+    weight = 5632 * 2048
+    seconds = lambda n, itemsize: PATHS["int8"].seconds(Work(firing, rates, 16384, itemsize), n, 2048, (weight,))  # noqa: E731
+    within = (weight + 16384 * (2048 * 4 + 5632 * 2)) / 3.0e12 + 2e-6
+    assert seconds(5632, 2) == pytest.approx(within)
+    apart = (weight + 16384 * (2048 * 4 + 5624 * 18)) / 3.0e12 + 5e-6
+    assert seconds(5624, 2) == pytest.approx(apart) and seconds(5632, 4) > apart
+
+
 # ---- what a layer promises ----
 
 

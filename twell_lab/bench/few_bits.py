@@ -1,0 +1,86 @@
+"""A gated layer with weights of few bits beside the dense one: what INT8 and E4M3 gain without any zeros, which is what
+a sparse path with few bits has to beat; and what it saves to scale an INT8 product's sums within the product."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import TwellError
+from ..layers.choice import Choice
+from ..ops import int8_products, measure
+from ..sparsities.quantised import int8_linear, output_error, quantise
+from . import rows
+from .comparison import Batch
+from .methods import swapped
+from .rows import DENSE
+from .workloads import clock_cpu
+
+KIND = "few bits"
+PATHS = ("twell", "int8", "fp8", "twell_int8")
+LOSSY = PATHS[1:]
+TOKENS = (1, 16, 256, 2048, 16384)
+LAYER = Batch()
+NNZ = 29
+MOST_OFF = {"twell": 0.01, "int8": 0.08, "fp8": 0.12, "twell_int8": 0.03}  # of the output, or it is not timed
+WITHIN, APART = "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
+
+
+@torch.no_grad()
+def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
+    """A layer of batch.d_model x batch.d_ff, of which about NNZ neurons fire, on each of PATHS, rows of kind "few
+    bits": each with the `error` of its output against float64, as a share of its norm; CUDA graphs for few tokens. And
+    the gate's product of INT8 rows, x rounded in the call, scaled within the product and by operations of its own.
+
+    The dense row has `left_out`, {path: why}: what does not run here. Raises measure.WrongResult for an output that is
+    further off than MOST_OFF, and where the two products differ."""
+    device = torch.device(batch.device)
+    layer, xs = measure.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
+    left_out: dict[str, str] = {}
+    facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
+    calls: rows.Calls = {DENSE: rows.over(layer, xs)}
+    exact = _exact(layer, xs[0])
+    for name in PATHS:
+        if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            left_out[name] = "FP8 products need compute capability 8.9"
+            continue
+        try:
+            call = swapped(layer, Choice(name))
+            error = output_error(call(xs[0]), exact)
+        except TwellError as refused:
+            left_out[name] = str(refused)
+            continue
+        if not error <= MOST_OFF[name]:
+            raise measure.WrongResult(f"{name} is off by {error:.2g} of the exact result: nothing was timed")
+        path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
+        calls[path], facts[path] = rows.over(call, xs), {"error": error}
+    gate = quantise(layer.gate_proj.weight)
+    parts: dict[str, Callable[[Tensor], Tensor]] = {APART: functools.partial(int8_linear, rows=gate, apart=True)}
+    if xs[0].is_cuda and int8_products.takes(xs[0].to(torch.int8), int8_products.Weight(*gate), batch.dtype):
+        parts[WITHIN] = functools.partial(int8_linear, rows=gate)
+        within, apart = (call(xs[0]).float() for call in parts.values())
+        if not torch.allclose(within, apart, rtol=torch.finfo(batch.dtype).eps):
+            raise measure.WrongResult("INT8 products scaled within and apart differ: nothing was timed")
+    else:
+        left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
+    timed = {name: rows.over(call, xs) for name, call in parts.items()}
+    if device.type == "cuda":
+        samples, bursts = rows.clock_gpu(calls, tokens, timed)
+    else:
+        samples, bursts = clock_cpu(calls | timed, batch.seconds)
+    shared = batch.shared(KIND, tokens, batch.d_ff, f"gated layer, {tokens:,} tokens")
+    return rows.table(shared, samples, facts, bursts)
+
+
+def _exact(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer's output in float64, computed from a copy of its weights."""
+    return copy.deepcopy(layer).double()(x.double())
+
+
+def sections(batch: Batch = LAYER) -> dict[str, list[Callable[[], list[dict]]]]:
+    """The steps of the record, as in bench.inference, by number of tokens."""
+    return {"few bits": [functools.partial(few_bits_rows, tokens, batch) for tokens in TOKENS]}
