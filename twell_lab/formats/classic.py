@@ -37,9 +37,20 @@ class COO(Format):
         return cls(row.to(torch.int32), column.to(torch.int32), x[row, column], tuple(x.shape))
 
     def to_dense(self) -> Tensor:
-        """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
+        """The matrix, [rows, columns], every value bit for bit (zeros as +0); entries may come in any order. Waits for
+        the device. Raises InputError for an entry outside of the matrix, and for a place that is stored twice."""
+        for name, index, size in zip(("row", "column"), (self.row, self.column), self.shape):
+            wrong = index[(index < 0) | (index >= size)]
+            if len(wrong):
+                raise InputError(f"an entry has {name} {int(wrong[0])}; 0 to {size - 1} are accepted")
+        place = self.row.long() * self.shape[1] + self.column
+        ordered = place.sort().values
+        twice = ordered[1:][ordered.diff() == 0]
+        if len(twice):
+            row, column = divmod(int(twice[0]), self.shape[1])
+            raise InputError(f"row {row}, column {column} is stored twice; each place once is accepted")
         out = self.value.new_zeros(self.shape)
-        out[self.row.long(), self.column.long()] = self.value
+        out.view(-1)[place] = self.value
         return out
 
     @property

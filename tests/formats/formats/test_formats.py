@@ -156,6 +156,23 @@ def test_coo_and_csr_are_what_torch_makes(rows, width, density):
     )
 
 
+def test_entries_in_any_order_and_those_that_have_no_place():
+    x = ordinary(4, 9, torch.float32, 0.5)
+    coo, order = COO.from_dense(x), torch.randperm(int((x != 0).sum()), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(COO(coo.row[order], coo.column[order], coo.value[order], (4, 9)).to_dense(), x)
+    index = lambda *each: torch.tensor(each, dtype=torch.int32)  # noqa: E731
+    for stored, told in (
+        (COO(index(0, 4), index(1, 1), torch.ones(2), (4, 9)), "row 4; 0 to 3"),
+        (COO(index(0, -1), index(1, 1), torch.ones(2), (4, 9)), "row -1; 0 to 3"),
+        (CSR(torch.tensor([0, 1, 2, 2, 2]), index(9, 1), torch.ones(2), (4, 9)), "column 9; 0 to 8"),
+        (ELL(index(1, 0), index(-2, 0).view(2, 1), torch.ones(2, 1), (2, 9)), "column -2; 0 to 8"),
+        (COO(index(2, 0, 2), index(5, 1, 5), torch.ones(3), (4, 9)), "row 2, column 5 is stored twice"),
+        (ELL(index(2, 0), index(3, 3, 0, 0).view(2, 2), torch.ones(2, 2), (2, 9)), "row 0, column 3 is stored twice"),
+    ):
+        with pytest.raises(InputError, match=told):
+            stored.to_dense()
+
+
 def test_bytes_of_the_classics():
     x = torch.zeros(5, 100, dtype=torch.bfloat16)
     x[0, :3], x[4, :7] = 1, 2
