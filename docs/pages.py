@@ -15,6 +15,9 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import CudaLexer
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")  # of docs/: pages of their own
@@ -24,6 +27,7 @@ BADGE = re.compile(r"<img[^>]*/colab-badge\.svg[^>]*>")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 # In the pages of notebooks, as nbconvert writes them.
 ANCHOR = re.compile(r'<a href="(?!\w+:|#)([^"#]+)(#[^"]*)?">(.*?)</a>', re.DOTALL)
+CELL = re.compile(r'(<div class="highlight-ipynb hl-python"><pre>)(.*?)(</pre>)', re.DOTALL)
 HEADING = re.compile(r'<h([1-6]) id="([^"]+)">(.*?)<a class="headerlink"', re.DOTALL)
 CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
@@ -59,8 +63,8 @@ def on_files(files, config):
 
 def on_page_content(html, page, config, files):
     """Notebooks: pictures get the words that are stored with them, Colab's badge becomes its words, links lead to
-    pages instead of notebooks, formulas are MathML, which needs no script, and search and the table of contents know
-    the headings as the page has them."""
+    pages instead of notebooks, formulas are MathML, which needs no script, a kernel that a cell writes to a file has
+    the colours of CUDA, and search and the table of contents know the headings as the page has them."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
 
@@ -69,6 +73,7 @@ def on_page_content(html, page, config, files):
         part = (found[2] or "").lower()  # JupyterLab keeps capitals in a heading's address, these pages do not
         return f'<a href="{get_relative_url(file.url, page.url)}{part}">{found[3]}</a>' if file else found[3]
 
+    html = CELL.sub(_coloured, html)
     html = ANCHOR.sub(instead, html).replace('class="anchor-link"', 'class="headerlink"')
     page.toc = get_toc(_contents(HEADING.findall(html)))
     html = UNSOUGHT.sub(r"\1 data-search-exclude", html)
@@ -113,6 +118,14 @@ def _page(link: str, here: str, files) -> File | None:
     # Pages of docs/ lie beside the README here.
     target = posixpath.normpath(posixpath.join(here, link)).removeprefix("../").removeprefix("docs/")
     return files.get_file_from_path(target) or files.get_file_from_path(posixpath.join(target, "README.md"))
+
+
+def _coloured(cell: re.Match) -> str:
+    """A code cell, as it is or, where it writes a kernel, in the colours of CUDA instead of Python's."""
+    magic, _, kernel = unescape(re.sub("<[^>]+>", "", cell[2])).partition("\n")
+    if not re.fullmatch(r"%%writefile \S+\.cu", magic):
+        return cell[0]
+    return f"{cell[1]}{escape(magic)}\n{highlight(kernel, CudaLexer(), HtmlFormatter(nowrap=True))}{cell[3]}"
 
 
 def _contents(headings: list[tuple[str, str, str]]) -> list[dict]:

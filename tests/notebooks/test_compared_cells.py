@@ -131,6 +131,12 @@ def test_links_between_notebooks_lead_somewhere(name):
     assert not [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (FOLDER / link).exists()]
 
 
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_reader_who_predicts_is_answered(name):
+    guessing = [cell for cell in code(read(name)) if re.search(r"^(guess|guesses|my_mb)\b.* = ", source(cell), re.M)]
+    assert all(cell["outputs"] for cell in guessing), [source(cell) for cell in guessing if not cell["outputs"]]
+
+
 def notebook_with(cell: dict, **metadata) -> dict:
     full = {"cell_type": "code", "source": ["1"], "execution_count": 1, "metadata": {"tags": [TAG]}, "outputs": []}
     return {"cells": [full | cell], "metadata": {"kernelspec": {"name": "python3"}} | metadata}

@@ -19,7 +19,7 @@ import pytest
 
 nbclient = pytest.importorskip("nbclient")
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+NAMES = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "glossary")  # words alone
 PINS = ROOT / "constraints" / "colab.txt"
 # Colab has these too, in versions that are not pinned here: what the kernel needs, and the rest of the course.
 BESIDE = ["ipykernel<7", "nbformat", "tqdm", "safetensors", "jinja2", "transformers"]

@@ -102,6 +102,15 @@ def test_formulas_are_drawn_without_a_script(site):
     assert page.count("<math") >= 3 and "$$d" not in page and "\\top" not in page
 
 
+def test_a_kernel_that_a_cell_writes_has_the_colours_of_cuda(site):
+    page = (site / "notebooks" / "06-cuda-puzzles.html").read_text(encoding="utf-8")
+    cells = re.findall(r'hl-python"><pre>(.*?)</pre>', page, re.DOTALL)
+    (hello,) = [cell for cell in cells if cell.startswith("%%writefile my-kernels/hello.cu\n")]
+    assert '<span class="kr">__global__</span>' in hello
+    words = re.sub("<[^>]+>", "", hello)
+    assert "out[i] = 100 * blockIdx.x + threadIdx.x;\n}" in words and "%%writefile" not in words[1:].partition("%%")[2]
+
+
 def test_the_contents_of_a_notebook_hold_its_headings_one_under_the_other(site):
     page = (site / "notebooks" / "08-first-kernels.html").read_text(encoding="utf-8")
     contents = page[page.index('aria-label="Table of contents"') :]

@@ -3,6 +3,7 @@ and one token at a time with keys and values that lie where they are. Each with 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
@@ -90,12 +91,12 @@ class Causal:
         take, of that token."""
         if self.ours:
             return _compiled(lambda ids, kept: _step(self.model, ids, kept, head), compiled)
-        body = _compiled(self.model if head else self.model.base_model, compiled)
+        model = self.model if head else self.model.base_model
+        body, cache = _compiled(model, compiled), _cache(model)
 
         def step(ids: Tensor, kept: Kept) -> Tensor:
-            result = body(
-                ids, attention_mask=kept.mask, position_ids=kept.place[None], past_key_values=kept, use_cache=True
-            )
+            earlier = {cache: kept}
+            result = body(ids, attention_mask=kept.mask, position_ids=kept.place[None], use_cache=True, **earlier)
             return result.logits if head else result.last_hidden_state
 
         return step
@@ -107,8 +108,15 @@ class Causal:
             pasts = [Past(ids.shape[1]) for _ in self.model.layers]
             _read(self.model, ids, pasts=pasts)
         else:
-            pasts = self.model.base_model(ids, use_cache=True).past_key_values.layers
+            body = self.model.base_model
+            pasts = getattr(body(ids, use_cache=True), _cache(body)).layers
         return Kept(_emptied(pasts))
+
+
+def _cache(model: nn.Module) -> str:
+    """What a model calls the keys and values of earlier tokens, as argument and in its output: transformers 5.24 gave
+    that another name, and warns of the old one."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:

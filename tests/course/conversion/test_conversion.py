@@ -160,6 +160,7 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
 
 def test_a_table_has_a_line_a_point_and_the_cut_beside_it():
     lines = conversion.table([point("convert", 0.1), point("convert", 0.3)], [point(change=2.0)]).splitlines()
+    assert max(map(len, lines)) <= 40  # what a telephone shows of a line
     assert len(lines) == 3 and "+0.5..+1.5" in lines[1] and "+1.5..+2.5" in lines[1] and "+1.5..+2.5" not in lines[2]
 
 

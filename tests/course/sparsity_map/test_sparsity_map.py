@@ -91,12 +91,13 @@ def test_where_a_first_method_begins_to_win_is_said_by_what_was_measured():
         *measured("B", "scattered", d1=0.9, d10=0.8, d50=3.0, d500=0.1),  # only in between
         *measured("C", "blocks 32 x 32", d1=9.0, d10=8.0, d50=0.5),
         *measured("D", "tiles 32 x 1", d1=0.5, d10=0.4),
-        *measured("E", "2:4", d500=1.4),
-        *measured("F", "2:4", d500=1.01),
+        *measured("2:4 (torch: cuSPARSELt, searched)", "2:4", d500=1.4),
+        *measured("2:4 (torch: cuSPARSELt)", "2:4", d500=1.01),
     ]
     assert data.begins(table) == {"scattered": (0.01, 0.05), "blocks 32 x 32": (0.01, 0.05), "2:4": (0.5, None)}
     assert data.begins_sentence(table) == (
-        "Faster, by zeros, yours, now, on CPU: at 99%, not 95%: scattered, blocks 32 x 32; at 50%: 2:4 (1.01x, 1.40x)."
+        "Faster, by zeros, yours, now, on CPU: at 99%, not 95%: scattered, blocks 32 x 32; "
+        "at 50%: 2:4 (cuSPARSELt 1.01x, searched 1.40x)."
     )
     assert data.begins_sentence([*measured("D", "scattered", d1=0.5)]).endswith(": nowhere.")
 

@@ -114,6 +114,13 @@ def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep)
     assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
 
 
+def test_a_newer_record_of_forced_paths_alone_hides_no_planned_layers(keep):
+    forced = [row | {"path": row["path"].replace("planned", "forced twell")} for row in MODEL[:2]]
+    keep(record([*MODEL[:2], *LAYER]), record(forced, "2026-02-02T03:04:05Z"))
+    (step,) = speedups.steps(rows := speedups.recorded(), speedups.layers_of(rows))
+    assert "2026-01-02" in step.dense["where"] and step.ours["path"] == "planned"
+
+
 def test_a_model_whose_layers_were_recorded_comes_before_a_larger_one(keep):
     larger = [row | {"parameters": 10**6, "d_model": 128} for row in MODEL[:2]]
     keep(record(larger), record(MODEL[:2]), record(LAYER))

@@ -64,7 +64,9 @@ def ladder(steps: dict[str, float], title: str = "The same benchmark, after each
         )
     )
     for name, value in steps.items():
-        figure.add_annotation(x=math.log10(value), y=name, text=times(value), showarrow=False, yshift=16)
+        figure.add_annotation(
+            x=math.log10(value), y=name, text=times(value), showarrow=False, yshift=18, bgcolor="white"
+        )
     figure.add_vline(x=1, line={"color": plots.INK, "width": 1})
     low, high = min(0.0, *map(math.log10, values)), max(0.0, *map(math.log10, values))
     figure.update_xaxes(

@@ -268,14 +268,15 @@ def _newest(name: str) -> records.Record | None:
 
 
 def table(points: Sequence[dict], cuts: Sequence[dict]) -> str:
-    """Points as lines of text: what fires, the interval of what it costs, and that of the cut of the same model to as
-    few, where `cuts` has one."""
+    """Points as lines that a telephone shows whole, in percent: what fires, the interval of what it costs, and that of
+    the cut of the same model to as few, where `cuts` has one."""
     rows = []
     for point in points:
-        other = _nearest(point, cuts)
-        fires = f"{point['density']:.1%}"
-        rows.append({"what": point["what"], "fires": fires, "loss": span(point), "cut": span(other) if other else ""})
-    return records.table(rows, {"what": "", "fires": "fires", "loss": "loss", "cut": "cut"})
+        costs = [span(each).removesuffix("%") if each else "" for each in (point, _nearest(point, cuts))]
+        rows.append(
+            dict(zip(("what", "fires", "loss", "cut"), (point["what"], f"{100 * point['density']:.1f}", *costs)))
+        )
+    return records.table(rows, {"what": "in %", "fires": "fires", "loss": "loss", "cut": "cut"})
 
 
 def _fewest(points: Sequence[dict]) -> str:

@@ -112,11 +112,11 @@ def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
-    """Times as fast as dense for each path, nnz and number of tokens: blue is faster, red slower. cells: `data.cells`.
+    """Times as fast as dense for each path, nnz and number of tokens: blue is faster, orange slower.
 
-    A column is a workload; columns are grouped by the number of tokens at once.
+    cells: `data.cells`. A column is a workload; columns are grouped by the number of tokens at once.
     """
-    title = "Times as fast as torch's dense layer: blue wins, red loses, empty: not recorded"
+    title = "Times as fast as torch's dense layer: blue wins, orange loses, empty: not recorded"
     cells = [cell for cell in cells if cell["path"] in NAMES]
     if not cells:
         return nothing(title)
@@ -151,7 +151,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
             y=[NAMES[path] for path in order],
             zmin=-1,
             zmax=1,
-            colorscale=[[0, "#C8452B"], [0.45, "#F6D9D0"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#2F7FB8"]],
+            colorscale=[[0, plots.RED], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#2F7FB8"]],
             hovertemplate="%{customdata}<extra></extra>",
             hoverongaps=False,
         )

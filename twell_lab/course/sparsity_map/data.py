@@ -142,14 +142,20 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 
 def begins_sentence(rows: Sequence[dict]) -> str:
     """At which measured shares of zeros a first method of each pattern wins, and where none does yet, in a sentence.
-    Of 2:4, which has one share, each method's times as fast as dense."""
+    Of 2:4, which has one share, each method's times as fast as dense, slowest first."""
     grouped: dict[str, list[str]] = {}
     for pattern, (since, above) in begins(rows).items():
         at = _zeros(since) + (f", not {_zeros(above)}" if above else "")
-        x = sorted(row["x_dense"] for row in products(rows) if row["pattern"] == pattern == TWO_FOUR)
-        grouped.setdefault(at, []).append(pattern + (f" ({', '.join(f'{each:.2f}x' for each in x)})" if x else ""))
+        ways = [row for row in products(rows) if row["pattern"] == pattern == TWO_FOUR]
+        told = [f"{_way(row['path'])} {row['x_dense']:.2f}x" for row in sorted(ways, key=lambda row: row["x_dense"])]
+        grouped.setdefault(at, []).append(pattern + (f" ({', '.join(told)})" if told else ""))
     said = "; ".join(f"at {at}: {', '.join(names)}" for at, names in grouped.items())
     return f"Faster, by zeros, {rows[0]['where']}: {said or 'nowhere'}."
+
+
+def _way(path: str) -> str:
+    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word."""
+    return path.removesuffix(")").rpartition(": ")[2].rpartition(", ")[2]
 
 
 def _zeros(density: float) -> str:

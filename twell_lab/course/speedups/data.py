@@ -35,6 +35,7 @@ WAYS = {
     "compiled": ("dense compiled", ("planned compiled",), "wall_ms"),
     "CUDA graph": ("dense eager (graph)", ("planned for graphs (graph)", "planned (graph)"), "ms"),
 }
+_SPARSE = {path for _, paths, _ in WAYS.values() for path in paths}
 _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the model that it stands for
 ALONE = "No layer like those of the model is recorded; on a GPU, `twell-lab record inference` makes a record."
 DRAWN = "drawn Llama"
@@ -78,15 +79,17 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def recorded() -> list[dict]:
-    """The rows of one recorded model, and of every recorded training step; of equal measurements the newest. The model
-    is the one with the most parameters, of those whose layers were recorded too, if there are any. Each row gets `step`
-    (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
+    """The rows of one recorded model, and of every recorded training step; of equal measurements the newest that timed
+    planned layers. The model is the one with the most parameters, of those whose layers were recorded too, if there are
+    any. Each row gets `step` (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
     found: list[dict] = []
     taken: set[tuple] = set()
     known: set[tuple] = set()
     for record in reversed(records.load_all()):
         known |= {_size(row) for row in record.rows if _single(row)}
         rows = [read for row in record.rows if (read := _read(row)) and _same(read) not in taken]
+        planned = {_same(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
+        rows = [row for row in rows if _same(row) in planned]
         old = bool(rows) and records.stale(record)
         found += [{**row, "where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
         taken |= set(map(_same, rows))
