@@ -387,14 +387,16 @@ class Int8(Products):
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Half of the operations' time; and x is read, written as one byte and read, the result written. What the
-        kernel takes moves no sums and needs three launches less."""
+        """Half of the operations' time in E4M3, and all of it in INT8, whose products (torch's and ours, mma.sync) were no
+        faster than those of 16 bits on an H100; and x is read, written as one byte and read, the result written. What
+        the kernel takes moves no sums and needs three launches less."""
         fused = (
             self.held == torch.int8 and work.itemsize == 2 and not (n % int8_products.STEP or k % int8_products.STEP)
         )
         between, launches = (0, self._launches - 3) if fused else (self._between, self._launches)
         moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))
-        product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
+        operations = work.tokens * n * k * (2 if self.held == torch.int8 else 1)
+        product = max(operations / work.rates.matmul, moved / work.rates.bandwidth)
         return product + launches * work.rates.launch
 
 
