@@ -113,8 +113,11 @@ def run(
 ) -> bool:
     """Run the model over the batches until there are enough; `see(x, gate, rows)` is called of each watched layer
     whenever that runs, and `after(rows)` after each batch, of the tokens that layers saw. It runs in evaluation mode
-    without gradients, and is left as it was. Returns whether there was a batch."""
+    without gradients, and is left as it was. Returns whether there was a batch. Raises InputError for weights on meta,
+    before anything runs."""
     batch: _Batch | None = None
+    if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
+        raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     vocabulary, ran = vocabulary_of(model), False
     shapes: dict[tuple, Rows] = {}
     with evaluating(model), ExitStack() as hooks:

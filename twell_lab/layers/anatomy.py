@@ -215,6 +215,12 @@ def _seen(model: nn.Module) -> str:
     own = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
     kinds = own | {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
+        for name, module in uncompiled(model).named_modules():
+            family = named_parts(module)
+            for seat, part in family.owners(module).items() if family else ():
+                if not is_projection(part):
+                    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+                    return f"{title(name, module)} has the parts of one, but {seat} is a {kind}: quantised or adapted"
         return "none of its modules has the parts of a known one"
     smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
     lossy = (

@@ -550,6 +550,17 @@ def test_models_that_cannot_be_calibrated(make, said):
         tl.thresholds(make(), tokens(), 0.5)
 
 
+@pytest.mark.parametrize("verb", [tl.sparsify, lambda model: tl.profile(model, tokens())])
+def test_other_verbs_name_what_is_quantised_too(verb):
+    model = quantised()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Int8Linear(40, 16, bias=False)
+    with pytest.raises(
+        InputError, match=r"model.layers.0.mlp \(LlamaMLP\) has the parts of one, but down_proj is a .*Int8"
+    ):
+        verb(model)
+
+
 def test_layers_can_be_left_out():
     model = quantised()
     found = tl.thresholds(model, tokens(), 0.5, only=lambda name, _: name == "model.layers.0.mlp")
