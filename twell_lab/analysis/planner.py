@@ -34,12 +34,12 @@ from tqdm import tqdm
 from ..core.errors import InputError, TwellError
 from ..core.files import WHOLE
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import known
+from ..layers.activations import kept, known
 from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS, Path
 from ..layers.paths.hot_cold import STEP
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.sparse_ffn import FOR_CUT, SparseFFN
 from ..layers.weights import Weights
 from ..ops import measure as clocks
 from . import costs
@@ -110,7 +110,8 @@ def plan(
 
     Raises:
         InputError: for a profile that does not fit the model, and other arguments that do not; for a path that no layer
-            takes, the first layer's reason, of its own type.
+            takes, the first layer's reason, of its own type. Layers with thresholds on their inputs (TEAL) weigh the
+            paths for these beside dense, whatever is named.
         DeviceError: for a device that is not there.
     """
     if not isinstance(profile, FiringProfile):
@@ -166,6 +167,7 @@ def plan_layer(
     subject: Subject | None = None,
     trials: Trials | None = None,
     timed: Iterable[int] | None = None,
+    paths: Mapping[str, Path] = PATHS,
 ) -> LayerPlan:
     """The plan of one layer.
 
@@ -176,8 +178,9 @@ def plan_layer(
         subject: what candidates are timed on; None: nothing is.
         trials: those of layers before, which this one may share; its own are kept there.
         timed: the classes that are timed, by default all of them.
+        paths: those that are weighed.
     """
-    return _Weigher(layer, rates, trials or Trials(), subject).plan(_classes(tokens), timed)
+    return _Weigher(layer, rates, trials or Trials(), subject, paths).plan(_classes(tokens), timed)
 
 
 class _Weigher:
@@ -278,6 +281,8 @@ class _Weigher:
         """Predicted microseconds of every path; of one that splits at hot sizes spread over d_ff, and at the best."""
         found = {}
         for path in self.paths.values():
+            if not path.helps(tokens, self.rates):
+                continue
             each = {hot: self.predicted(Choice(path.name, hot), tokens) for hot in path.sizes(self.firing.d_ff)}
             best = min(each, key=each.get, default=None)
             found |= {Choice(path.name, hot): us for hot, us in each.items() if hot == best or hot // STEP in _HOT}
@@ -321,9 +326,11 @@ def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str,
     """For each layer the paths of these names that take it, fitted to its weights; the first one's refusal where none
     does."""
     fitted: list[dict[str, Path]] = [{} for _ in found]
-    for name in names:
+    for name in dict.fromkeys([*names, *(FOR_CUT if any(each and each.cut for each in found) else ())]):
         refused = []
         for at, layer in enumerate(found):
+            if name not in paths_for(layer, [*names]):
+                continue
             try:
                 path = PATHS[name]
                 fitted[at][name] = path if layer is None else path.fitted(Weights.of(layer.gate, layer.up, layer.down))
@@ -334,14 +341,25 @@ def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str,
     return fitted
 
 
+def paths_for(layer: FeedForward | None, names: Iterable[str]) -> list[str]:
+    """Those of the paths of these names that are for such a layer; for one with thresholds on its inputs, where none is
+    but dense, all that there are for it."""
+    cut = layer is not None and layer.cut is not None
+    found = [name for name in names if name == DENSE.path or PATHS[name].cuts == cut]
+    return [*found, *FOR_CUT] if cut and found == [DENSE.path] else found
+
+
 def _have_timed(
     weighers: list[_Weigher], found: dict[str, FeedForward], tokens: list[int], model: nn.Module, batches: list | None
 ) -> None:
     """Give each layer a subject, with inputs if there is something to time."""
     for weigher in weighers:
-        subject = weigher.subject = Subject(weigher.layer, found[weigher.layer.name])
+        layer = found[weigher.layer.name]
+        if layer.cut is not None and batches is None:  # what is drawn has no such inputs
+            continue
+        subject = weigher.subject = Subject(weigher.layer, layer)
         subject.most = min(_ROWS, max((each for each in tokens if weigher.worth_timing(each)), default=0))
-    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject.most}
+    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject and weigher.subject.most}
     if batches is None or not wanted:
         return
     kept = captured(model, batches, wanted, max(weigher.subject.most for weigher in wanted.values()))
@@ -384,7 +402,12 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
                 f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
                 "order; accepted: twell_lab.densify first"
             )
-        if known(each.acts or torch.relu, each.gate is not None, each.both) is None:
+        acts, squared = each.acts or torch.relu, each.gate is each.up
+        if (
+            known(acts, each.gate is not None, each.both, cut=each.cut)
+            is kept(acts, each.both or squared, each.cut)
+            is None
+        ):
             raise InputError(
                 f"{name!r} has an activation ({kind_of(each.acts)}) that the dense path alone computes, so there is "
                 "nothing to plan; accepted: an `only` that leaves it out"

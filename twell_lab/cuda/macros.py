@@ -200,7 +200,7 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], 
 def kept_inputs(dtype: torch.dtype, tokens: int, paired: bool, kind: str | None) -> tuple:
     """The macros for 1 to 4 tokens, one weight or two, and an activation of this kind or none.
 
-    A product without an activation is the one into d_model, of which there are few slabs: its blocks have more warps."""
+    A product without an activation is the one into d_model, which has few slabs: its blocks have more warps."""
     sizes = (("TOKENS", 1 if tokens == 1 else 4), ("PAIRED", int(paired)), ("ACTIVATED", int(kind is not None)))
     warps = (("BLOCK_WARPS", 16),) if kind is None else ()
     return (*value(dtype), *sizes, *warps, *(() if kind is None else activation(kind)))

@@ -35,6 +35,11 @@ class Kept(NamedTuple):
     hidden: float
 
 
+def few(x: Tensor) -> bool:
+    """Whether x [..., d_model] has so few tokens, and is on a GPU."""
+    return x.is_cuda and x.shape[:-1].numel() <= MOST_TOKENS
+
+
 def takes(x: Tensor, gate_t: Tensor | None, up_t: Tensor, down_t: Tensor) -> bool:
     """Whether `layer` takes x [tokens, d_model] with the fast version; gate_t and up_t [d_model, d_ff], down_t [d_ff,
     d_model]."""
@@ -123,9 +128,10 @@ def layer(
     down_bias: Tensor | None,
     kept: Kept,
 ) -> Tensor:
-    """A feed-forward layer with thresholds on its inputs, in two launches: x [tokens, d_model] -> [tokens, d_model], for
-    what `takes` says. h is rounded to x's type between them, as torch rounds it, and compared with its threshold as it
-    is rounded. gate_t None: a plain layer. Nothing is checked here."""
+    """A feed-forward layer with thresholds on its inputs, in two launches: x [tokens, d_model] -> [tokens, d_model]. h
+    is rounded to x's type between them, as torch rounds it, and compared with its threshold as it is rounded.
+
+    For what `takes` says; nothing is checked here. gate_t None: a plain layer."""
     (d_model, d_ff), tokens, version = up_t.shape, len(x), VERSIONS[-1]
     if gate_t is None:
         weights = (up_t, None, up_bias, None)
