@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ops.block_linear import cases as block_cases
+from tests.ops.kept_inputs import cases as kept_cases
 from tests.ops.spmm import cases as spmm_cases
 from tests.simulator import quantise_cases
 from tests.simulator.int8_cases import Int8Layer
@@ -17,6 +18,7 @@ from twell_lab.ops import (
     block_linear,
     differentiable,
     hopper_pack,
+    kept_inputs,
     microtiles,
     portable,
     quantise_rows,
@@ -93,6 +95,20 @@ def test_quantise_rows(kind, dtype):
     for columns, versions in ((77, (1,)), (264, (1, 2)), (8264, (1, 2))):
         x = quantise_cases.draw(columns, dtype)
         quantise_cases.check(x.cuda(), kind, versions)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shape, versions", [((77, 301), (1,)), ((264, 8264), (1, 2))])
+def test_kept_inputs(shape, versions, tokens, gated):
+    """The second width of down needs more than one list of inputs."""
+    case = kept_cases.Case.draw(tokens, *shape, "silu", gated, device="cuda")
+    gate, up, down, *biases = case.turned()
+    first = (up, None, biases[1], None) if gate is None else (gate, up, *biases[:2])
+    for version in versions:
+        h = kept_inputs.product(case.x, *first, threshold=case.kept.inputs, kind="silu", version=version)
+        y = kept_inputs.product(h, down, None, biases[2], threshold=case.kept.hidden, version=version)
+        case.check(h, y)
 
 
 @pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])

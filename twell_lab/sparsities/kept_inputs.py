@@ -104,8 +104,8 @@ def _on_gpu(weights: Weights) -> bool:
 
 
 def _run(kept: kept_inputs.Kept, read: Weights, rows: Tensor) -> Tensor:
-    biases = [b if b is None else b.detach().contiguous() for b in read[3:6]]
-    return kept_inputs.layer(rows, read.gate, read.up, read.down_t, *biases, kept)
+    gate_bias, up_bias, down_bias = (b if b is None else b.detach().contiguous() for b in read[3:6])
+    return kept_inputs.layer(rows, read.gate, read.up, read.down_t, gate_bias, up_bias, down_bias, kept)
 
 
 PATHS = (KeptInputs(),)

@@ -169,8 +169,8 @@ def test_a_plan_weighs_it_for_few_tokens_on_a_gpu_and_never_for_other_layers():
     assert [str(plan.layers[0].choice(each)) for each in (1, 4, 64)] == [PATH, PATH, "dense"]
     assert {each.path for each in plan.layers[0].candidates} == {"dense", PATH}
     assert {each.path for each in plan.layers[0].candidates if each.tokens == 64} == {"dense"}
-    sparse = tl.sparsify(model, plan)
-    assert [each["path"] for each in layers(sparse)[0].status()["classes"]] == [PATH, PATH, "dense"]
+    sparse = SparseFFN.from_module(layers(model)[0], plan=plan.layers[0])
+    assert [each["path"] for each in sparse.status()["classes"]] == [PATH, PATH, "dense"]
     plain = ours()
     firing = tl.profile(plain, tokens())
     for paths in (None, ["twell", PATH]):
@@ -206,7 +206,11 @@ def test_timed_on_a_layer_of_a_model_that_was_not_swapped_yet(launched, monkeypa
 @pytest.mark.parametrize(
     "make, plan, said",
     [
-        (lambda: cut(llama()), "twell", "path 'twell' does not compute 'model.layers.0.mlp' .lossy.*accepted: 'dense', 'kept_inputs'"),
+        (
+            lambda: cut(llama()),
+            "twell",
+            "path 'twell' does not compute 'model.layers.0.mlp' .lossy.*accepted: 'dense', 'kept_inputs'",
+        ),
         (ours, PATH, "path 'kept_inputs' is for layers with thresholds on their inputs .*'layers.0.mlp' is none"),
         (lambda: cut(opt()), PATH, "no ReLU feed-forward layer in OPTForCausalLM"),
     ],
