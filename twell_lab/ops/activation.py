@@ -80,8 +80,6 @@ class Activation(NamedTuple):
 
     def applied(self, first: Tensor) -> Tensor:
         """The value where a neuron fires, +0 elsewhere."""
-        if self.kind == "above":  # its value is the gate's own: two passes over memory instead of five
-            return torch.where(first <= self.threshold, 0.0, first)
         value = self.value(first)
         return torch.where(self._kept(first, value), value, torch.zeros_like(value))
 

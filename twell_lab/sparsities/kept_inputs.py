@@ -20,7 +20,7 @@ from ..layers.again import Known
 from ..layers.paths import Path
 from ..layers.paths.cost import Rates, Work
 from ..layers.paths.dense import again, by_torch
-from ..layers.paths.path import Copy
+from ..layers.paths.path import Copy, held
 from ..layers.weights import Weights
 from ..ops import checks, copies, kept_inputs, turned
 from ..ops.copies import TRANSPOSED
@@ -64,7 +64,7 @@ class KeptInputs(Path):
     def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
         if not kept_inputs.few(x):
             return again(**layer.formula)
-        _, places = self._held(layer)
+        places = [held(layer).get(copy.buffer) for copy in self.copies]
         read = weights._replace(**{copy.name: place for copy, place in zip(self.copies, places)})
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if not kept_inputs.takes(rows, read.gate, read.up, read.down_t):
