@@ -39,7 +39,7 @@ from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS, Path
 from ..layers.paths.hot_cold import STEP
-from ..layers.sparse_ffn import FOR_CUT, SparseFFN
+from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..layers.weights import Weights
 from ..ops import measure as clocks
 from . import costs
@@ -105,13 +105,13 @@ def plan(
         paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones, which need
             the model (twell_lab.sparsities): "two_four" and "blocks", for layers whose weights are 2:4, or have empty
             blocks; lossy ones, taken where they are faster, with the error of a layer's output beside its time: "int8",
-            "fp8", "twell_int8" and "predicted". A layer that a path does not take does without.
+            "fp8", "twell_int8" and "predicted". A layer that a path does not take does without. A layer with
+            thresholds on its inputs (TEAL) weighs "kept_inputs" beside dense and no other, whatever is named.
         progress: show a bar on stderr while layers are planned, if that is a terminal.
 
     Raises:
         InputError: for a profile that does not fit the model, and other arguments that do not; for a path that no layer
-            takes, the first layer's reason, of its own type. Layers with thresholds on their inputs (TEAL) weigh the
-            paths for these beside dense, whatever is named.
+            takes, the first layer's reason, of its own type.
         DeviceError: for a device that is not there.
     """
     if not isinstance(profile, FiringProfile):
@@ -326,7 +326,10 @@ def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str,
     """For each layer the paths of these names that take it, fitted to its weights; the first one's refusal where none
     does."""
     fitted: list[dict[str, Path]] = [{} for _ in found]
-    for name in dict.fromkeys([*names, *(FOR_CUT if any(each and each.cut for each in found) else ())]):
+    cuts = [layer for layer in found if layer is not None and layer.cut is not None]
+    if found and not cuts and (wrong := [name for name in names if name in FOR_CUT]):
+        raise InputError(f"path {wrong[0]!r} {ONLY_CUT}; the model has none")
+    for name in dict.fromkeys([*names, *(FOR_CUT if cuts else ())]):
         refused = []
         for at, layer in enumerate(found):
             if name not in paths_for(layer, [*names]):

@@ -173,9 +173,10 @@ def test_a_plan_weighs_it_for_few_tokens_on_a_gpu_and_never_for_other_layers():
     assert [each["path"] for each in sparse.status()["classes"]] == [PATH, PATH, "dense"]
     plain = ours()
     firing = tl.profile(plain, tokens())
-    for paths in (None, ["twell", PATH]):
-        plan = tl.plan(firing, plain, tokens=1, rates=RATES, measure=False, progress=False, paths=paths)
-        assert PATH not in {each.path for each in plan.layers[0].candidates}
+    plan = tl.plan(firing, plain, tokens=1, rates=RATES, measure=False, progress=False)
+    assert PATH not in {each.path for each in plan.layers[0].candidates}
+    with pytest.raises(InputError, match="'kept_inputs' is for layers with thresholds .*; the model has none"):
+        tl.plan(firing, plain, tokens=1, rates=RATES, measure=False, progress=False, paths=["twell", PATH])
 
 
 def test_on_a_cpu_nothing_is_gained_and_nothing_held():
