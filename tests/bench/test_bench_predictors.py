@@ -37,6 +37,7 @@ def test_a_row_says_what_was_chosen_and_what_it_cost(trained):
         "lossy: core neurons, 100%",
         "lossy: CATS 90%, computed densely",
         "lossy: TEAL 90%, computed densely",
+        "lossy: TEAL 90%, forced kept_inputs",
         "trained with L1, dense",
         "trained with L1, forced twell",
     }

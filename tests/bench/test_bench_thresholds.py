@@ -35,13 +35,16 @@ def test_the_model_is_trained_with_silu_on_bytes(trained):
     assert [layer.density["activation"] for layer in found.layers] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
-def test_rows_say_what_a_cut_costs_and_what_a_step_takes(trained):
-    made = thresholds.cut_rows(trained, 0.9)
-    paths = ["dense eager", "thresholds, dense", "thresholds, forced twell"]
+@pytest.mark.parametrize("method, path", [("cats", "twell"), ("teal", "kept_inputs")])
+def test_rows_say_what_a_cut_costs_and_what_a_step_takes(trained, method, path):
+    made = thresholds.cut_rows(trained, 0.9, method)
+    paths = ["dense eager", "thresholds, dense", f"thresholds, forced {path}"]
     assert [row["path"] for row in made] == 2 * paths and [row["tokens"] for row in made] == [1] * 3 + [3] * 3
     for row in made:
         assert row["kind"] == "thresholds" and row["ms"] > 0 and row["dense_ms"] > 0 and row["cached"] == 16
-        assert row["workload"].startswith(f"CATS 90%, decode step, batch {row['tokens']}, SiLU trained on Python")
+        assert row["workload"].startswith(
+            f"{method.upper()} 90%, decode step, batch {row['tokens']}, SiLU trained on Python"
+        )
         assert row["nnz"] == pytest.approx(30, rel=0.3)
         low, change, high = row.get("loss_change", (0, 0, 0))
         assert ("loss_change" in row) == (row["path"] != "dense eager") and low <= change <= high
@@ -68,9 +71,10 @@ def test_wrong_logits_are_not_timed(trained, monkeypatch):
         thresholds.cut_rows(trained, 0.5)
 
 
-def test_there_is_a_step_for_each_sparsity(monkeypatch):
+def test_there_is_a_step_for_each_method_and_sparsity(monkeypatch):
     made = []
     monkeypatch.setattr(thresholds, "Trained", lambda shape: made.append(shape) or "model")
-    monkeypatch.setattr(thresholds, "cut_rows", lambda trained, sparsity: [(trained, sparsity)])
+    monkeypatch.setattr(thresholds, "cut_rows", lambda *given: [given])
     steps = thresholds.sections(TINY)["thresholds"]
-    assert [step() for step in steps] == [[("model", 0.5)], [("model", 0.9)]] and made == [TINY]
+    every = [("model", sparsity, method) for method in ("cats", "teal") for sparsity in TINY.sparsities]
+    assert [step() for step in steps] == [[each] for each in every] and made == [TINY]

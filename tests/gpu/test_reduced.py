@@ -5,6 +5,7 @@ import torch
 
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.int8_products import cases as int8_cases
+from tests.ops.kept_inputs import cases as kept_cases
 from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_lost.cases import Case as LostCase
 from tests.simulator import quantise_cases
@@ -20,6 +21,7 @@ from twell_lab.ops import (
     differentiable,
     hopper_pack,
     int8_products,
+    kept_inputs,
     microtiles,
     portable,
     quantise_rows,
@@ -105,6 +107,20 @@ def test_int8(dtype, tile):
     if torch.cuda.get_device_capability() < int8_products.OLDEST:
         pytest.skip("needs compute capability 8.0")
     int8_cases.check(130, 720, 272, dtype, tile)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shape, versions", [((77, 301), (1,)), ((264, 8264), (1, 2))])
+def test_kept_inputs(shape, versions, tokens, gated):
+    """The second width of down needs more than one list of inputs."""
+    case = kept_cases.Case.draw(tokens, *shape, "silu", gated, device="cuda")
+    gate, up, down, *biases = case.turned()
+    first = (up, None, biases[1], None) if gate is None else (gate, up, *biases[:2])
+    for version in versions:
+        h = kept_inputs.product(case.x, *first, threshold=case.kept.inputs, kind="silu", version=version)
+        y = kept_inputs.product(h, down, None, biases[2], threshold=case.kept.hidden, version=version)
+        case.check(h, y)
 
 
 @pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])

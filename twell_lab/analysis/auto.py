@@ -4,6 +4,7 @@ plan has every layer do so."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..layers.choice import LayerPlan
+from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from . import costs, planner
 from .profile import Counter
 from .room import Room
+from .running import hidden_by
 from .trials import Subject, Trials
 
 # A layer has seen enough after TOKENS tokens, or after FORWARDS forwards of LEAST tokens together: what a few tokens
@@ -61,7 +64,10 @@ class Watch:
             found = replace(layer.feed_forward(""), name=self.name)
             self.counter = Counter(found, layer.tile, layer.words)
         pattern = self.counter.layer.pattern
-        self.counter.add(rows, lambda of: linear(rows[of], pattern.weight, pattern.bias))
+        gate = partial(linear, weight=pattern.weight, bias=pattern.bias)
+        if self.counter.layer.cut is not None:
+            gate = partial(hidden_by, self.counter.layer)
+        self.counter.add(rows, lambda of: gate(rows[of]))
         self.tokens += rows.shape[0]
         self.forwards += 1
         return None
@@ -76,5 +82,6 @@ class Watch:
         timed = [most for most in planner.TOKENS if most <= 4 * rows.shape[0]]
         subject = Subject(profile, self.counter.layer, rows.detach)
         rates = self.shared.rates[kind]
-        plan = planner.plan_layer(profile, rates, planner.TOKENS, subject, self.shared.trials, timed)
+        paths = {name: PATHS[name] for name in planner.paths_for(self.counter.layer, [*PATHS])}
+        plan = planner.plan_layer(profile, rates, planner.TOKENS, subject, self.shared.trials, timed, paths)
         return plan if self.shared.room is None else self.shared.room.fit(self.counter.layer, plan, rates)

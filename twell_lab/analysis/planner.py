@@ -34,12 +34,12 @@ from tqdm import tqdm
 from ..core.errors import InputError, TwellError
 from ..core.files import WHOLE
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import known
+from ..layers.activations import kept, known
 from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS, Path
 from ..layers.paths.hot_cold import STEP
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..layers.weights import Weights
 from ..ops import measure as clocks
 from . import costs
@@ -105,7 +105,8 @@ def plan(
         paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones, which need
             the model (twell_lab.sparsities): "two_four" and "blocks", for layers whose weights are 2:4, or have empty
             blocks; lossy ones, taken where they are faster, with the error of a layer's output beside its time: "int8",
-            "fp8", "twell_int8" and "predicted". A layer that a path does not take does without.
+            "fp8", "twell_int8" and "predicted". A layer that a path does not take does without. A layer with
+            thresholds on its inputs (TEAL) weighs "kept_inputs" beside dense and no other, whatever is named.
         progress: show a bar on stderr while layers are planned, if that is a terminal.
 
     Raises:
@@ -166,6 +167,7 @@ def plan_layer(
     subject: Subject | None = None,
     trials: Trials | None = None,
     timed: Iterable[int] | None = None,
+    paths: Mapping[str, Path] = PATHS,
 ) -> LayerPlan:
     """The plan of one layer.
 
@@ -176,8 +178,9 @@ def plan_layer(
         subject: what candidates are timed on; None: nothing is.
         trials: those of layers before, which this one may share; its own are kept there.
         timed: the classes that are timed, by default all of them.
+        paths: those that are weighed.
     """
-    return _Weigher(layer, rates, trials or Trials(), subject).plan(_classes(tokens), timed)
+    return _Weigher(layer, rates, trials or Trials(), subject, paths).plan(_classes(tokens), timed)
 
 
 class _Weigher:
@@ -278,6 +281,8 @@ class _Weigher:
         """Predicted microseconds of every path; of one that splits at hot sizes spread over d_ff, and at the best."""
         found = {}
         for path in self.paths.values():
+            if not path.helps(tokens, self.rates):
+                continue
             each = {hot: self.predicted(Choice(path.name, hot), tokens) for hot in path.sizes(self.firing.d_ff)}
             best = min(each, key=each.get, default=None)
             found |= {Choice(path.name, hot): us for hot, us in each.items() if hot == best or hot // STEP in _HOT}
@@ -321,9 +326,14 @@ def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str,
     """For each layer the paths of these names that take it, fitted to its weights; the first one's refusal where none
     does."""
     fitted: list[dict[str, Path]] = [{} for _ in found]
-    for name in names:
+    cuts = [layer for layer in found if layer is not None and layer.cut is not None]
+    if found and not cuts and (wrong := [name for name in names if name in FOR_CUT]):
+        raise InputError(f"path {wrong[0]!r} {ONLY_CUT}; the model has none")
+    for name in dict.fromkeys([*names, *(FOR_CUT if cuts else ())]):
         refused = []
         for at, layer in enumerate(found):
+            if name not in paths_for(layer, [*names]):
+                continue
             try:
                 path = PATHS[name]
                 fitted[at][name] = path if layer is None else path.fitted(Weights.of(layer.gate, layer.up, layer.down))
@@ -334,14 +344,25 @@ def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str,
     return fitted
 
 
+def paths_for(layer: FeedForward | None, names: Iterable[str]) -> list[str]:
+    """Those of the paths of these names that are for such a layer; for one with thresholds on its inputs, where none is
+    but dense, all that there are for it."""
+    cut = layer is not None and layer.cut is not None
+    found = [name for name in names if name == DENSE.path or PATHS[name].cuts == cut]
+    return [*found, *FOR_CUT] if cut and found == [DENSE.path] else found
+
+
 def _have_timed(
     weighers: list[_Weigher], found: dict[str, FeedForward], tokens: list[int], model: nn.Module, batches: list | None
 ) -> None:
     """Give each layer a subject, with inputs if there is something to time."""
     for weigher in weighers:
-        subject = weigher.subject = Subject(weigher.layer, found[weigher.layer.name])
+        layer = found[weigher.layer.name]
+        if layer.cut is not None and batches is None:  # what is drawn has no such inputs
+            continue
+        subject = weigher.subject = Subject(weigher.layer, layer)
         subject.most = min(_ROWS, max((each for each in tokens if weigher.worth_timing(each)), default=0))
-    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject.most}
+    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject and weigher.subject.most}
     if batches is None or not wanted:
         return
     kept = captured(model, batches, wanted, max(weigher.subject.most for weigher in wanted.values()))
@@ -384,7 +405,12 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
                 f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
                 "order; accepted: twell_lab.densify first"
             )
-        if known(each.acts or torch.relu, each.gate is not None, each.both) is None:
+        acts, squared = each.acts or torch.relu, each.gate is each.up
+        if (
+            known(acts, each.gate is not None, each.both, cut=each.cut)
+            is kept(acts, each.both or squared, each.cut)
+            is None
+        ):
             raise InputError(
                 f"{name!r} has an activation ({kind_of(each.acts)}) that the dense path alone computes, so there is "
                 "nothing to plan; accepted: an `only` that leaves it out"

@@ -228,9 +228,10 @@ def profile(
 ) -> FiringProfile:
     """Run `model` over `batches` and count which feed-forward neurons fire, in memory that does not grow with them.
 
-    Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway are counted; a
-    layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred tokens and more cost
-    least.
+    What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
+    that are kept. Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway
+    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more, and with thresholds on
+    inputs all hidden values are. Batches of a hundred tokens and more cost least.
 
     Args:
         model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
@@ -345,7 +346,8 @@ class Counter:
     def _add(self, gate: Tensor, rows: Rows, many: int) -> Tensor:
         """`add` for one piece, of whose rows the first `many` count."""
         # What a threshold kept may be negative: SiLU's small values are.
-        firing = fires(gate) if self.layer.acts is None else self.layer.acts(gate) != 0
+        acts, cut = self.layer.acts, self.layer.cut
+        firing = gate != 0 if cut is not None else fires(gate) if acts is None else acts(gate) != 0
         if rows.counted is not None:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from ..core.errors import InputError
 from ..layers.anatomy import FeedForward
 from ..layers.parts import uncompiled
+from ..layers.paths.dense import hidden_of
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from .layer_profile import LATER, POSITIONS
 
 Gate = Callable[[slice], Tensor]  # gate(rows) is the pre-activation of these rows of a layer's input, [rows, d_ff]
@@ -78,7 +80,16 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], None]):
-    """A context within which `see(x, gate)` is called whenever `layer` runs."""
+    """A context within which `see(x, gate)` is called whenever `layer` runs. Of a layer with thresholds on its inputs,
+    gate gives the hidden values, zero where they are not kept."""
+    if layer.cut is not None:
+
+        def on_cut(module: nn.Module, args: tuple) -> None:
+            x = args[0]
+            rows = x.reshape(-1, x.shape[-1])
+            see(x, lambda of: hidden_by(layer, rows[of]))
+
+        return _removed(layer.module.register_forward_pre_hook(on_cut))
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
 
         def on_sparse(module: SparseFFN, args: tuple) -> None:
@@ -93,6 +104,12 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], None]):
         see(args[0], lambda of: rows[of])
 
     return _removed(layer.pattern.register_forward_hook(on_dense))
+
+
+def hidden_by(layer: FeedForward, rows: Tensor) -> Tensor:
+    """What enters the down projection of a layer with thresholds on its inputs: [rows, d_ff]."""
+    weights = Weights.of(layer.gate, layer.up, layer.down)
+    return hidden_of(rows, weights, layer.acts or torch.relu, layer.both, layer.cut)
 
 
 @contextmanager
@@ -113,8 +130,11 @@ def run(
 ) -> bool:
     """Run the model over the batches until there are enough; `see(x, gate, rows)` is called of each watched layer
     whenever that runs, and `after(rows)` after each batch, of the tokens that layers saw. It runs in evaluation mode
-    without gradients, and is left as it was. Returns whether there was a batch."""
+    without gradients, and is left as it was. Returns whether there was a batch. Raises InputError for weights on meta,
+    before anything runs."""
     batch: _Batch | None = None
+    if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
+        raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     vocabulary, ran = vocabulary_of(model), False
     shapes: dict[tuple, Rows] = {}
     with evaluating(model), ExitStack() as hooks:

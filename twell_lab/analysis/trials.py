@@ -6,7 +6,9 @@ The clocks give a call's `Times`. A `Subject` is a layer that can be timed: as t
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +24,7 @@ from ..layers.activations import known
 from ..layers.anatomy import FeedForward, StandIn, family_of
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.lossy import ThresholdedInput
 from ..layers.paths import PATHS
 from ..layers.shards import split_of
 from ..layers.sparse_ffn import SparseFFN
@@ -180,17 +183,32 @@ class _Parts(nn.Module):
     def __init__(self, found: FeedForward) -> None:
         super().__init__()
         self.gated, self.both = found.gate is not None, found.both
+        gate, up, down = found.gate, found.up, found.down
+        if found.cut is not None:
+            up, down = map(_bare, (up, down))
+            gate = up if gate is found.up else gate and _bare(gate)
         if self.gated:
-            self.gate_proj = found.gate
-        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, found.acts or nn.ReLU()
+            self.gate_proj = gate
+        self.up_proj, self.down_proj, self.act_fn = up, down, found.acts or nn.ReLU()
+        self.cut = found.cut
+        for place, threshold in found.cut._asdict().items() if found.cut else ():
+            self.add_module(f"lossy_{place}", ThresholdedInput(threshold))
         self.training = False  # as the plan's layers will be; the projections themselves stay in the model's mode
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.cut is None else self.cut.of_input(x)
         hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))
         if self.gated:
             beside = hidden if self.gate_proj is self.up_proj else _project(x, self.up_proj)
             hidden = hidden * (self.act_fn(beside) if self.both else beside)
-        return _project(hidden, self.down_proj)
+        return _project(hidden if self.cut is None else self.cut.of_hidden(hidden), self.down_proj)
+
+
+def _bare(projection: nn.Linear) -> nn.Linear:
+    """The projection, with its own parameters, without the hooks that zero its inputs."""
+    bare = copy.copy(projection)
+    bare._forward_pre_hooks = OrderedDict()
+    return bare
 
 
 def _project(x: Tensor, projection: nn.Linear) -> Tensor:

@@ -347,9 +347,9 @@ def sweep() -> Record:
 
 
 def thresholds(seconds: float = SECONDS) -> Record:
-    """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS):
-    what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, and the notes: as
-    for `inference`."""
+    """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS,
+    TEAL): what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, and the
+    notes: as for `inference`."""
     need_gpu()
     from ..bench import thresholds as tables
 

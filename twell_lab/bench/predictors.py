@@ -117,6 +117,9 @@ def _lossy(trained: Trained) -> dict[str, tuple[float, Callable[[nn.Module], nn.
                 else 1 - sum(layer.density["activation"] for layer in found.layers) / len(found.layers)
             )
             made[f"lossy: {method.upper()} {sparsity:.0%}, computed densely"] = spared, found.apply, None
+            if method == "teal":
+                swapped = lambda held, found=found: sparsify(found.apply(held), Choice("kept_inputs"), memory=math.inf)
+                made[f"lossy: TEAL {sparsity:.0%}, forced kept_inputs"] = spared, swapped, None
     return made
 
 

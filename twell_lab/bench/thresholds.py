@@ -1,11 +1,12 @@
 """The record of thresholds: a model with SiLU layers, trained here for as long as a record may take, and cut by CATS
-(twell_lab.models.thresholds). What the cuts cost in loss on text that was held out, and what a step of decoding takes:
-the model as it was trained, with thresholds and computed densely, and with them through the kernels."""
+and by TEAL (twell_lab.models.thresholds). What the cuts cost in loss on text that was held out, and what a step of
+decoding takes: the model as it was trained, with thresholds and computed densely, and with them through the kernels."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from .causal import Causal
 from .rows import DENSE
 from .workloads import MARGIN, SLACK, Clocks, Tokens, clock_cpu, decode
 
-CUT, SPARSE = "thresholds, dense", "thresholds, forced twell"
+CUT, SPARSE = "thresholds, dense", {"cats": "thresholds, forced twell", "teal": "thresholds, forced kept_inputs"}
 KIND = "thresholds"
 
 
@@ -34,8 +35,8 @@ KIND = "thresholds"
 class Shape:
     """The model, how long it is trained, and what is measured of it.
 
-    batch, steps, lr: windows of `context` bytes a step, steps, and the highest learning rate. sparsities: of the
-    activations. held_out: windows on which losses are measured. cached: bytes of a sequence in a step of decoding, of
+    batch, steps, lr: windows of `context` bytes a step, steps, and the highest learning rate. sparsities: of what each
+    method cuts. held_out: windows on which losses are measured. cached: bytes of a sequence in a step of decoding, of
     `batches` sequences."""
 
     model: ModelConfig = field(
@@ -67,11 +68,14 @@ class Trained:
         self.windows = source.spread_windows(held_out, shape.held_out, context)[:, :-1].to(self.device)
         self.model = _train(shape, seen.to(self.device))
         batches = source.spread_windows(seen, max(1, shape.held_out // 8), context)[:, :-1].to(self.device)
-        self.calibration: Calibration = calibrate(self.model, batches.split(8), method="cats")
+        self.batches = batches.split(8)
+        self._calibrations: dict[str, Calibration] = {}
 
-    def cut(self, sparsity: float) -> tuple[Thresholds, LossChange]:
+    def cut(self, sparsity: float, method: str = "cats") -> tuple[Thresholds, LossChange]:
         """Thresholds of this sparsity, and what they cost in float32."""
-        found = self.calibration.at(sparsity)
+        if method not in self._calibrations:
+            self._calibrations[method] = calibrate(self.model, self.batches, method=method)
+        found = self._calibrations[method].at(sparsity)
         return found, found.loss(self.model, self.windows, bytes_per_token=1.0)
 
 
@@ -106,21 +110,21 @@ def _train(shape: Shape, text: Tensor) -> LanguageModel:
 
 
 @torch.no_grad()
-def cut_rows(trained: Trained, sparsity: float) -> list[dict]:
+def cut_rows(trained: Trained, sparsity: float, method: str = "cats") -> list[dict]:
     """A step of decoding in bfloat16 for each batch size, the model with thresholds of this sparsity beside the one
-    without; each row of the former says what they cost. Raises measure.WrongResult where the kernels give logits
-    further from float32 than the dense layers do."""
-    shape = trained.shape
-    found, cost = trained.cut(sparsity)
+    without; each row of the former says what they cost, and with "teal" the density of hidden values. Raises
+    measure.WrongResult where the kernels give logits further from float32 than the dense layers do."""
+    shape, path = trained.shape, SPARSE[method]
+    found, cost = trained.cut(sparsity, method)
     exact = Causal(found.apply(copy.deepcopy(trained.model)))
     plain = copy.deepcopy(trained.model).bfloat16()
     cut = found.apply(copy.deepcopy(plain))
-    sparse = sparsify(copy.deepcopy(cut), Choice("twell"), memory=math.inf)
-    models = {DENSE: Causal(plain), CUT: Causal(cut), SPARSE: Causal(sparse)}
+    sparse = sparsify(copy.deepcopy(cut), Choice(path.rpartition(" ")[2]), memory=math.inf)
+    models = {DENSE: Causal(plain), CUT: Causal(cut), path: Causal(sparse)}
     tokens = Tokens(shape.model.vocabulary, trained.device, trained.held_out.long())
     says = {
         "sparsity": sparsity,
-        "density": [round(layer.density["activation"], 4) for layer in found.layers],
+        "density": [round(layer.density["activation" if method == "cats" else "hidden"], 4) for layer in found.layers],
         "loss": round(cost.thresholded, 5),
         "dense_loss": round(cost.dense, 5),
         "loss_change": [round(each, 5) for each in (cost.low, cost.change, cost.high)],
@@ -128,16 +132,16 @@ def cut_rows(trained: Trained, sparsity: float) -> list[dict]:
     made = []
     for batch in shape.batches:
         (work,) = decode(tokens, models[DENSE], batch, shape.cached, (True,))
-        right, calls = work.few(exact).float(), {path: work.makes(model, False) for path, model in models.items()}
-        off = {path: float((work.few(models[path]).float() - right).norm()) for path in (CUT, SPARSE)}
+        right, calls = work.few(exact).float(), {name: work.makes(model, False) for name, model in models.items()}
+        off = {name: float((work.few(models[name]).float() - right).norm()) for name in (CUT, path)}
         allowed = MARGIN * off[CUT] + SLACK * float(right.norm())
-        if not off[SPARSE] <= allowed:
+        if not off[path] <= allowed:
             raise measure.WrongResult(
-                f"{work.label}, sparsity {sparsity:g}: the logits are off by {off[SPARSE] / allowed:.3g} times what is "
+                f"{work.label}, sparsity {sparsity:g}: the logits are off by {off[path] / allowed:.3g} times what is "
                 "allowed: nothing was timed"
             )
-        facts = {CUT: says, SPARSE: says | {"error_over_allowed": round(off[SPARSE] / allowed, 4)}, DENSE: {}}
-        shared = _shared(trained, batch, f"CATS {sparsity:.0%}, {work.label}", says["density"])
+        facts = {CUT: says, path: says | {"error_over_allowed": round(off[path] / allowed, 4)}, DENSE: {}}
+        shared = _shared(trained, batch, f"{method.upper()} {sparsity:.0%}, {work.label}", says["density"])
         made += [row | work.says for row in rows.table(shared, *_timed(calls, batch, trained.device, facts))]
     return made
 
@@ -167,11 +171,8 @@ def _shared(trained: Trained, batch: int, workload: str, density: list[float]) -
 
 
 def sections(shape: Shape = Shape()) -> rows.Sections:
-    """The steps of the record, as in bench.inference: one for each sparsity. The model is trained when the first needs
-    it."""
+    """The steps of the record, as in bench.inference: one for each method and sparsity. The model is trained when the
+    first needs it."""
     trained = functools.cache(lambda: Trained(shape))
-    return {
-        "thresholds": [
-            functools.partial(lambda sparsity: cut_rows(trained(), sparsity), sparsity) for sparsity in shape.sparsities
-        ]
-    }
+    steps = itertools.product(SPARSE, shape.sparsities)
+    return {"thresholds": [functools.partial(lambda *how: cut_rows(trained(), *how[::-1]), *step) for step in steps]}

@@ -193,6 +193,19 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], 
     return macros, shared
 
 
+# ---- sm80_kept_inputs
+
+
+@lru_cache(maxsize=1024)
+def kept_inputs(dtype: torch.dtype, tokens: int, paired: bool, kind: str | None) -> tuple:
+    """The macros for 1 to 4 tokens, one weight or two, and an activation of this kind or none.
+
+    A product without an activation is the one into d_model, which has few slabs: its blocks have more warps."""
+    sizes = (("TOKENS", 1 if tokens == 1 else 4), ("PAIRED", int(paired)), ("ACTIVATED", int(kind is not None)))
+    warps = (("BLOCK_WARPS", 16),) if kind is None else ()
+    return (*value(dtype), *sizes, *warps, *(() if kind is None else activation(kind)))
+
+
 # ---- sm80_blocks
 
 _BLOCKS = "sm80_blocks.cu"
@@ -349,6 +362,15 @@ def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9
     built += [(shape, acts) for acts in others for shape in own]
     widths = [width for width in widths if width % 8 == 0]
     return [decode(dtype, width, *shape, acts)[0] for width in widths for shape, acts in built]
+
+
+def kept_inputs_every(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values and each number of tokens: the product into d_model, and for each activation without a
+    threshold of its own gate and up together, and up alone."""
+    kinds = [kind for kind in ACTIVATIONS if kind != "above"]
+    made = [(False, None), *((paired, kind) for kind in kinds for paired in (True, False))]
+    found = [kept_inputs(dtype, tokens, *each) for tokens in (1, 4) for each in made]
+    return found if dtype.itemsize == 2 else []
 
 
 def block_tiles(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:

@@ -87,6 +87,9 @@ KERNELS: dict[str, Kernel] = {
         Kernel("sm80_gate_pack", ("ops.ampere.gate_pack", *_TRAINED), macros.tensor_cores),
         Kernel("sm80_decode", ("ops.decode.decode", _DECODE), macros.decode_every, (8, 0)),
         Kernel(
+            "sm80_kept_inputs", ("ops.kept_inputs.product", "ops.kept_inputs.layer"), macros.kept_inputs_every, (8, 0)
+        ),
+        Kernel(
             "sm90_gate_pack",
             ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate", _HOPPER, *_TRAINED),
             macros.hopper_pack,

@@ -10,18 +10,35 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops.activation import CURVES, RELU, Activation
+from ..ops.kept_inputs import Kept
 from .anatomy import is_relu, is_squared, is_threshold
-from .lossy import ThresholdedActivation
+from .lossy import Cut, ThresholdedActivation
+
+
+def kept(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
+    """What a kernel that reads the weights of kept inputs alone computes of a layer with thresholds on its inputs; None
+    where it has none, or there is no such kernel for its activation."""
+    if cut is None or both or is_squared(acts):
+        return None
+    kind = "relu" if is_relu(acts) else None if is_threshold(acts) else _curve(acts)
+    return None if kind is None else Kept(kind, *cut)
 
 
 def known(
-    acts: Callable[[Tensor], Tensor], gated: bool, both: bool = False, like: Tensor | None = None
+    acts: Callable[[Tensor], Tensor],
+    gated: bool,
+    both: bool = False,
+    like: Tensor | None = None,
+    cut: Cut | None = None,
 ) -> Activation | None:
-    """The activation of a layer as kernels compute it; None where none does. both: whether up goes through it too.
+    """The activation of a layer as kernels compute it that skip silent neurons; None where none does. both: whether up
+    goes through it too. cut: thresholds on the layer's inputs, which these kernels do not have.
 
     A squared ReLU counts as a ReLU: its layer is relu(u) * u. like: a tensor with the type and device of the values;
     whether a threshold that lies between two of them is rounded is up to torch's operation there, so it is asked which
     of them are kept. Without one: float32 on a CPU."""
+    if cut is not None:
+        return None
     if is_relu(acts) or is_squared(acts):
         return Activation(both=both)
     if both or not is_threshold(acts):

@@ -17,7 +17,7 @@ from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
 from .experts import Expert, experts_of
 from .families import Family, accepted, known
-from .lossy import ThresholdedActivation
+from .lossy import HIDDEN, INPUT, Cut, ThresholdedActivation, cut_of
 from .parts import is_projection, part_at, uncompiled
 
 Only = Callable[[str, nn.Module], bool]
@@ -28,8 +28,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 @dataclass(frozen=True)
 class FeedForward:
     """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
-    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold. both:
-    whether up is known to go through the ReLU as well, as a sparse layer's is."""
+    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold, or
+    where there is a `cut`. both: whether up is known to go through the ReLU as well, as a sparse layer's is. cut: the
+    thresholds on its inputs and hidden values, if it has them (TEAL); then all that is kept of the latter fires."""
 
     name: str
     module: nn.Module
@@ -38,6 +39,7 @@ class FeedForward:
     down: nn.Linear
     acts: Callable[[Tensor], Tensor] | None = None
     both: bool = False
+    cut: Cut | None = None
 
     @property
     def pattern(self) -> nn.Linear:
@@ -102,6 +104,25 @@ def computes(family: Family, activation) -> bool:
     return is_relu(activation) or family.gate is None and is_squared(activation) or is_threshold(activation)
 
 
+def cut_in(family: Family, module: nn.Module) -> Cut | None:
+    """The thresholds on the inputs of a layer of this family, where a sparse layer can stand in its place: inside a
+    block, as in OPT, the projections stay with their hooks."""
+    return None if family.inside else cut_of(module)
+
+
+def cut_places(family: Family, module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The modules that store a layer's projections, by the place of what enters them."""
+    owners = family.owners(module)
+    down = owners.pop(family.down)
+    return {INPUT: [*owners.values()], HIDDEN: [down]}
+
+
+def is_usual(activation, cut: Cut | None = None) -> bool:
+    """Whether the activation need not be kept beside a layer's projections: it is a ReLU or its square, or, without
+    a `cut`, whatever has no threshold."""
+    return is_relu(activation) or is_squared(activation) or not cut and not is_threshold(activation)
+
+
 def parts_of(family: Family, module: nn.Module) -> list:
     """Gate, up and down as a sparse layer reads them: gate is None in plain layers, up in those with a squared ReLU."""
     gate, up, down, activation = family.parts(module)
@@ -163,11 +184,12 @@ def _describe(name: str, module: nn.Module, fires: Fires = computes) -> FeedForw
     if isinstance(module, StandIn):
         return module.feed_forward(name)
     family = family_of(module)
-    if family is None or not fires(family, family.acts(module)):
+    cut = None if family is None else cut_in(family, module)
+    if family is None or not (cut or fires(family, family.acts(module))):
         return None
     acts = family.acts(module)
     gate, up, down = parts_of(family, module)
-    return FeedForward(name, module, gate, up, down, acts if is_threshold(acts) else None)
+    return FeedForward(name, module, gate, up, down, None if is_usual(acts, cut) else acts, cut=cut)
 
 
 def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:
@@ -215,6 +237,12 @@ def _seen(model: nn.Module) -> str:
     own = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
     kinds = own | {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
+        for name, module in uncompiled(model).named_modules():
+            family = named_parts(module)
+            for seat, part in family.owners(module).items() if family else ():
+                if not is_projection(part):
+                    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+                    return f"{title(name, module)} has the parts of one, but {seat} is a {kind}: quantised or adapted"
         return "none of its modules has the parts of a known one"
     smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
     lossy = (

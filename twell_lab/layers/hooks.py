@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ..core.errors import InputError
-from .anatomy import HOOKS, Only, StandIn, computes, family_of, named_parts, raise_all, selected, title
+from .anatomy import HOOKS, Only, StandIn, computes, cut_in, family_of, named_parts, raise_all, selected, title
 from .experts import Routed, experts_of
+from .lossy import ThresholdedInput
 from .parts import HandOn, dispatched, is_projection, own_forward, part_at, uncompiled
 from .shards import BY_COLUMNS, BY_ROWS, split_of
 
@@ -43,7 +44,8 @@ def check_parts(sparse: nn.Module) -> None:
         )
         forward = held.get("forward")
         if hooked or type(part) is not nn.Linear or forward is not sparse._forwards.get(name):
-            reason = on_part(part) if hooked else _uncalled(part, sparse.splits)
+            cuts = sparse.formula["cut"] is not None
+            reason = on_part(part, cuts=cuts) if hooked else _uncalled(part, sparse.splits)
             if reason is not None:
                 raise InputError(
                     f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: "
@@ -82,7 +84,7 @@ def obstacle(module: nn.Module) -> str | None:
         within = {name: each for name, each in module.named_modules() if id(each) not in carried}
         parts = {"": module, **parts, **within}
     for seat, part in parts.items():
-        if reason := on_part(part, whole=seat in ("", family.activation)):
+        if reason := on_part(part, whole=seat in ("", family.activation), cuts=not family.inside):
             return f"{seat} {reason}".strip()
     owners = family.owners(module)
     splits = {seat: split_of(owner) for seat, owner in owners.items()}
@@ -99,9 +101,9 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def on_part(part: nn.Module, whole: bool = False) -> str | None:
+def on_part(part: nn.Module, whole: bool = False, cuts: bool = False) -> str | None:
     """What is on this module that would be lost; whole: the module itself goes, with what it does when it is saved and
-    loaded."""
+    loaded. cuts: whether thresholds on its input are none of that."""
     own = vars(part)
     if "_hf_hook" in own and (reason := _beyond_moving(part, whole)) is not None:
         return reason
@@ -118,6 +120,8 @@ def on_part(part: nn.Module, whole: bool = False) -> str | None:
         return "has sharded weights (DTensor); accepted: a model that is swapped first and sharded then"
     for kind in (*HOOKS, *(_STATE_HOOKS if whole else ())):
         for hook in own.get(kind, {}).values():
+            if cuts and isinstance(getattr(hook, "__self__", None), ThresholdedInput):
+                continue
             return _hooked(kind.strip("_").removesuffix("s").replace("_", " "), hook)
     if not whole and split is None and not isinstance(own_forward(part), (type(None), HandOn)):
         return (
@@ -206,7 +210,9 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
                     reasons.append(f"{title(name, module)}: {reason}")
             continue
         family = None if isinstance(module, StandIn) else named_parts(module)
-        if family is None or not computes(family, family.acts(module)) or not selected(only, name, module):
+        if family is None or not selected(only, name, module):
+            continue
+        if not computes(family, family.acts(module)) and not cut_in(family, module):
             continue
         reason = obstacle(module)
         if not family.inside and (name.rpartition(".")[2] == "_orig_mod" or not name and module is not model):

@@ -13,7 +13,7 @@ code and captured CUDA graphs notice nothing."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +146,10 @@ class Layout:
         """One word: plain, turned or reordered."""
         return "reordered" if self.neurons is not None else "turned" if self.seats else "plain"
 
-    def settle(self, layer, order: list[int] | None, turn: bool) -> None:
+    def settle(self, layer, order: list[int] | None, turn: Collection[str]) -> None:
         """Have the weights lie so, as far as that can be done unseen. order: of the neurons, None for their own. turn:
-        whether `down` is to be turned; in a reordered layer it always is. Raises what `restore` does."""
+        which of gate, up and down are to be turned; in a reordered layer `down` always is, and no other. Raises what
+        `restore` does."""
         if not self.turns:
             return
         order = order if self.reorders else None
@@ -158,18 +159,21 @@ class Layout:
         self.why = obstacle(layer.feed_forward(""), self.holders) if asks else None
         if order is not None and self.neurons is None and self.why is None:
             self._reorder(layer, order)
-        part, seat = layer.down, self.seats.get("down")
-        weight = part._parameters.get("weight")
-        if type(part) is not nn.Linear or weight is None:
-            return
-        if self.neurons is not None:
-            if seat is not None and not turned.is_turned(weight) and seat.changed(part) is None:  # it was loaded anew
-                turned.turn(weight, _own(layer))
-                seat.accept(part)
-        elif not turn or weight.device.type not in turned.DEVICES:
-            self.restore(layer)
-        elif turned.turn(weight, _own(layer)) and (seat is None or not seat.sits_on(part)):
-            self.seats["down"] = Seat(part, "down", None)
+        for name, part in _parts(layer).items():
+            if name != "down" and name not in turn and name not in self.seats:
+                continue
+            seat, weight = self.seats.get(name), part._parameters.get("weight")
+            if type(part) is not nn.Linear or weight is None:
+                continue
+            if self.neurons is not None:
+                # It was loaded anew.
+                if name == "down" and seat and not turned.is_turned(weight) and seat.changed(part) is None:
+                    turned.turn(weight, _own(layer))
+                    seat.accept(part)
+            elif name not in turn or weight.device.type not in turned.DEVICES:
+                self._turn_back(layer, name)
+            elif turned.turn(weight, _own(layer)) and (seat is None or not seat.sits_on(part)):
+                self.seats[name] = Seat(part, name, None)
 
     def restore(self, layer) -> None:
         """Have the weights lie as they were made; turned ones as far as that can be done unseen. Raises InputError
@@ -184,16 +188,22 @@ class Layout:
                 )
             drop_views(layer)
             turned.move(_moved(parts, torch.tensor(self.neurons, device="cpu").argsort(), turn=False))
-        elif self.seats:
-            part = parts["down"]
-            if type(part) is not nn.Linear or not self.seats["down"].sits_on(part):
-                return
-            drop_views(layer)  # they would be other users of the storage
-            if not turned.turn_back(part.weight):
-                return
-        for name, seat in self.seats.items():
-            seat.leave(parts[name])
-        self.neurons, self.seats = None, {}
+            for name, seat in self.seats.items():
+                seat.leave(parts[name])
+            self.neurons, self.seats = None, {}
+            return
+        for name in [*self.seats]:
+            self._turn_back(layer, name)
+
+    def _turn_back(self, layer, name: str) -> None:
+        """Have one weight, of those that keep their order, lie as it was made, as far as that can be done unseen."""
+        part, seat = _parts(layer).get(name), self.seats.get(name)
+        if seat is None or type(part) is not nn.Linear or not seat.sits_on(part):
+            return
+        drop_views(layer)  # they would be other users of the storage
+        if turned.turn_back(part.weight):
+            seat.leave(part)
+            del self.seats[name]
 
     def _reorder(self, layer, order: list[int]) -> None:
         parts = _parts(layer)
@@ -332,6 +342,10 @@ def copy_bytes(found: FeedForward, reorders: bool, holders: Holders | None = Non
     with torch.no_grad():  # as where it infers: a weight that is stored transposed is read as it is then
         weights = Weights.of(found.gate, found.up, found.down)
     reordered = reorders and obstacle(found, holders) is None
-    turns = turned.is_turned(weights.down)
-    turns |= type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
-    return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.used().items()}
+    own = _own(found.module)
+    turns = {"down"} if reordered else set()
+    for name, part in _parts(found).items():
+        weight = getattr(weights, name)
+        if turned.is_turned(weight) or type(part) is nn.Linear and turned.turns(weight, own):
+            turns.add(name)
+    return {name: path.copy_bytes(weights, turns, reordered) for name, path in PATHS.used().items()}

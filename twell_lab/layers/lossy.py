@@ -3,8 +3,9 @@ something else than it was trained to: each of these modules says so where it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -69,15 +70,60 @@ class ThresholdedInput(Lossy):
             projection.register_forward_pre_hook(self.before)
 
     @staticmethod
+    def of(layer: nn.Module) -> dict[str, ThresholdedInput]:
+        """Those that are children of this layer, by their names there."""
+        return {name: part for name, part in layer._modules.items() if isinstance(part, ThresholdedInput)}
+
+    @staticmethod
+    def unhook(layer: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Take the hooks of this layer's ThresholdedInputs off these modules."""
+        own = [*ThresholdedInput.of(layer).values()]
+        for part in parts if own else ():
+            hooks = part._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own]:
+                del hooks[key]
+
+    @staticmethod
     def take_off(layer: nn.Module) -> None:
         """Leave the inputs of the projections of this layer as they are again."""
-        own = {name: part for name, part in layer._modules.items() if isinstance(part, ThresholdedInput)}
-        for part in layer.modules() if own else ():
-            hooks = part._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own.values()]:
-                del hooks[key]
-        for name in own:
+        ThresholdedInput.unhook(layer, layer.modules())
+        for name in ThresholdedInput.of(layer):
             del layer._modules[name]
+
+
+INPUT, HIDDEN = "input", "hidden"  # the places of a layer where inputs are zeroed: before gate and up, and before down
+
+
+class Cut(NamedTuple):
+    """The thresholds on a layer's inputs, and on its hidden values, which are those of `down`."""
+
+    input: float
+    hidden: float
+
+    def of_input(self, x: Tensor) -> Tensor:
+        """x with what is below the threshold at zero."""
+        return Lossy(self.input).zeroed(x)
+
+    def of_hidden(self, h: Tensor) -> Tensor:
+        """Hidden values with what is below the threshold at zero."""
+        return Lossy(self.hidden).zeroed(h)
+
+    def __str__(self) -> str:
+        return f"lossy: |input| < {self.input:.4g} and |hidden| < {self.hidden:.4g} become 0"
+
+
+def cut_of(layer: nn.Module) -> Cut | None:
+    """The thresholds that ThresholdedInputs of this layer stand for; None where it has none."""
+    found = ThresholdedInput.of(layer)
+    if not found:
+        return None
+    return Cut(*(found[f"lossy_{place}"].threshold if f"lossy_{place}" in found else 0.0 for place in (INPUT, HIDDEN)))
+
+
+def put_on(layer: nn.Module, projections: Mapping[str, Iterable[nn.Module]]) -> None:
+    """Have this layer's ThresholdedInputs hooked to its projections, by place, again."""
+    for name, part in ThresholdedInput.of(layer).items():
+        part.put_on(layer, name.removeprefix("lossy_"), projections[name.removeprefix("lossy_")])
 
 
 def lossy_parts(model: nn.Module) -> list[tuple[str, Lossy]]:

@@ -19,12 +19,12 @@ from ..ops.inference import STATS
 from ..ops.kept import place
 from . import activations, compiled, hooks, probe
 from .again import Again, Known
-from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
+from .anatomy import FeedForward, StandIn, computes, cut_in, family_of, is_usual, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
 from .layout import DIMS, Holders, Layout, drop_views
 from .learner import Learner
-from .lossy import Lossy
+from .lossy import Lossy, ThresholdedInput
 from .parts import Cut, HandOn, part_at, put, set_forward
 from .paths import PATHS, dense
 from .paths.converted import Form
@@ -33,6 +33,11 @@ from .paths.path import held, hold
 from .shards import Summed, split_of
 from .weights import Weights
 
+FOR_CUT = ("kept_inputs",)  # the paths for layers with thresholds on their inputs
+ONLY_CUT = (
+    "is for layers with thresholds on their inputs (TEAL) and an activation that its kernel has; others are accepted"
+)
+
 
 class SparseFFN(Learner, nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
@@ -40,6 +45,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
     In place of the ReLU it may have its square in a plain layer, a FATReLU, a SiLU or GELU with a threshold
     (layers.lossy), or a ReLU on gate and up (dReLU). `acts` says which of them kernels compute (layers.activations);
     where it is None the dense path does, and where gradients are needed it does for all but the first two.
+
+    A layer with thresholds on its inputs (TEAL) has its activation as it is, and goes on zeroing them; `kept` says what
+    a kernel computes of it that reads the weights of the inputs that are left (ops.kept_inputs), on the paths for such
+    layers (Path.cuts). Its projections have no hooks for that meanwhile: `densify` puts them back.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the state_dict stay
     what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by the number
@@ -98,7 +107,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         family = family_of(source)
         if family is None:
             raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {accepted()}")
-        if not computes(family, family.acts(source)):
+        cut = cut_in(family, source)
+        if not cut and not computes(family, family.acts(source)):
             raise InputError(
                 f"{type(source).__name__} uses {kind_of(family.acts(source))}; a ReLU is accepted, in plain layers "
                 "also its square"
@@ -109,8 +119,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         acts = family.acts(source)
         # The activation as it is now, and whether up goes through it, too: for torch's operations, and as kernels
         # compute it (None: none does).
-        self.formula = {"acts": copy.copy(acts) if is_threshold(acts) else torch.relu, "both": _both}
-        self.acts = activations.known(acts, family.gate is not None, _both, family.parts(source)[1].weight)
+        self.formula = {"acts": torch.relu if is_usual(acts, cut) else copy.copy(acts), "both": _both, "cut": cut}
+        self.acts = activations.known(acts, family.gate is not None, _both, family.parts(source)[1].weight, cut)
+        self.kept = activations.kept(acts, _both, cut)
         self._family = family
         self._seat = family.activation
         self._dropout = family.dropout if family.drop(source) else None
@@ -122,6 +133,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if not family.inside:
             for name in self._names:
                 setattr(self, name, getattr(source, name))
+            for name, zeroes in ThresholdedInput.of(source).items():
+                setattr(self, name, zeroes)
             names = {id(owner): seat for seat, owner in family.owners(source).items()}
             self._parts = [part and names.get(id(part), part) for part in self._parts]
         # What hooks.check_parts looks at: a projection's place, the block that holds it (None: this module), its name
@@ -206,7 +219,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """This layer as `feed_forwards` lists it, found under this name; inside a block it is named by the block."""
         place = name if self.registered else name[: -len(self._seat)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
-        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"])
+        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
@@ -219,13 +232,16 @@ class SparseFFN(Learner, nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
-        if plan is None and self.dense_alone:
+        if plan is None and self.acts is None:
             plan = DENSE
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan or Choice())]
-        if self.dense_alone and any(choice != DENSE for _, choice in choices):
-            raise InputError(
-                f"the plan has a path that does not compute {kind_of(self.formula['acts'])}; 'dense' is accepted"
-            )
+        for path in {PATHS[choice.path] for _, choice in choices if choice != DENSE}:
+            if path.cuts and self.kept is None:
+                raise InputError(f"path {path.name!r} {ONLY_CUT}")
+            if not path.cuts and self.acts is None:
+                what = self.formula["cut"] or kind_of(self.formula["acts"])
+                others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
+                raise InputError(f"path {path.name!r} does not compute this layer ({what}); accepted: {others}")
         if isinstance(plan, LayerPlan):
             found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
             if found != own:
@@ -265,7 +281,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     @property
     def dense_alone(self) -> bool:
         """Whether no kernel computes this layer, and the dense path is the only one."""
-        return self.acts is None
+        return self.acts is None and self.kept is None
 
     def runs(self, tokens: int | None = None) -> str:
         """What the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: " and
@@ -302,7 +318,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _aliased(self) -> dict[str, Tensor]:
         """Other tensors that are the weights that may be moved, by their fields of Weights."""
-        names = () if not self.layout.turns else DIMS if self.layout.reorders else ("down",)
+        turns = ("gate", "up", "down") if self.kept else ("down",)
+        names = () if not self.layout.turns else DIMS if self.layout.reorders else turns
         found = {name: t for name, t in self._weights().named().items() if name in names}
         with torch.inference_mode(False):
             return {
@@ -341,7 +358,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """Have the weights lie as the paths in use read them, if the layer infers; otherwise as they were made."""
         infers = not self.training and not self._learned
         order = self.neurons if infers and any(PATHS[name].splits for name in used) else None
-        self.layout.settle(self, order, infers and any(PATHS[name].transposes(False) for name in used))
+        turn = set().union(*(PATHS[name].transposes(False) for name in used)) if infers else set()
+        self.layout.settle(self, order, turn)
         if self.layout.seats:
             weights = self._weights()
             for name in used:
@@ -413,6 +431,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
             self.layout.check(self)
         drop = self._modules[self._dropout] if self.drops else None
         if self.acts is None:
+            path = PATHS[choices[self._class_of(x, choices)][1].path]
+            if path.cuts and drop is None and not self._dense_because(x, weights):
+                y = path.forward(self, x, weights, 0, None)
+                self._remember(x, weights, lambda: path.again(self, x, weights, 0, None))
+                return y
             y = self._by_torch(x, weights, drop)
             self._remember(x, weights, lambda: dense.again(**self.formula))
             return y
@@ -433,6 +456,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
         y = path.forward(self, x, weights, choice.hot, stats)
         self._remember(x, weights, lambda: path.again(self, x, weights, choice.hot, stats), stats is not None)
         return y
+
+    @staticmethod
+    def _dense_because(x: Tensor, weights: Weights) -> bool:
+        """Whether torch's operations have to compute a layer with thresholds on its inputs: where it is traced,
+        transformed, needs a gradient, or is computed in another type."""
+        if torch.compiler.is_compiling() or checks.transformed() or not isinstance(x, Tensor) or x.dim() == 0:
+            return True
+        return checks.needs_gradient(x, *weights) or torch.is_autocast_enabled(x.device.type)
 
     def _rounded_otherwise(self, x: Tensor) -> bool:
         """Whether autocast computes the gate in another type than the layer's, in which its threshold may be rounded to

@@ -89,7 +89,7 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
             held, layout = found.module.extra_bytes, found.module.status()["layout"]
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
         same = {"layer": found.name, "state": state, "layout": layout, "extra_bytes": held}
-        lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else ""
+        lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""
         rows += [_now(found.module, {**nothing, **row, **same, "why": f"{row['why']}{lossy}"}) for row in told]
     return Report(rows, sum(part_of(p).nbytes for p in model.parameters()))
 

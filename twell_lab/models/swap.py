@@ -15,14 +15,15 @@ from ..analysis.trials import beside
 from ..core.errors import InputError, TwellError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
-from ..layers.activations import known
-from ..layers.anatomy import FeedForward, Only, check_model, feed_forwards, replaced
+from ..layers.activations import kept, known
+from ..layers.anatomy import FeedForward, Only, check_model, cut_places, family_of, feed_forwards, replaced
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.layout import Holders
+from ..layers.lossy import ThresholdedInput, put_on
 from ..layers.parts import HandOn, own_forward, set_forward
 from ..layers.paths import PATHS
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..layers.weights import Weights
 from ..ops import turned
 
@@ -64,7 +65,9 @@ def sparsify(
 
     A layer whose activation has a threshold (FATReLU; SiLU or GELU with one, as twell_lab.thresholds puts there), and
     one that has a ReLU on up as well (dReLU), is computed by kernels like any other, but dense where gradients are
-    needed. One with a threshold on another function stays dense whatever it is told.
+    needed. One with a threshold on another function stays dense whatever it is told. One with thresholds on its inputs
+    (TEAL) takes the path "kept_inputs" for few tokens and no other, with a ReLU, SiLU or GELU. That reads gate, up and
+    down by their columns, so all three are turned.
 
     A model may lie on several devices (a device_map, accelerate's dispatch_model) if each layer lies on one: what moves
     the input of a dense layer moves that of the SparseFFN. Layers whose weights are offloaded are refused. Of a model
@@ -139,6 +142,7 @@ def sparsify(
                 set_forward(source.of, Routed(source.of))
                 continue
             if sparse.registered:
+                ThresholdedInput.unhook(source, family_of(source).owners(source).values())
                 model = replaced(model, {source: sparse})
             else:
                 # The block calls the up projection, the activation and the down projection itself, so there is no
@@ -155,7 +159,12 @@ def _alone(found: FeedForward, both: set[int]) -> bool:
     module = found.module
     if isinstance(module, SparseFFN):
         return module.dense_alone
-    return known(found.acts or torch.relu, found.gate is not None, id(module) in both) is None
+    acts, two = found.acts or torch.relu, id(module) in both
+    squared = found.gate is found.up
+    return (
+        known(acts, found.gate is not None, two, cut=found.cut) is None
+        and kept(acts, two or squared, found.cut) is None
+    )
 
 
 def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) -> None:
@@ -164,6 +173,11 @@ def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) 
         weights = Weights.of(found.gate, found.up, found.down)
         told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
         for name in {each.path for each in told if isinstance(each, Choice)}:
+            if name in FOR_CUT and found.cut is None:
+                raise InputError(f"path {name!r} {ONLY_CUT}; {found.name!r} is none")
+            if name not in (DENSE.path, *FOR_CUT) and found.cut is not None:
+                accepted = ", ".join(map(repr, [DENSE.path, *FOR_CUT]))
+                raise InputError(f"path {name!r} does not compute {found.name!r} ({found.cut}); accepted: {accepted}")
             try:
                 PATHS[name].fitted(weights)
             except TwellError as error:
@@ -240,6 +254,8 @@ def densify(model: nn.Module) -> nn.Module:
         sparse.turn_back()
         if sparse.registered:
             hooks.hand_over(sparse, source)
+            if ThresholdedInput.of(source):
+                put_on(source, cut_places(family_of(source), source))
             source.train(sparse.training)
             model = replaced(model, {sparse: source})
         else:

@@ -40,7 +40,18 @@ from ..analysis.running import ALL, Gate, Rows, evaluating, run
 from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
 from ..layers import probe
-from ..layers.anatomy import FeedForward, Only, check_model, family_of, kind_of, named_parts, raise_all, selected, title
+from ..layers.anatomy import (
+    FeedForward,
+    Only,
+    check_model,
+    cut_places,
+    family_of,
+    kind_of,
+    named_parts,
+    raise_all,
+    selected,
+    title,
+)
 from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.hooks import on_part
@@ -410,7 +421,8 @@ class Thresholds:
         With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput.
         They are named lossy where the model is printed, have no parameters, and are not saved with it: save the
         Thresholds. Others that are on the model are taken off before. Gradients go through what is kept. `sparsify`
-        takes a model with "cats" on it, and kernels then skip its silent neurons.
+        takes a model with either on it, and for few tokens kernels then skip its silent neurons, or read the weights of
+        kept inputs alone.
 
         Raises InputError, with nothing changed, for a model whose layers have other names, shapes or activations than
         those that were calibrated, and for one that `sparsify` swapped."""
@@ -421,7 +433,7 @@ class Thresholds:
                 family = family_of(found.module)
                 put(found.module, family.activation, ThresholdedActivation(found.acts, layer.thresholds["activation"]))
                 continue
-            for place, projections in _inputs(found.module).items():
+            for place, projections in cut_places(family_of(found.module), found.module).items():
                 ThresholdedInput(layer.thresholds[place]).put_on(found.module, place, projections)
         return model
 
@@ -571,14 +583,6 @@ def _unreadable(owners: dict[str, nn.Module]) -> str | None:
         if any(hasattr(parameter, "device_mesh") for parameter in owner.parameters()):
             return f"{seat} is sharded (DTensor); accepted: a whole model, sharded afterwards"
     return None
-
-
-def _inputs(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules that store a layer's projections, by the place of what enters them."""
-    family = family_of(module)
-    owners = family.owners(module)
-    down = owners.pop(family.down)
-    return {"input": [*owners.values()], "hidden": [down]}
 
 
 def _check_dense(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The other kinds of sparsity, one file a method: of weights (weights, two_four, two_four_training, blocks;
-quantised: fewer bits), of tokens and activations (microtiles, experts, predictors), and what changes few weights or
-drops them (adapters, dropout).
+quantised: fewer bits), of tokens and activations (microtiles, experts, predictors, kept_inputs), and what changes few
+weights or drops them (adapters, dropout).
 
 May import training and all below."""
 
@@ -14,5 +14,6 @@ _PATHS = {
     "fp8": "quantised",
     "twell_int8": "quantised",
     "predicted": "predictors",
+    "kept_inputs": "kept_inputs",
 }
 PATHS.further |= {name: f"{__name__}.{file}" for name, file in _PATHS.items()}

@@ -223,7 +223,7 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
                 f"{title(layer.name, module)} is an expert, or does more than its projections; accepted: modules that "
                 "are a feed-forward layer and no more, and an `only` that leaves others out"
             )
-        elif layer.acts is not None:
+        elif layer.acts is not None or layer.cut is not None:
             reasons.append(f"{title(layer.name, module)} has a threshold; accepted: layers with a ReLU or its square")
         elif any(parameter.is_meta for parameter in module.parameters()):
             reasons.append(f"{title(layer.name, module)} is on meta; accepted: a model that was loaded")

@@ -405,6 +405,11 @@ def test_no_batches_no_tokens_and_no_tensors_are_refused(batches, words):
         profile(course_model(), batches)
 
 
+def test_weights_on_meta_are_refused_before_anything_runs():
+    with pytest.raises(InputError, match="is on meta, without values; accepted: a model that was loaded"):
+        profile(llama().to("meta"), [{"input_ids": torch.ones(1, 4).long()}])
+
+
 def test_a_mask_that_fits_no_position_is_refused():
     with pytest.raises(InputError, match=r"attention_mask has shape \[1, 9\]"):
         profile(llama(), [{"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 9)}])

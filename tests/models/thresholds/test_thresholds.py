@@ -384,10 +384,16 @@ def test_a_thresholded_activation_is_not_replaced_by_a_relu():
 
 
 def test_inputs_with_thresholds_are_not_swapped_without_a_word():
-    model = llama(hidden_act="relu")
-    found = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
-    with pytest.raises(InputError, match="ThresholdedInput"):
-        tl.sparsify(found)
+    for model in (llama(hidden_act="relu"), llama()):
+        found = tl.thresholds(model, tokens(), 0.5, method="teal")
+        after = answer(found.apply(model))
+        assert all("lossy: |input| <" in row["why"] for row in tl.report(model).rows)
+        tl.sparsify(model)
+        assert torch.equal(answer(model), after) and repr(model).count("lossy: ") == 4
+        assert all("lossy: |input| <" in row["why"] for row in tl.report(model).rows)
+        with pytest.raises(InputError, match="mlp: swapped by sparsify; accepted: dense layers"):
+            found.remove(model)
+        assert not lossy_parts(found.remove(tl.densify(model)))
 
 
 def test_an_activation_in_place_is_watched_without_being_run_twice():
@@ -548,6 +554,17 @@ def clamped():
 def test_models_that_cannot_be_calibrated(make, said):
     with pytest.raises(InputError, match=said):
         tl.thresholds(make(), tokens(), 0.5)
+
+
+@pytest.mark.parametrize("verb", [tl.sparsify, lambda model: tl.profile(model, tokens())])
+def test_other_verbs_name_what_is_quantised_too(verb):
+    model = quantised()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Int8Linear(40, 16, bias=False)
+    with pytest.raises(
+        InputError, match=r"model.layers.0.mlp \(LlamaMLP\) has the parts of one, but down_proj is a .*Int8"
+    ):
+        verb(model)
 
 
 def test_layers_can_be_left_out():

@@ -39,6 +39,17 @@ def test_a_threshold_counts_as_it_is_rounded():
     assert acts.keeps(torch.stack([-above, bound, above])).tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [0.0, 1e-8, 0.001, 0.3, 0.5003])
+def test_every_value_of_16_bits_above_a_threshold_is_itself_and_all_others_are_plus_zero(threshold, dtype):
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    acts = Activation("above", threshold)
+    expected = torch.where(acts.keeps(every), torch.relu(every), torch.zeros_like(every))
+    found, number = acts.applied(every), ~every.isnan()
+    assert torch.equal(found[number].view(torch.int16), expected[number].view(torch.int16))
+    assert found.dtype == dtype and torch.equal(found.isnan(), ~number)
+
+
 @pytest.mark.parametrize(
     "acts, gated, told",
     [

@@ -101,7 +101,7 @@ def test_nothing_is_imported_before_a_further_path_is_named():
 
 
 def test_every_name_is_that_of_its_path_and_the_own_ones_stay_three():
-    assert PATHS.names() == ["dense", "twell", "hot_cold", *FURTHER]
+    assert PATHS.names() == ["dense", "twell", "hot_cold", *FURTHER, "kept_inputs"]
     for name in FURTHER:
         path = PATHS[name]
         assert path.name == name and path.exact == (name not in LOSSY) and path.learns in differentiable.PATHS

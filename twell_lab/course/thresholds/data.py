@@ -38,7 +38,7 @@ class Step:
     turn.
 
     what: the step, such as "decoding a token"; device: where; path: what computed the layers with thresholds, "twell",
-    or "dense" for "teal", whose zeros no path of this package skips. Without thresholds the layers are as they were."""
+    or for "teal" "kept_inputs" on a GPU and "dense" elsewhere. Without thresholds the layers are as they were."""
 
     what: str
     device: str
@@ -54,7 +54,7 @@ class Counted:
     what: what figures call it. calibration: the histograms of its layers. greedy: whether each layer gets its own
     sparsity. gpu, tokens: what times are predicted for. errors, overflow: by layer, at each of LEVELS, the error of its
     output and the share of tiles with more values than slots. us: likewise the microseconds on each path, by its name;
-    none with "teal", whose savings no path of this package makes. losses, steps: what was measured, by sparsity."""
+    none with "teal", whose savings are not predicted. losses, steps: what was measured, by sparsity."""
 
     what: str
     model: nn.Module
@@ -145,15 +145,15 @@ def clock(counted: Counted, sparsity: float) -> Step:
     """Measure on this machine how long a step takes with thresholds of this sparsity and without any, and keep it among
     the points: decoding a token after a window of the text, or a forward of `tokens` tokens where those are more than
     one (or of all windows, where they are fewer). A copy of the model gets the thresholds, and with "cats" the TwELL
-    path in every layer, be that faster or not; the model is left as it was. InputError for a model that is no causal
-    language model, and for one with thresholds on it."""
+    path in every layer, with "teal" on a GPU "kept_inputs", be that faster or not; the model is left as it was.
+    InputError for a model that is no causal language model, and for one with thresholds on it."""
     _check(sparsity)
     if lossy_parts(counted.model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    path = "twell" if counted.calibration.method == "cats" else "dense"
+    device = next(counted.model.parameters()).device
+    path = "twell" if counted.calibration.method == "cats" else "kept_inputs" if device.type == "cuda" else "dense"
     cut = counted.calibration.at(sparsity, greedy=counted.greedy).apply(copy.deepcopy(counted.model))
     cut = sparsify(cut, path) if path != "dense" else cut
-    device = next(cut.parameters()).device
     windows = counted.windows.to(device)
     run, what = _step(Causal(counted.model), windows, counted.tokens)
     runs = {"ms": _step(Causal(cut), windows, counted.tokens)[0], "dense_ms": run}
@@ -263,7 +263,7 @@ def sentence(view: dict) -> str:
         time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
         time += ": launches decide" if f"{us:,.0f}" == f"{plain:,.0f}" else ""
     if step := view["step"]:
-        how = "on the TwELL path" if step["path"] == "twell" else "computed densely"
+        how = {"twell": "on the TwELL path", "dense": "computed densely"}.get(step["path"], f"on path {step['path']!r}")
         time += f"; here {step['what']} took {step['ms']:.3g} ms {how} instead of {step['dense_ms']:.3g}"
     return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%} (lossy): {loss}{time}"
 

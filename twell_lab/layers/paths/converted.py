@@ -11,7 +11,7 @@ layer makes its own."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -63,7 +63,7 @@ class Converted(Path):
         """The layer's output for x [..., d_model]. weights: in the order of Weights."""
         raise NotImplementedError
 
-    def copy_bytes(self, weights: Weights, turned: bool, reordered: bool) -> int:
+    def copy_bytes(self, weights: Weights, turned: Collection[str], reordered: bool) -> int:
         return self.form_bytes(weights)
 
     def refuses(self, layer: nn.Module, weights: Weights) -> str:

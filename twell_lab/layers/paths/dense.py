@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from ...ops import checks, dispatch
 from ...ops.activation import RELU
 from ..again import Known
+from ..lossy import Cut
 from ..weights import Weights
 from .cost import Work
 from .path import Path
@@ -73,25 +74,34 @@ def by_torch(
     seen: Callable[[Tensor], Tensor] | None = None,
     acts: Callable[[Tensor], Tensor] = torch.relu,
     both: bool = False,
+    cut: Cut | None = None,
 ) -> Tensor:
     """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. seen: takes the
     hidden activations [..., d_ff], and returns what goes into the down projection. acts: the activation, which in
-    a gated layer with `both` is also that of up. Raises InputError for shapes that do not fit together."""
+    a gated layer with `both` is also that of up. cut: thresholds on x and on the hidden activations. Raises InputError
+    for shapes that do not fit together."""
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
     if x.dtype != up.dtype and not torch.is_autocast_enabled(x.device.type):
         checks.check_together(x, x.dtype, up=up)
-    return _computed(x, weights, seen, acts, both)
+    return _computed(x, weights, seen, acts, both, cut)
 
 
-def again(acts: Callable[[Tensor], Tensor] = torch.relu, both: bool = False) -> Known:
+def again(acts: Callable[[Tensor], Tensor] = torch.relu, both: bool = False, cut: Cut | None = None) -> Known:
     """by_torch for any x like one that was computed before."""
-    return Known(lambda x, weights: _computed(x, weights, None, acts, both))
+    return Known(lambda x, weights: _computed(x, weights, None, acts, both, cut))
 
 
-def _computed(x: Tensor, weights: Sequence[Tensor | None], seen, acts, both: bool) -> Tensor:
-    gate, up, down, gate_bias, up_bias, down_bias, _ = weights
+def _computed(x: Tensor, weights: Sequence[Tensor | None], seen, acts, both: bool, cut: Cut | None) -> Tensor:
+    hidden = hidden_of(x, weights, acts, both, cut)
+    return linear(hidden if seen is None else seen(hidden), weights[2], weights[5])
+
+
+def hidden_of(x: Tensor, weights: Sequence[Tensor | None], acts, both: bool = False, cut: Cut | None = None) -> Tensor:
+    """What enters `down`, [..., d_ff], by torch's operations; arguments as `by_torch` has them."""
+    gate, up, _, gate_bias, up_bias, _, _ = weights
+    x = x if cut is None else cut.of_input(x)
     if gate is None:
         hidden = acts(linear(x, up, up_bias))
     elif gate is up:
@@ -99,7 +109,7 @@ def _computed(x: Tensor, weights: Sequence[Tensor | None], seen, acts, both: boo
     else:
         beside = linear(x, up, up_bias)
         hidden = acts(linear(x, gate, gate_bias)) * (acts(beside) if both else beside)
-    return linear(hidden if seen is None else seen(hidden), down, down_bias)
+    return hidden if cut is None else cut.of_hidden(hidden)
 
 
 def fused(work: Work) -> bool:

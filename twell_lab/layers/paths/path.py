@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from ...core.errors import InputError
 from ...ops import copies, inference
 from ..again import Known
 from ..weights import NAMES, Weights
-from .cost import Work
+from .cost import Rates, Work
 
 
 class Copy(NamedTuple):
@@ -70,14 +70,16 @@ class Path:
     but for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one
     operator and not what it does. patterned: whether it takes a layer for where the zeros of its weights lie; then it
     is timed on those weights, and never on drawn ones. learns: the path of twell_lab.ops.differentiable to take where
-    gradients are needed. copies: the weights it wants in another layout. in_order: those of them, by the same buffers,
-    that it still wants where the layer's weights lie in `layer.neurons`."""
+    gradients are needed. cuts: whether it is for layers with thresholds on their inputs (layers.lossy.Cut); they take
+    these paths and dense, and no others do. copies: the weights it wants in another layout. in_order: those of them, by
+    the same buffers, that it still wants where the layer's weights lie in `layer.neurons`."""
 
     name: str
     packs = True
     splits = False
     exact = True
     patterned = False
+    cuts = False
     learns = "twell"
     copies: tuple[Copy, ...] = ()
     in_order: tuple[Copy, ...] | None = None
@@ -89,6 +91,11 @@ class Path:
     def accepts(self, d_ff: int, hot: int = 0) -> bool:
         """Whether a layer of d_ff neurons can go this way with so many hot ones, whatever the number of tokens."""
         return hot in self.sizes(d_ff)
+
+    def helps(self, tokens: int, rates: Rates) -> bool:
+        """Whether so many tokens go another way here than on the dense path, on a device of these rates; where not, it
+        is not weighed."""
+        return True
 
     def fitted(self, weights: Weights) -> Path:
         """The path for a layer with these weights, whose `cost` may depend on them. Raises a TwellError for a layer
@@ -109,16 +116,16 @@ class Path:
         """The weights it wants in another layout in a layer whose weights lie in `layer.neurons`, or do not."""
         return self.copies if self.in_order is None or not reordered else self.in_order
 
-    def transposes(self, reordered: bool) -> bool:
-        """Whether it wants `down` transposed and otherwise as it is: a turned one (ops.turned) needs no copy then."""
-        return any((copy.source, copy.how) == ("down", copies.TRANSPOSED) for copy in self.wanted(reordered))
+    def transposes(self, reordered: bool) -> set[str]:
+        """The weights that it wants transposed and otherwise as they are: turned ones (ops.turned) need no copy."""
+        return {copy.source for copy in self.wanted(reordered) if copy.how == copies.TRANSPOSED}
 
-    def copy_bytes(self, weights: Weights, turned: bool, reordered: bool) -> int:
-        """The bytes of all that a layer holds for this path. turned: whether its `down` is."""
+    def copy_bytes(self, weights: Weights, turned: Collection[str], reordered: bool) -> int:
+        """The bytes of all that a layer holds for this path. turned: which of its weights are."""
         sources = [
             getattr(weights, copy.source)
             for copy in self.wanted(reordered)
-            if not (turned and (copy.source, copy.how) == ("down", copies.TRANSPOSED))
+            if not (copy.source in turned and copy.how == copies.TRANSPOSED)
         ]
         order = 8 * weights.up.shape[0] if self.splits and not reordered else 0
         return order + sum(source.nbytes for source in sources if source is not None)
