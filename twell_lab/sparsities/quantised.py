@@ -387,9 +387,9 @@ class Int8(Products):
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Half of the operations' time in E4M3, and all of it in INT8, whose products (torch's and ours, mma.sync) were no
-        faster than those of 16 bits on an H100; and x is read, written as one byte and read, the result written. What
-        the kernel takes moves no sums and needs three launches less."""
+        """Half of the operations' time in E4M3, and all of it in INT8, whose products (torch's and ours, mma.sync) were
+        no faster than those of 16 bits on an H100; and x is read, written as one byte and read, the result written.
+        What the kernel takes moves no sums and needs three launches less."""
         fused = (
             self.held == torch.int8 and work.itemsize == 2 and not (n % int8_products.STEP or k % int8_products.STEP)
         )
