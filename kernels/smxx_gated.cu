@@ -208,7 +208,7 @@ GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pa
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts(most);
     count_row(stats, facts);
-    if (facts.lost) return hand_on(in, row, lost, lost_x);  // the same in every warp
+    if (facts.lost) return hand_on(in, row, facts, lost, lost_x);  // the same in every warp
     if (any_nonfinite(in) && facts.kept < columns) {  // see gated_v1
         if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
         return;
