@@ -11,7 +11,8 @@
 #endif
 #define FEW_TILES 512   // of a row, at most
 #define RUN_ENTRIES 512 // of a run, that a block holds at a time
-static_assert(FEW_ROWS <= WARP, "a lane looks at each row");
+#define ROWS_AT_ONCE 16 // of down_t that a thread has under way
+static_assert(FEW_ROWS <= WARP && RUN_ENTRIES % ROWS_AT_ONCE == 0, "a lane looks at each row, and turns are whole");
 
 // What a block of BLOCK threads holds in shared memory, x's row of d_model values behind it.
 template <int BLOCK>
@@ -121,7 +122,12 @@ __device__ __forceinline__ void sum_run(const value_t* __restrict__ x, const wor
     do {
         const int count = min(RUN_ENTRIES, end - first);
         for (int i = threadIdx.x; i < count; i += BLOCK) find_entry(s, packed, pool, row, tiles, first + i, i);
+        // After the last entry zeros, so that no load needs a condition; they repeat a row that is read anyway.
+        const int whole = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
         __syncthreads();
+        if (threadIdx.x < whole - count)
+            s.h[count + threadIdx.x] = 0, s.column[count + threadIdx.x] = count ? s.column[count - 1] : 0;
+        if (!up.first) __syncthreads();
         if (up.first) {
             for (int e = threadIdx.x / WARP; e < count; e += BLOCK / WARP) {
                 const uint4* u = up[s.column[e]];
@@ -148,14 +154,17 @@ __device__ __forceinline__ void sum_run(const value_t* __restrict__ x, const wor
                 const float4 a = here[0], b = here[1];
                 sum[0] = a.x, sum[1] = a.y, sum[2] = a.z, sum[3] = a.w, sum[4] = b.x, sum[5] = b.y, sum[6] = b.z, sum[7] = b.w;
             }
-#pragma unroll 16
-            for (int e = 0; e < count; ++e) {
-                Vector w;
-                float f[VECTOR];
-                w.raw = __ldg(down_t[s.column[e]] + v);
-                w.to_floats(f);
+            for (int e = 0; e < whole; e += ROWS_AT_ONCE) {
+                Vector w[ROWS_AT_ONCE];
 #pragma unroll
-                for (int i = 0; i < VECTOR; ++i) sum[i] = fmaf(s.h[e], f[i], sum[i]);
+                for (int j = 0; j < ROWS_AT_ONCE; ++j) w[j].raw = __ldg(down_t[s.column[e + j]] + v);
+#pragma unroll
+                for (int j = 0; j < ROWS_AT_ONCE; ++j) {
+                    float f[VECTOR];
+                    w[j].to_floats(f);
+#pragma unroll
+                    for (int i = 0; i < VECTOR; ++i) sum[i] = fmaf(s.h[e + j], f[i], sum[i]);
+                }
             }
             if (spoilt) sum[0] = sum[1] = sum[2] = sum[3] = sum[4] = sum[5] = sum[6] = sum[7] = nanf("");
             here[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), here[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
