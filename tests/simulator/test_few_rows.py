@@ -18,7 +18,9 @@ FILE = Path(__file__).parent / "few_rows.cu"
 FEW = sources.number("few_rows.cuh", "FEW_ROWS")
 
 
-def share(layer: Pooled, rows: list[int], blocks: int = 7, gated: bool = True, step: int = 0, beyond=(), watch="faults"):
+def share(
+    layer: Pooled, rows: list[int], blocks: int = 7, gated: bool = True, step: int = 0, beyond=(), watch="faults"
+):
     """y, poisoned but for the rows that were computed. rows: in the order of the list. step: values between two rows of
     a weight. beyond: those that are listed as lost to the pool."""
     (tokens, d_model), columns = layer.x.shape, layer.gate.shape[1]

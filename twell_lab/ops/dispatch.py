@@ -32,9 +32,9 @@ _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
 LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
 LEAST_HOT = 512  # the same with a hot part: lower, because the portable kernels cannot start from its float32 sums
-# A row with more kept values than this is handed on like the lost rows, since the one warp that would walk it would hold
-# up its launch. Few such rows are shared among all blocks of one launch, many are computed densely: the GEMMs take less
-# of the GPU's time for them than reading so many rows of up and down.
+# A row with more kept values than this is handed on like the lost rows: the one warp that would walk it would hold up
+# its launch. Few such rows are shared among all blocks of a launch, many are computed densely: the GEMMs take less of
+# the GPU's time for them than reading so many rows of up and down.
 HEAVY = 128
 LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU less time than four operations of torch
 # Tokens from which the GPU works for so long that the host's time for it is hidden, also in a model whose host is

@@ -115,7 +115,15 @@ def _gate_up(
     few: tuple = (None,) * 4 + (0, None, 0, None)
     if packed is not None:
         few = (packed, pool, x, up, up.stride(0), down_t, down_t.stride(0), parts)
-    arguments = (*maps, tma.matrix_map(h, _OUT_ROWS), None if gate is None else gate_bias, up_bias, lost, *numbers, *few)
+    arguments = (
+        *maps,
+        tma.matrix_map(h, _OUT_ROWS),
+        None if gate is None else gate_bias,
+        up_bias,
+        lost,
+        *numbers,
+        *few,
+    )
     made = kernel("sm90_gate_up.cu", "gate_up", defines, _SHARED, early=lost is not None)
     grid = _whole(x.device) if packed is not None else _grid(rows, d_ff, BN if gate is None else BN // 2, x.device)
     made.launch(x.device, grid, arguments)

@@ -90,7 +90,9 @@ def gate_up(dtype, defines, values, blocks) -> None:
     if packed:
         first_row = up_rows if defines["GATED"] else 0
         weights = (first_row, up_step, up_bias, down_rows, down_step)
-        if few(lost, d_ff, d_model, dtype, blocks, "sum_runs", (lost_x, packed, pool, lost, *weights, parts, d_ff, d_model)):
+        if few(
+            lost, d_ff, d_model, dtype, blocks, "sum_runs", (lost_x, packed, pool, lost, *weights, parts, d_ff, d_model)
+        ):
             return
     rows = min(rows, int(at(lost, torch.int32, 1)) - first) if lost else rows
     if rows <= 0:
