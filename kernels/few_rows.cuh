@@ -7,7 +7,7 @@
 #include "row_walk.cuh"
 
 #ifndef FEW_ROWS
-#define FEW_ROWS 16  // more rows are faster as a dense product
+#define FEW_ROWS 24  // more rows are faster as a dense product
 #endif
 #define FEW_TILES 512   // of a row, at most
 #define RUN_ENTRIES 512 // of a run, that a block holds at a time

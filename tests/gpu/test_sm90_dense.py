@@ -153,7 +153,7 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("rows", [1, 3, 24, 25])
 def test_few_rows_of_a_packed_gate_are_taken_apart(rows, gated, dtype):
     """From their kept values, which here are not those of the gate's weights: so it is seen which way was taken. More
     rows, or one that the pool could not hold, are computed densely."""
