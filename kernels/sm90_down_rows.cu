@@ -1,7 +1,7 @@
 // down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk: the second
 // half of the layer for the rows that the packed path lost (gate_up computes h), where lost[] may hold ~row. fp32 sums,
-// rounded once, scattered by row. Few rows are finished from the sums of few_rows.cuh that gate_up leaves. The host does not know how many rows there are: the launch is for `slots` rows, and ends at once where there are
-// none.
+// rounded once, scattered by row. Few rows are finished from the sums of few_rows.cuh that gate_up leaves. The host does
+// not know how many rows there are: the launch is for `slots` rows, and ends at once where there are none.
 //
 // What bounds it: with no row lost, the launch. With few, the weights, which have to be read once, and how much one
 // multiprocessor can take in: so up to SPLITS clusters share a tile, each with a part of k, and add up in a fixed

@@ -30,8 +30,8 @@ from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
-# Tokens from which the packing GEMM computes the gate. From 2,048 tokens on its 128 x 256 tiles fill the GPU; with fewer
-# it takes up to a tenth more of the GPU's time than torch's product and `pack` do, but there no row holds up the others.
+# Tokens from which the packing GEMM computes the gate. Its tiles of 128 x 256 fill the GPU from 2,048 on. With fewer
+# tokens a layer takes up to a tenth longer than after torch's product and `pack`, but no row holds up the others.
 LEAST_TWELL = 257
 LEAST_HOT = 512  # the same with a hot part
 LEAST_COUNTED = 2048  # tokens from which the portable kernels count for `stats`: for fewer it would take too much time
