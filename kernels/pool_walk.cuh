@@ -19,7 +19,9 @@ struct Pooled {
 
 struct RowFacts {
     int kept;
-    bool pooled, lost;  // whether some tile has more values than slots; whether others have to compute the row
+    bool pooled;  // whether some tile has more values than slots
+    bool beyond;  // whether the pool could not hold some
+    bool lost;    // whether others have to compute the row
 };
 
 class PoolWalk {
@@ -28,17 +30,17 @@ public:
 
     // Before the first call of next. A row is lost if it has more values than the pool could take, or more than `most`.
     __device__ __forceinline__ RowFacts facts(int most) {
-        RowFacts f = {0, false, false};
+        RowFacts f = {0, false, false, false};
         for (;;) {
             const bool over = mine_ > SLOTS;
             f.kept += listed_;
             f.pooled |= __any_sync(ALL_LANES, over);
-            f.lost |= __any_sync(ALL_LANES, over && pooled_at_ + mine_ - SLOTS > POOL_WORDS);
+            f.beyond |= __any_sync(ALL_LANES, over && pooled_at_ + mine_ - SLOTS > POOL_WORDS);
             if (group_ + WARP >= tiles()) break;
             open_group(group_ + WARP);
         }
         if (group_) open_group(0);
-        f.lost |= f.kept > most;
+        f.lost = f.beyond || f.kept > most;
         return f;
     }
 
@@ -150,13 +152,14 @@ __device__ __forceinline__ void count_rows(unsigned long long* stats, float* hid
     if (lost) atomicAdd(&stats[3], (unsigned long long)__popc(lost));
 }
 
-// A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to
-// lost_x[slot]. Rows come in any order; what is computed from them must not depend on it. All of the block calls it.
-__device__ __forceinline__ void hand_on(const RowVectors& x, int row, int* lost, value_t* lost_x) {
+// A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row, or ~row if the pool could not
+// hold it), and its x goes to lost_x[slot]. Rows come in any order; what is computed from them must not depend on it. All
+// of the block calls it.
+__device__ __forceinline__ void hand_on(const RowVectors& x, int row, const RowFacts& facts, int* lost, value_t* lost_x) {
     __shared__ int slot;
     if (threadIdx.x == 0) {
         slot = atomicAdd(lost, 1);
-        lost[1 + slot] = row;
+        lost[1 + slot] = facts.beyond ? ~row : row;
     }
     __syncthreads();
     if (team() == 0) copy_row(lost_x + (long long)slot * D_MODEL, x);

@@ -1,7 +1,7 @@
 // down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk: the second
-// half of the layer for the rows that the packed path lost (gate_up computes h). fp32 sums, rounded once, scattered by
-// row. The host does not know how many rows there are: the launch is for `slots` rows, and ends at once where there are
-// none.
+// half of the layer for the rows that the packed path lost (gate_up computes h), where lost[] may hold ~row. fp32 sums,
+// rounded once, scattered by row. Few rows are finished from the sums of few_rows.cuh that gate_up leaves. The host does
+// not know how many rows there are: the launch is for `slots` rows, and ends at once where there are none.
 //
 // What bounds it: with no row lost, the launch. With few, the weights, which have to be read once, and how much one
 // multiprocessor can take in: so up to SPLITS clusters share a tile, each with a part of k, and add up in a fixed
@@ -10,6 +10,8 @@
 // Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2. Worklog: docs/kernels/sm90_down_rows.md
 #define B_ALONG_N 1  // the rows of down_t run along the columns of y
 #include "twell.cuh"
+#include "few_rows.cuh"
+#include "ptx_sm80_decode.cuh"
 #include "sm90_rows_out.cuh"
 #ifndef SPLITS
 #define SPLITS 4  // clusters that share a tile, at most
@@ -65,11 +67,18 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
 
 // h [slots, d_ff] by a map of (k, rows), boxes (64, 128); down_t [d_ff, d_model] by one of (columns, k), boxes (64, 64).
 // A chunk's rows are `lost[0] - first`, between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for
-// each consumer warp of the grid; parts: 16 KB for each.
+// each consumer warp of the grid; parts: 16 KB for each. few_apart: whether gate_up took few rows apart.
 extern "C" __global__ void HOPPER_GEMM
 down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down_t, const value_t* __restrict__ bias,
           const float* __restrict__ start, value_t* __restrict__ y, const int* __restrict__ lost, int first, int slots,
-          int d_ff, int d_model, int* __restrict__ counters, float4* __restrict__ parts) {
+          int d_ff, int d_model, int* __restrict__ counters, float4* __restrict__ parts, int few_apart) {
+    wait_for_previous();
+    let_next_start();
+    if (few_apart && lost[0] > 0) {
+        extern __shared__ __align__(1024) unsigned char raw[];
+        if (const int few = few_rows(lost, d_ff))
+            return add_runs<THREADS>((const float*)parts, lost, few, bias, start, y, d_model, raw);
+    }
     const int rows = min(slots, lost[0] - first);
     if (rows <= 0) return;
     const int* index = lost + 1 + first;
@@ -115,9 +124,9 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = slot + lane / 4 + 8 * r;
-                from[r] = start && i < rows ? start + (long long)index[i] * d_model : nullptr;
+                from[r] = start && i < rows ? start + (long long)row_listed(index[i]) * d_model : nullptr;
             }
-            value_t* row = slot + lane % 16 < rows ? y + (long long)index[slot + lane % 16] * d_model : nullptr;
+            value_t* row = slot + lane % 16 < rows ? y + (long long)row_listed(index[slot + lane % 16]) * d_model : nullptr;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = t.n * BN + 128 * half;

@@ -51,25 +51,36 @@
 // Which words a lane writes, and where: the kept value of rank s (from 0) in its row goes to `to + 4 s` if low <= s <
 // high.
 struct Window { u32 to; int low, high; };
+// The words of one pair of columns, of which the even one fires, the odd one, or both; rank grows by their number.
+__device__ __forceinline__ void emit_pair(u32 pair, u32 even, u32 odd, u32 column, int& rank, const Window& out) {
+    const u32 span = out.high - out.low;
+    store_shared_if(even & ((u32)(rank - out.low) < span), out.to + 4 * rank, pair << 16 | column);
+    rank += even;
+    store_shared_if(odd & ((u32)(rank - out.low) < span), out.to + 4 * rank, (pair & 0xffff0000u) | (column + 1));
+    rank += odd;
+}
 // Write the firing ones among 16 neighbouring pairs of columns; returns the rank after them. mask: bit j the even
 // column of pair j, bit 16 + j the odd one. A register can't be picked by a run-time index, so the pairs go through
 // shared memory, where each thread reads back only what it wrote itself; and only what will be read: the tensor cores
-// need the bandwidth.
+// need the bandwidth. That loop runs as often as the fullest lane of the warp needs. MANY: from so many turns on that
+// going through all 16 registers takes less time, do that.
+template <bool MANY>
 __device__ __forceinline__ int emit(const u32* v, u32 mask, u32 column, int rank, const Window& out, u32 scratch) {
+    constexpr int MOST_TURNS = 5;
+    u32 left = (mask | mask >> 16) & 0xffff;
+    if (MANY && __any_sync(ALL_LANES, __popc(left) > MOST_TURNS)) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) emit_pair(v[j], mask >> j & 1, mask >> (16 + j) & 1, column + 2 * j, rank, out);
+        return rank;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_shared_4_if(mask & 0xf000fu << 4 * i, scratch + i * 2048, v + 4 * i);
-    const u32 span = out.high - out.low;
-    u32 left = (mask | mask >> 16) & 0xffff;
 #pragma unroll 1
     while (left) {
         const int j = __ffs(left) - 1;
         left &= left - 1;
-        const u32 pair = load_shared(scratch + (j >> 2) * 2048 + (j & 3) * 4), at = column + 2 * j, bits = mask >> j;
-        const u32 even = bits & 1, odd = bits >> 16 & 1;
-        store_shared_if(even & ((u32)(rank - out.low) < span), out.to + 4 * rank, pair << 16 | at);
-        rank += even;
-        store_shared_if(odd & ((u32)(rank - out.low) < span), out.to + 4 * rank, (pair & 0xffff0000u) | (at + 1));
-        rank += odd;
+        const u32 pair = load_shared(scratch + (j >> 2) * 2048 + (j & 3) * 4), bits = mask >> j;
+        emit_pair(pair, bits & 1, bits >> 16 & 1, column + 2 * j, rank, out);
     }
     return rank;
 }
@@ -159,6 +170,7 @@ enum Step {
 };
 
 // One of the SPILL steps.
+template <bool MANY>
 __device__ __forceinline__ void spill(int step, const Packing& p, u32 staging, u32 scratch, word_t* __restrict__ pool,
                                       int n_count, int first) {
     const int lane = threadIdx.x % 32, low = SLOTS;
@@ -178,11 +190,11 @@ __device__ __forceinline__ void spill(int step, const Packing& p, u32 staging, u
     __syncwarp();  // every lane has read the words that lay here
     // p.rank is by now the rank after the lane's last value
     const int end0 = p.rank[0] - __popc(p.mask[0][1]), end1 = p.rank[1] - __popc(p.mask[1][1]);
-    if (step == SPILL_ROW_0_HALF_0) emit(p.v[0], p.mask[0][0] & room, first, end0 - __popc(p.mask[0][0]), out, scratch);
-    if (step == SPILL_ROW_0_HALF_1) emit(p.v[0] + 16, p.mask[0][1] & room, first + 32, end0, out, scratch);
-    if (step == SPILL_ROW_1_HALF_0) emit(p.v[1], p.mask[1][0] & room, first, end1 - __popc(p.mask[1][0]), out, scratch);
+    if (step == SPILL_ROW_0_HALF_0) emit<MANY>(p.v[0], p.mask[0][0] & room, first, end0 - __popc(p.mask[0][0]), out, scratch);
+    if (step == SPILL_ROW_0_HALF_1) emit<MANY>(p.v[0] + 16, p.mask[0][1] & room, first + 32, end0, out, scratch);
+    if (step == SPILL_ROW_1_HALF_0) emit<MANY>(p.v[1], p.mask[1][0] & room, first, end1 - __popc(p.mask[1][0]), out, scratch);
     if (step < SPILL_ROW_1_HALF_1) return;
-    emit(p.v[1] + 16, p.mask[1][1] & room, first + 32, end1, out, scratch);
+    emit<MANY>(p.v[1] + 16, p.mask[1][1] & room, first + 32, end1, out, scratch);
     __syncwarp();
     const int spilled = min(POOL_WORDS, (all & 0xffff) + (all >> 16));
     word_t* to = pool + ((long long)(p.row0 / POOL_ROWS) * n_count + p.n) * POOL_WORDS;
@@ -196,6 +208,8 @@ struct Output {
     int tokens, d_ff, n_count;
 };
 
+// MANY: see emit.
+template <bool MANY>
 __device__ __forceinline__ void pack_step(int step, Packing& p, const Output& o) {
     const int lane = threadIdx.x % 32, q = lane % 4;
     const int width = min(BN, o.d_ff - p.n * BN), span = span_of(width), first = span * q;
@@ -209,23 +223,23 @@ __device__ __forceinline__ void pack_step(int step, Packing& p, const Output& o)
     } else if (step == EMIT_ROW_0_HALF_0) {
         __syncwarp();  // the last tile's words have been read
         if (q == 0) { store_shared(upper, p.total & 0xffff); store_shared(lower, p.total >> 16); }
-        p.rank[0] = emit(p.v[0], p.mask[0][0], first, p.rank[0], out[0], o.scratch);
+        p.rank[0] = emit<MANY>(p.v[0], p.mask[0][0], first, p.rank[0], out[0], o.scratch);
     } else if (step == EMIT_ROW_0_HALF_1) {
-        p.rank[0] = emit(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0], out[0], o.scratch);
+        p.rank[0] = emit<MANY>(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0], out[0], o.scratch);
     } else if (step == EMIT_ROW_1_HALF_0) {
-        p.rank[1] = emit(p.v[1], p.mask[1][0], first, p.rank[1], out[1], o.scratch);
+        p.rank[1] = emit<MANY>(p.v[1], p.mask[1][0], first, p.rank[1], out[1], o.scratch);
     } else if (step == EMIT_ROW_1_HALF_1) {
-        p.rank[1] = emit(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1], out[1], o.scratch);
+        p.rank[1] = emit<MANY>(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1], out[1], o.scratch);
     } else if (step == STORE_WORDS) {
         __syncwarp();
         store_words(p, o.staging, o.packed, o.tokens, o.n_count);
     } else {
-        spill(step, p, o.staging, o.scratch, o.pool, o.n_count, first);
+        spill<MANY>(step, p, o.staging, o.scratch, o.pool, o.n_count, first);
     }
 }
 __device__ __forceinline__ void pack_all(Packing& p, const Output& o) {
 #pragma unroll 1
-    for (int step = 0; step < STEPS; ++step) pack_step(step, p, o);
+    for (int step = 0; step < STEPS; ++step) pack_step<false>(step, p, o);
 }
 // This tile's bias, in the order of the accumulators; two buffers, so that no warp overwrites what another still reads.
 __device__ __forceinline__ void stage_bias(u32 at, const value_t* __restrict__ bias, int n, int d_ff) {
@@ -312,7 +326,7 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
         int due = space - 1, step = 0;  // the k-step after which the next step of packing is made
         multiply_tile(d, ring, base, me.number, k_count, max(k_count, (int)STEPS), [&](int k) {
             if (pending && k == due && step < STEPS) {
-                pack_step(step, p, out);
+                pack_step<true>(step, p, out);
                 due += ++step < FIRST_SPILL ? space : 1;
             }
             if (k == 0) next = tile_at(tiles, min(work + tiles.step, tiles.total - 1));

@@ -4,12 +4,16 @@
 // thread finds the gate of a column in d[i] and its u in d[i + 64]. A finished tile waits in 32 registers (64 in a
 // plain layer) and is sent while the next is multiplied.
 //
+// Few listed rows that the pool holds are computed from their kept values instead: few_rows.cuh, with down_rows.
+//
 // What bounds it: arithmetic, 4 * rows * d_model * d_ff operations; the bytes of x, the weights and h take a tenth of
 // that time.
 //
 // Macros: VALUE_BF16 | VALUE_FP16, GATED 1 | 0 (a plain layer: h = relu(x Wu^T + bu)), CLUSTER 1 | 2. Worklog:
 // docs/kernels/sm90_gate_up.md
 #include "twell.cuh"
+#include "few_rows.cuh"
+#include "ptx_sm80_decode.cuh"
 #include "sm90_rows_out.cuh"
 #ifndef GATED
 #define GATED 1
@@ -49,11 +53,23 @@ __device__ __forceinline__ void hidden(u32 (&pairs)[16][2], const float (&d)[128
 
 // x [., d_model], gate and up [d_ff, d_model] by maps of (k, rows), boxes (64, 128); a plain layer passes `up` twice.
 // h: by a map of boxes (64, 16). lost: null, or the number of rows is lost[0] - first, between 0 and `rows`. Row i of h
-// is made from row first + i of x. counters: set to 0 where there are rows, for the kernel that follows.
+// is made from row first + i of x. counters: set to 0 where there are rows, for the kernel that follows. packed: null, or
+// the gate of all rows with its pool; then `x_rows`, the rows of up and of down_t, and parts are for few rows.
 extern "C" __global__ void HOPPER_GEMM
 gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate, const __grid_constant__ TensorMap up,
         const __grid_constant__ TensorMap h, const value_t* __restrict__ gate_bias, const value_t* __restrict__ up_bias,
-        const int* __restrict__ lost, int first, int rows, int d_model, int d_ff, int* __restrict__ counters, int counted) {
+        const int* __restrict__ lost, int first, int rows, int d_model, int d_ff, int* __restrict__ counters, int counted,
+        const word_t* __restrict__ packed, const word_t* __restrict__ pool, const value_t* __restrict__ x_rows,
+        const value_t* __restrict__ up_rows, int up_step, const value_t* __restrict__ down_rows, int down_step,
+        void* __restrict__ parts) {
+    wait_for_previous();
+    let_next_start();
+    if (packed && lost[0] > 0) {
+        extern __shared__ __align__(1024) unsigned char raw[];
+        if (const int few = few_rows(lost, d_ff))
+            return sum_run<THREADS>(x_rows, packed, pool, lost, few, Rows{GATED ? up_rows : nullptr, up_step}, up_bias,
+                                    Rows{down_rows, down_step}, (float*)parts, d_ff, d_model, raw);
+    }
     if (lost) rows = min(rows, lost[0] - first);
     if (rows <= 0) return;
     if (blockIdx.x == 0)

@@ -142,7 +142,7 @@ DOWN_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pac
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts(most);
     count_row(stats, facts);
-    if (facts.lost) return hand_on(load_row(x + (long long)row * D_MODEL), row, lost, lost_x);
+    if (facts.lost) return hand_on(load_row(x + (long long)row * D_MODEL), row, facts, lost, lost_x);
     RowSums sum = start_row(team() == 0 ? bias : nullptr);
     if (start && team() == 0) add_floats(sum, start + (long long)row * D_MODEL);
     add_entries(sum, walk, down_t);

@@ -207,8 +207,11 @@ GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pa
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts(most);
-    count_row(stats, facts);
-    if (facts.lost) return hand_on(in, row, lost, lost_x);  // the same in every warp
+    if (facts.lost) {  // the same in every warp
+        count_row(stats, facts);
+        return hand_on(in, row, facts, lost, lost_x);
+    }
+    count_row(stats, facts);  // not before: registers would be spilled
     if (any_nonfinite(in) && facts.kept < columns) {  // see gated_v1
         if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
         return;

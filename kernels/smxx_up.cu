@@ -29,7 +29,7 @@ up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const wo
         const int became = facts.lost ? ROW_LOST : spoilt ? ROW_NAN : listed ? ROW_LISTED : ROW_BESIDE;
         list.head() = facts.kept << 3 | facts.pooled << 2 | became;
     }
-    if (facts.lost) return hand_on(in, first + row, lost, lost_x);
+    if (facts.lost) return hand_on(in, first + row, facts, lost, lost_x);
     if (spoilt) return;
 
     Entries e;

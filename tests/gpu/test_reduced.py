@@ -147,6 +147,26 @@ def test_infer(tokens, gated, path, hot):
     assert torch.equal(y.isfinite().all(1), finite)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_few_heavy_rows(gated):
+    """Two rows with more kept values than one warp should walk."""
+    generator = torch.Generator().manual_seed(11)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, first, up, down = normal(2060, 136), normal(776, 136) / 12, normal(776, 136) / 12, normal(136, 776) / 4
+    x[:, 0], first[:, 0] = 1.0, -2.5
+    x[9, 0] = x[2040, 0] = 0.2
+    wide = [t.bfloat16() for t in (x, first, up, down)]
+    stats = torch.zeros(4, dtype=torch.int64, device="cuda")
+    x, first, up, down = (t.cuda() for t in wide)
+    y = ops.infer(x, *((first, up) if gated else (None, first)), down, stats=stats).double().cpu()
+    x, first, up, down = (t.double() for t in wide)
+    gate = x @ first.t()
+    exact = reference.gated(x, gate, up, down, None, None) if gated else reference.relu(gate) @ down.t()
+    assert torch.allclose(y, exact, rtol=0.03, atol=0.03 * float(exact.abs().max()))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert stats[3] == 2
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )

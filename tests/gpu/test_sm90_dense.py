@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab.core.errors import InputError
+from twell_lab.cuda import sources
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import accuracy
 from twell_lab.ops import hopper_dense as dense
 
 pytestmark = [
@@ -145,6 +149,45 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
     h = dense.gate_up(x[picked], gate, up).double()
     close(made[0][picked], linear(h, down.double(), down_bias.double()) + start[picked])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 24, 25])
+def test_few_rows_of_a_packed_gate_are_taken_apart(rows, gated, dtype):
+    """From their kept values, which here are not those of the gate's weights: so it is seen which way was taken. More
+    rows, or one that the pool could not hold, are computed densely."""
+    for d_model, d_ff in [(2048, 5632), (264, 1256), (4096, 520), (64, 9000)]:
+        gate_values = gate_of(300, d_ff, dtype, 0.05)
+        picked = torch.randperm(300, generator=torch.Generator().manual_seed(rows))[:rows]
+        gate_values[picked] = gate_of(300, d_ff, dtype, 0.15, seed=1)[picked]
+        made = Pooled.draw(gate_values, d_model, biases=True, start=True).to("cuda")
+        packed, pool, lost_to_pool = packed_and_pool(made.gate)
+        picked = picked[~lost_to_pool[picked.cuda()].cpu()].cuda()
+        n, other = len(picked), torch.randn(d_ff, d_model, device="cuda").to(dtype) / d_model**0.5
+        up = made.up if gated else other
+        results = []
+        for order in (torch.arange(n), torch.arange(n).flip(0), torch.arange(n)):
+            lost = torch.full((301,), 2**30, dtype=torch.int32, device="cuda")
+            lost[0], lost[1 : 1 + n] = n, picked[order.cuda()].int()
+            lost_x, y = torch.full_like(made.x, torch.nan), torch.full_like(made.x, 77.0)
+            lost_x[:n] = made.x[picked[order.cuda()]]
+            biases = None, made.up_bias if gated else None
+            layer_of = (other if gated else None, up, *biases, made.down_t, made.down_bias, made.start)
+            dense.finish_lost(lost, lost_x, *layer_of, y, packed, pool)
+            results.append(y)
+        assert all(torch.equal(y, results[0]) for y in results)
+        others = torch.ones(300, dtype=torch.bool, device="cuda")
+        others[picked] = False
+        assert (results[0][others] == 77.0).all()
+        if n and n <= sources.number("few_rows.cuh", "FEW_ROWS"):
+            exact, beside = (t[picked] for t in made.exact_and_dense("gated" if gated else "down"))
+            assert accuracy.worst_row(results[0][picked], beside, exact)[0] <= 1.0
+            lost[1] = ~lost[1]
+            dense.finish_lost(lost, lost_x, *layer_of, y, packed, pool)
+        if n:
+            h = dense.gate_up(made.x[picked], *layer_of[:4]).double()
+            close(y[picked], linear(h, made.down_t.double().t(), made.down_bias.double()) + made.start[picked])
 
 
 def test_both_run_inside_a_graph():

@@ -53,6 +53,7 @@ class Pooled:
         tokens = len(self.x)
         packed, pool, self.expected_lost = packed_and_pool(self.gate)
         counts = packed[..., 0]
+        self.beyond = self.expected_lost.clone()
         self.expected_lost |= counts.sum(1) > most
         self.kept, self.over = counts.sum().item(), (counts > 31).any(1)
         here = {"device": self.x.device}
@@ -90,8 +91,9 @@ class Pooled:
         """Runs the layer and checks y, the list of lost rows and the counts. Returns y."""
         y = self.run(name, version, most=most)
         lost, count = self.expected_lost, int(self.expected_lost.sum())
-        rows = self.lost[1 : 1 + count].long()
+        rows = portable.listed_rows(self.lost).long()
         assert self.lost[0] == count and sorted(rows.tolist()) == lost.nonzero()[:, 0].tolist()
+        assert torch.equal(self.lost[1 : 1 + count] < 0, self.beyond[rows])
         assert (self.lost[1 + count :] == POISON).all()
         assert torch.equal(bits(self.lost_x[:count]), bits(self.x[rows]))
         assert (self.lost_x[count:] == torch.full_like(self.x[0], POISON)).all()

@@ -30,10 +30,14 @@ from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
-LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
-LEAST_HOT = 512  # the same with a hot part: lower, because the portable kernels cannot start from its float32 sums
-# A row with more kept values than this is computed densely, with the lost rows: the GEMMs take less of the GPU's time
-# for it than reading so many rows of up and down, and the one warp that would walk it would hold up its launch.
+# Tokens from which the packing GEMM computes the gate. Its tiles of 128 x 256 fill the GPU from 2,048 on. With fewer
+# tokens a layer takes up to a tenth longer than after torch's product and `pack`, but no row holds up the others.
+LEAST_TWELL = 257
+LEAST_HOT = 512  # the same with a hot part
+LEAST_COUNTED = 2048  # tokens from which the portable kernels count for `stats`: for fewer it would take too much time
+# A row with more kept values than this is handed on like the lost rows: the one warp that would walk it would hold up
+# its launch. Few such rows are shared among all blocks of a launch, many are computed densely: the GEMMs take less of
+# the GPU's time for them than reading so many rows of up and down.
 HEAVY = 128
 LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU less time than four operations of torch
 # Tokens from which the GPU works for so long that the host's time for it is hidden, also in a model whose host is
@@ -243,7 +247,8 @@ class _Hopper(Call):
             y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
         else:
             y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
-        hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down_t, down_bias, start, y)
+        layer = (gate, up, gate_bias, up_bias, down_t, down_bias)
+        hopper_dense.finish_lost(lost, lost_x, *layer, start, y, packed, pool)
         return y
 
 
@@ -282,7 +287,7 @@ class _Portable(Call):
             g = self.acts.applied(g)
         left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
         y, packed = self.tape.play(self._plain if gate is None else self._gated, (x, g), left)
-        if stats is not None and x.shape[0] >= LEAST_TWELL:  # for fewer tokens its launches would take too much time
+        if stats is not None and x.shape[0] >= LEAST_COUNTED:
             _count(packed[:, self.hot // self.tile :], stats, self.words)
         return y
 

@@ -17,6 +17,7 @@ from ..cuda.launcher import kernel, multiprocessors
 from ..cuda.macros import value
 from ..cuda.tape import empty
 from .hopper_pack import BM, BN, VECTOR, fits
+from .portable import check_packed
 
 CHUNK = 8192  # lost rows that are computed at a time, which bounds the memory for their h
 _number = partial(sources.number, "sm90_down_rows.cu")
@@ -38,6 +39,11 @@ def _grid(rows: int, columns: int, columns_a_tile: int, device: torch.device) ->
     """A cluster for each tile, but at most as many as run at a time, where each block has a multiprocessor."""
     tiles = -(-rows // (BM * _CLUSTER)) * -(-columns // columns_a_tile)
     return min(multiprocessors(device.index) // _CLUSTER, tiles) * _CLUSTER, 1
+
+
+def _whole(device: torch.device) -> tuple[int, int]:
+    """A block for each multiprocessor, in whole clusters."""
+    return multiprocessors(device.index) // _CLUSTER * _CLUSTER, 1
 
 
 def fitting(bias: Tensor | None) -> Tensor | None:
@@ -93,18 +99,34 @@ def gate_up(
     return h
 
 
-def _gate_up(x, gate, up, gate_bias, up_bias, h, first=0, rows=None, lost=None, counters=None) -> None:
+def _gate_up(
+    x, gate, up, gate_bias, up_bias, h, first=0, rows=None, lost=None, counters=None, apart=(None,) * 4
+) -> None:
     """Fill the first `rows` rows of h from rows first, first + 1, ... of x.
 
     lost: int32, or None. With it lost[0] - first rows are computed, but at most `rows`; the other rows of h are
-    undefined. If any row is computed, the words of `counters` are set to 0."""
+    undefined. If any row is computed, the words of `counters` are set to 0. apart: packed, pool, down_t and `parts` of
+    finish_lost, where few rows are taken apart; h is then undefined."""
     (d_ff, d_model), rows = up.shape, len(x) if rows is None else rows
     defines = (*value(up.dtype), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None)))
     maps = tma.matrix_map(x, BM), tma.matrix_map(up if gate is None else gate, BM), tma.matrix_map(up, BM)
     numbers = first, rows, d_model, d_ff, counters, 0 if counters is None else counters.numel()
-    arguments = (*maps, tma.matrix_map(h, _OUT_ROWS), None if gate is None else gate_bias, up_bias, lost, *numbers)
-    made = kernel("sm90_gate_up.cu", "gate_up", defines, _SHARED)
-    made.launch(x.device, _grid(rows, d_ff, BN if gate is None else BN // 2, x.device), arguments)
+    packed, pool, down_t, parts = apart
+    few: tuple = (None,) * 4 + (0, None, 0, None)
+    if packed is not None:
+        few = (packed, pool, x, up, up.stride(0), down_t, down_t.stride(0), parts)
+    arguments = (
+        *maps,
+        tma.matrix_map(h, _OUT_ROWS),
+        None if gate is None else gate_bias,
+        up_bias,
+        lost,
+        *numbers,
+        *few,
+    )
+    made = kernel("sm90_gate_up.cu", "gate_up", defines, _SHARED, early=lost is not None)
+    grid = _whole(x.device) if packed is not None else _grid(rows, d_ff, BN if gate is None else BN // 2, x.device)
+    made.launch(x.device, grid, arguments)
 
 
 def finish_lost(
@@ -118,13 +140,17 @@ def finish_lost(
     down_bias: Tensor | None,
     start: Tensor | None,
     y: Tensor,
+    packed: Tensor | None = None,
+    pool: Tensor | None = None,
 ) -> None:
     """Compute the rows of y that the packed path lost: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i])
     down_t.
 
-    lost: int32 [1 + tokens], how many rows are lost, then their numbers; lost_x [tokens, d_model]: their rows of x, in
-    that order; down_t: [d_ff, d_model], down transposed, may be a slice of rows; start: float32 [tokens, d_model] or
-    None; y: [tokens, d_model], contiguous. The host does not know how many rows are lost: there are two launches for
+    lost: int32 [1 + tokens], how many rows are lost, then their numbers, ~number where the pool could not hold the row;
+    lost_x [tokens, d_model]: their rows of x, in that order; down_t: [d_ff, d_model], down transposed, may be a slice
+    of rows; start: float32 [tokens, d_model] or None; y: [tokens, d_model], contiguous. packed, pool: the gate of all
+    tokens, as portable.gated_pooled takes it: with it, few rows that the pool holds are computed from their kept values
+    (kernels/few_rows.cuh), and not densely. The host does not know how many rows are lost: there are two launches for
     each CHUNK tokens, which end at once where nothing is lost. Raises InputError for what `takes` refuses, and for
     other shapes, types and layouts than these."""
     check(lost_x, gate, up, down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
@@ -133,6 +159,10 @@ def finish_lost(
     _check_plain("y", y, lost_x.dtype, (tokens, d_model), lost_x.device)
     if start is not None:
         _check_plain("start", start, torch.float32, (tokens, d_model), y.device)
+    if packed is not None:
+        check_packed(packed, pool, tokens, len(up))
+        _check_plain("packed", packed, torch.int32, tuple(packed.shape), y.device)
+        _check_plain("pool", pool, torch.int32, tuple(pool.shape), y.device)
     if tokens == 0:
         return
     down_bias, gate_bias, up_bias = fitting(down_bias), fitting(gate_bias), fitting(up_bias)
@@ -141,14 +171,17 @@ def finish_lost(
     h = empty(slots, d_ff, dtype=up.dtype, device=device)
     parts = empty(clusters * _WARPS * _PART_BYTES, dtype=torch.uint8, device=device)  # of tiles that clusters share
     counters = empty(clusters * _WARPS, dtype=torch.int32, device=device)
-    finish = kernel("sm90_down_rows.cu", "down_rows", (*value(up.dtype), ("CLUSTER", _CLUSTER)), _SHARED)
+    finish = kernel("sm90_down_rows.cu", "down_rows", (*value(up.dtype), ("CLUSTER", _CLUSTER)), _SHARED, early=True)
     maps = tma.matrix_map(h, BM), tma.matrix_map(down_t, _K_STEP)
     for first in range(0, tokens, CHUNK):
-        slots = min(CHUNK, tokens - first)
-        _gate_up(lost_x, gate, up, gate_bias, up_bias, h, first, slots, lost, counters)
-        arguments = (*maps, down_bias, start, y, lost, first, slots, d_ff, d_model, counters, parts)
+        slots, apart = min(CHUNK, tokens - first), (None,) * 4
+        if packed is not None and first == 0:
+            apart = packed, pool, down_t, parts
+        _gate_up(lost_x, gate, up, gate_bias, up_bias, h, first, slots, lost, counters, apart)
+        numbers = first, slots, d_ff, d_model
+        arguments = (*maps, down_bias, start, y, lost, *numbers, counters, parts, int(apart[0] is not None))
         # The grid is for all clusters, also where there are few tiles: several clusters then share a tile.
-        finish.launch(device, (clusters * _CLUSTER, 1), arguments)
+        finish.launch(device, _whole(device), arguments)
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:

@@ -144,11 +144,11 @@ def gated_pooled(
     kernels/twell.cuh. start: float32 [tokens, d_model] or None, added to y before it is rounded.
 
     lost: int32 [1 + tokens], lost_x: [tokens, d_model]. A row that the pool could not hold, or that has more than
-    `most` kept values, is lost: its row of y is not written, lost[0] rises by 1 (it must be 0 before), and the row's
-    number and its x are written to the next place of lost[1:] and lost_x. stats: int64 [4] or None; tokens, kept
-    values, rows that use the pool, and lost rows are added to it. version: 5 (one pass), 6 (one pass, several teams a
-    token, for few tokens), 7 (two passes, for many tokens). y: where to write; None: a new tensor. Raises InputError
-    for what the kernels do not take."""
+    `most` kept values, is lost: its row of y is not written, lost[0] rises by 1 (it must be 0 before), and the
+    row's number (~number where the pool could not hold it) and its x are written to the next place of lost[1:] and
+    lost_x. stats: int64 [4] or None; tokens, kept values, rows that use the pool, and lost rows are added to it.
+    version: 5 (one pass), 6 (one pass, several teams a token, for few tokens), 7 (two passes, for many tokens). y:
+    where to write; None: a new tensor. Raises InputError for what the kernels do not take."""
     vectors, (tokens, d_model), d_ff = (x, up, down_t, down_bias, start, lost_x, y), x.shape, up.shape[0]
     _check_pooled(x, packed, pool, d_ff, vectors, lost, lost_x, version, (5, 6, 7))
     y = empty(tokens, d_model, dtype=x.dtype, device=x.device) if y is None else y
@@ -207,6 +207,13 @@ def down_pooled(
         made = pooled_kernel("down", version or 4 + _few(tokens, y.device), 4, y.dtype, d_model)
         made.launch(y.device, (tokens, 1), (*tensors, y, lost.contiguous(), lost_x.contiguous(), stats, d_ff, most))
     return y
+
+
+def listed_rows(lost: Tensor) -> Tensor:
+    """The numbers of the rows that `lost` lists after a call of gated_pooled or down_pooled, as a tensor; for checks:
+    it waits for the GPU."""
+    listed = lost[1 : 1 + int(lost[0])]
+    return torch.where(listed < 0, ~listed, listed)
 
 
 def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:

@@ -5,6 +5,7 @@ result."""
 
 import ctypes
 import struct
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
@@ -16,6 +17,8 @@ from twell_lab.ops.activation import Activation
 from twell_lab.simulator import program
 
 BY_TYPE = {"float": torch.float32, "__nv_bfloat16": torch.bfloat16, "__half": torch.float16}
+FEW_ROWS = Path(__file__).parents[2] / "simulator/few_rows.cu"
+MOST_FEW = sources.number("few_rows.cuh", "FEW_ROWS")
 INTEGERS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,9 +45,9 @@ def compute(seen) -> None:
     if seen.name.startswith("gate_pack"):
         gate_pack(seen.file, dtype, defines, values)
     elif seen.name == "gate_up":
-        gate_up(dtype, defines, values)
+        gate_up(dtype, defines, values, seen.grid[0])
     elif seen.name == "down_rows":
-        down_rows(dtype, values)
+        down_rows(dtype, values, seen.grid[0])
     elif seen.name == "decode_gate_v2":
         decode_gate(dtype, defines, values)
     elif seen.name == "decode_down":
@@ -69,9 +72,28 @@ def gate_pack(file, dtype, defines, values) -> None:
         at(lost, torch.int32, 1).zero_()
 
 
-def gate_up(dtype, defines, values) -> None:
+def few(lost, d_ff, d_model, dtype, blocks, entry, arguments) -> bool:
+    """Whether few rows are listed, which are then computed in the simulator, by `entry` of FEW_ROWS."""
+    count = int(at(lost, torch.int32, 1))
+    listed = at(lost, torch.int32, 1 + count)[1:]
+    if not 0 < count <= min(MOST_FEW, blocks) or (listed < 0).any():
+        return False
+    program = simulator.compile(FEW_ROWS, dict((*macros.value(dtype), ("MOST_D_MODEL", d_model))))
+    program.launch(entry, blocks, 96, placed(program.kernels[entry], arguments), watch=None)
+    return True
+
+
+def gate_up(dtype, defines, values, blocks) -> None:
     x, gate, up, h = (matrix(v, dtype) for v in values[:4])
-    gate_bias, up_bias, lost, first, rows, _, d_ff, counters, counted = values[4:]
+    gate_bias, up_bias, lost, first, rows, d_model, d_ff, counters, counted, *apart = values[4:]
+    packed, pool, lost_x, up_rows, up_step, down_rows, down_step, parts = apart
+    if packed:
+        first_row = up_rows if defines["GATED"] else 0
+        weights = (first_row, up_step, up_bias, down_rows, down_step)
+        if few(
+            lost, d_ff, d_model, dtype, blocks, "sum_runs", (lost_x, packed, pool, lost, *weights, parts, d_ff, d_model)
+        ):
+            return
     rows = min(rows, int(at(lost, torch.int32, 1)) - first) if lost else rows
     if rows <= 0:
         return
@@ -83,15 +105,18 @@ def gate_up(dtype, defines, values) -> None:
         at(counters, torch.int32, counted).zero_()
 
 
-def down_rows(dtype, values) -> None:
+def down_rows(dtype, values, blocks) -> None:
     h, down_t = (matrix(v, dtype) for v in values[:2])
-    bias, start, y, lost, first, slots, d_ff, d_model, counters, _ = values[2:]
+    bias, start, y, lost, first, slots, d_ff, d_model, counters, parts, apart = values[2:]
+    if apart and few(lost, d_ff, d_model, dtype, blocks, "add_all_runs", (parts, lost, bias, start, y, d_ff, d_model)):
+        return
     count = int(at(lost, torch.int32, 1))
     rows = min(slots, count - first)
     if rows <= 0:
         return
     assert not at(counters, torch.int32, 8).any()
     for i, row in enumerate(at(lost, torch.int32, 1 + count)[1 + first :][:rows].tolist()):
+        row = ~row if row < 0 else row
         made = linear(h[i].float(), down_t.float().t(), None if not bias else at(bias, dtype, d_model).float())
         made += at(start + 4 * row * d_model, torch.float32, d_model) if start else 0
         at(y + row * d_model * dtype.itemsize, dtype, d_model).copy_(made)
@@ -128,12 +153,18 @@ def decode_down(dtype, d_model, tokens, values) -> None:
 
 
 def simulate(seen, defines, values) -> None:
+    arguments = placed(simulator.compile(seen.file, defines).kernels[seen.name], values)
+    program.launch(seen.file, seen.name, seen.defines, seen.grid[:2], seen.block[:1], arguments)
+
+
+def placed(signature, values) -> list:
+    """What the simulator takes, from what the driver was given."""
     arguments = []
-    for parameter, value in zip(simulator.compile(seen.file, defines).kernels[seen.name].parameters, values):
+    for parameter, value in zip(signature.parameters, values):
         if parameter.pointer:
             sized = {"int": 4, "unsigned": 4, "unsigned long long": 8}.get(parameter.type, 1)
             value = at(value, BY_TYPE.get(parameter.type.rstrip("24"), INTEGERS[sized]), 1)
         else:  # as read: unsigned
             value = value if value < 1 << 31 else value - (1 << 32)
         arguments.append(value)
-    program.launch(seen.file, seen.name, seen.defines, seen.grid[:2], seen.block[:1], arguments)
+    return arguments

@@ -36,6 +36,16 @@ def drawn(tokens, gated, shift, biased=True, seed=0):
     return [None if t is None else pretend(t.bfloat16()) for t in made]
 
 
+def firing(made, rows, least, most):
+    """So many rows of x for which at least `least` neurons of drawn layers fire, and at most `most` of a tile."""
+    x = torch.randn(60 * rows, D_MODEL).bfloat16()
+    x[:, 0] = 0.25
+    gate, bias = (made[1], made[4]) if made[1] is not None else (made[2], made[5])
+    fires = linear(x.float(), *plain([gate, bias])) > 0
+    in_tiles = torch.stack([part.sum(1) for part in fires.split(256, 1)])
+    return x[(fires.sum(1) >= least) & (in_tiles.amax(0) <= most)][:rows]
+
+
 def plain(made):
     return [None if t is None else t.as_subclass(torch.Tensor).float() for t in made]
 
@@ -63,7 +73,7 @@ def close(found, wanted, within=0.02):
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
-    "tokens, shift", [(1, -1.0), (40, -1.0), (70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)]
+    "tokens, shift", [(1, -1.0), (40, -1.0), (70, -2.0), (256, -1.0), (257, -2.0), (2050, 0.3), (4300, -2.0)]
 )
 def test_packed_layers(driver, gated, tokens, shift):
     """Few neurons or so many that rows are lost to the pool; the portable kernels, one pass, and two."""
@@ -73,8 +83,28 @@ def test_packed_layers(driver, gated, tokens, shift):
         made[0] = drawn(tokens, gated, shift, seed=seed)[0]
         close(inference.infer(*made, down_t=down_t, stats=stats), layer(*plain(made))[0])
     assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
-    if tokens >= 2048:
+    packs = "gate_pack_v3" in {seen.name for seen in driver.launches}
+    assert packs == (tokens > 256)
+    if packs:
         assert stats[0] == 3 * tokens and (int(stats[3]) > 0) == (shift > 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("heavy", [1, 5, computed.MOST_FEW + 1])
+@pytest.mark.parametrize("tokens", [257, 4300])
+def test_heavy_rows_are_shared_where_they_are_few(driver, monkeypatch, tokens, heavy, gated):
+    """Rows with more kept values than one warp should walk; too many of them become a dense product."""
+    shared, real = [], computed.few
+    monkeypatch.setattr(computed, "few", lambda *given: shared.append(real(*given)) or shared[-1])
+    made = drawn(tokens, gated, -2.0)
+    stats, down_t = pretend(torch.zeros(4, dtype=torch.int64)), made[3].t().contiguous()
+    for seed in range(3):  # recorded, and replayed twice
+        made[0] = drawn(tokens, gated, -2.0, seed=seed)[0]
+        rows = torch.linspace(seed, tokens - 1, heavy).long()
+        made[0].as_subclass(torch.Tensor)[rows] = firing(made, heavy, 140, 85)
+        close(inference.infer(*made, down_t=down_t, stats=stats), layer(*plain(made))[0])
+    assert stats[3] == 3 * heavy and shared == [heavy <= computed.MOST_FEW] * 6
 
 
 ACTIVATIONS = [

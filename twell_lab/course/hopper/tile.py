@@ -135,7 +135,7 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
     packed, shared, _ = pool.packed_and_pool(gate)
     listed, their_x = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
     y = portable.gated_pooled(x, packed, shared, up, down_t, None, None, None, listed, their_x, None)
-    lost = sorted(listed[1 : 1 + listed[0]].tolist())
+    lost = sorted(portable.listed_rows(listed).tolist())
     stored = [row for row in range(POOL_ROWS) if row not in lost]
     exact = (gate.double().relu() * (x.double() @ up.double().T)) @ down_t.double()
     return lost, float((y.double() - exact)[stored].norm() / exact[stored].norm())

@@ -1,0 +1,149 @@
+"""kernels/few_rows.cuh in the simulator: few rows shared among many blocks, beside float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulator.pooled_cases import POISON, Pooled, bits, gate_of
+from twell_lab import simulator
+from twell_lab.cuda import macros, sources
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import accuracy
+
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+FILE = Path(__file__).parent / "few_rows.cu"
+FEW = sources.number("few_rows.cuh", "FEW_ROWS")
+
+
+def share(
+    layer: Pooled, rows: list[int], blocks: int = 7, gated: bool = True, step: int = 0, beyond=(), watch="faults"
+):
+    """y, poisoned but for the rows that were computed. rows: in the order of the list. step: values between two rows of
+    a weight. beyond: those that are listed as lost to the pool."""
+    (tokens, d_model), columns = layer.x.shape, layer.gate.shape[1]
+    packed, pool, _ = packed_and_pool(layer.gate)
+    counts = packed[..., 0]
+    packed[..., 1:][torch.arange(31) >= counts[..., None]] = POISON
+    lost = torch.full((1 + tokens,), POISON, dtype=torch.int32)
+    lost[0] = len(rows)
+    lost[1 : 1 + len(rows)] = torch.tensor([~row if row in beyond else row for row in rows], dtype=torch.int32)
+    lost_x = torch.full_like(layer.x, POISON)
+    lost_x[: len(rows)] = layer.x[rows]
+    wide = [torch.full((columns, d_model + step), torch.nan, dtype=w.dtype) for w in (layer.up, layer.down_t)]
+    for padded, w in zip(wide, (layer.up, layer.down_t)):
+        padded[:, :d_model] = w
+    parts, y = torch.full((max(blocks, len(rows)), d_model), torch.nan), torch.full_like(layer.x, POISON)
+    program = simulator.compile(FILE, dict((*macros.value(layer.x.dtype), ("MOST_D_MODEL", d_model))))
+    first, first_bias = (wide[0], layer.up_bias) if gated else (None, None)
+    weights = first, d_model + step, first_bias, wide[1], d_model + step
+    program.launch("sum_runs", blocks, 96, (lost_x, packed, pool, lost, *weights, parts, columns, d_model), watch=watch)
+    added = parts, lost, layer.down_bias, layer.start, y, columns, d_model
+    program.launch("add_all_runs", blocks, 96, added, watch=watch)
+    return y
+
+
+def check(layer: Pooled, rows: list[int], gated: bool = True, **how) -> torch.Tensor:
+    y = share(layer, rows, gated=gated, **how)
+    others = torch.ones(len(y), dtype=torch.bool)
+    others[rows] = False
+    assert (y[others] == torch.full_like(y[0], POISON)).all()
+    exact, dense = (t[rows] for t in layer.exact_and_dense("gated" if gated else "down"))
+    if gated:
+        spoilt = (~layer.x.isfinite().all(1) & (layer.gate <= 0).any(1))[rows]
+        assert y[rows][spoilt].isnan().all()
+        keep = ~spoilt
+    else:
+        keep = torch.ones(len(rows), dtype=torch.bool)
+    got, exact, dense = y[rows][keep], exact[keep], dense[keep]
+    assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), exact.isinf())
+    assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0
+    return y
+
+
+def heavy(tokens: int, columns: int, rows: list[int], rate: float, dtype=torch.bfloat16) -> torch.Tensor:
+    gate, dense = (gate_of(tokens, columns, dtype, each, seed=9) for each in (0.05, rate))
+    gate[rows] = dense[rows]
+    return gate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", [[0], [39], [5, 33, 16], [16, 0, 32]])
+def test_few_rows_of_many_entries(rows, gated, dtype):
+    """Tiles that overflow into the pool; a narrow last tile; rows of weights that lie apart."""
+    gate = heavy(40, 600, rows, 0.2, dtype)
+    layer = Pooled.draw(gate, 264, biases=len(rows) == 1, start=len(rows) > 1)
+    packed, _, lost = packed_and_pool(gate)
+    assert (packed[rows][..., 0] > 31).any() and not lost[rows].any()
+    check(layer, rows, gated, step=8 * len(rows))
+
+
+def test_neighbours_share_the_pool():
+    gate = gate_of(40, 600, torch.bfloat16).clamp(max=0)
+    gate[16, 256:288], gate[18, 250:300], gate[20, 260:295], gate[21, 256:290] = 1.0, 2.0, 3.0, 4.0
+    layer = Pooled.draw(gate, 64, biases=True)
+    assert not packed_and_pool(gate)[2].any()
+    check(layer, [21, 18, 20])
+
+
+def test_rows_that_are_not_finite():
+    rows = [3, 17, 30]
+    gate = heavy(40, 300, rows, 0.15)
+    layer = Pooled.draw(gate, 264)
+    layer.x[3, 5], layer.x[17, 200], layer.x[20, 1] = torch.nan, -torch.inf, torch.nan
+    y = check(layer, rows)
+    assert y[3].isnan().all() and y[17].isnan().all() and y[30].isfinite().all()
+
+
+def test_a_whole_row_of_an_infinite_x_has_no_silent_neuron():
+    layer = Pooled.draw(torch.full((3, 48), 1.0).bfloat16(), 264)
+    layer.up, layer.down_t, layer.x = layer.up.abs(), layer.down_t.abs(), layer.x.abs()
+    layer.x[1, 0] = torch.inf
+    y = share(layer, [1])
+    assert y[1].isposinf().all()
+
+
+def test_more_entries_than_a_block_holds_and_fewer_than_there_are_blocks():
+    gate = heavy(18, 256 * 9 + 8, [4], 0.25)
+    layer = Pooled.draw(gate, 72, biases=True, start=True)
+    assert (layer.gate[4] > 0).sum() > sources.number("few_rows.cuh", "RUN_ENTRIES")
+    check(layer, [4], blocks=1)
+    gate[4] = -gate[4].abs()
+    gate[4, 7] = 1.0
+    check(layer, [4], blocks=23)
+    gate[4] = -1.0
+    check(layer, [4])  # nothing fires
+
+
+def test_the_order_of_the_list_changes_no_bit():
+    rows = [0, 5, 31, 17]
+    layer = Pooled.draw(heavy(40, 600, rows, 0.15), 264, biases=True)
+    first = share(layer, rows, blocks=13)
+    assert torch.equal(bits(share(layer, rows[::-1], blocks=13)), bits(first))
+    assert torch.equal(bits(share(layer, [17, 0, 5, 31], blocks=13)), bits(first))
+
+
+def test_what_is_left_to_the_dense_product():
+    rows = list(range(FEW + 1))
+    layer = Pooled.draw(gate_of(FEW + 3, 40, torch.bfloat16), 8)
+    for listed, how in (([], {}), (rows, {"blocks": 40}), (rows[:9], {"blocks": 8}), ([2, 5], {"beyond": [5]})):
+        assert (share(layer, listed, **how) == torch.full_like(layer.x, POISON)).all()
+    check(layer, rows[:FEW], blocks=FEW)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_rows(data):
+    tokens, columns = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 80)) * 8
+    d_model, blocks = data.draw(st.integers(1, 40)) * 8, data.draw(st.integers(1, 40))
+    many = min(tokens, blocks, FEW)
+    rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=many, unique=True))
+    gate = heavy(tokens, columns, rows, data.draw(st.floats(0, 0.25)))
+    layer = Pooled.draw(gate, d_model, data.draw(st.booleans()), data.draw(st.booleans()))
+    lost = packed_and_pool(gate)[2]
+    rows = [row for row in rows if not lost[row]]
+    if rows:
+        check(layer, rows, data.draw(st.booleans()), blocks=blocks, watch=None)
