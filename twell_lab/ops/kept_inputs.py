@@ -17,7 +17,8 @@ from ..cuda.tape import empty
 from .activation import CURVES
 
 FILE = "sm80_kept_inputs.cu"
-MOST_TOKENS = 4
+MOST_TOKENS = 4  # that the kernel takes
+FEW = 2  # up to which a layer takes it: four tokens together keep nearly all inputs
 VERSIONS = (1, 2)
 KINDS = ("relu", *CURVES)  # activations, without a threshold of their own
 _OLDEST = (8, 0)
@@ -37,7 +38,7 @@ class Kept(NamedTuple):
 
 def few(x: Tensor) -> bool:
     """Whether x [..., d_model] has so few tokens, and is on a GPU."""
-    return x.is_cuda and x.shape[:-1].numel() <= MOST_TOKENS
+    return x.is_cuda and x.shape[:-1].numel() <= FEW
 
 
 def takes(x: Tensor, gate_t: Tensor | None, up_t: Tensor, down_t: Tensor) -> bool:

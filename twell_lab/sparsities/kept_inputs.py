@@ -2,7 +2,7 @@
 
 TEAL (Liu et al., arXiv 2408.14690; models.thresholds puts it on a model) zeroes the small inputs of gate and up, and of
 down. An input meets a column of the weight, so the kernel wants gate and up by their columns, as other paths want down:
-each weight is turned (ops.turned) or copied. From more than ops.kept_inputs.MOST_TOKENS tokens on, which together keep
+each weight is turned (ops.turned) or copied. From more than ops.kept_inputs.FEW tokens on, which together keep
 nearly all inputs, on a CPU, in compiled code and where gradients are needed the layer is dense, with the same zeros.
 
     model = tl.thresholds(model, batches, 0.5, method="teal").apply(model)
@@ -39,7 +39,7 @@ class KeptInputs(Path):
     )
 
     def helps(self, tokens: int, rates: Rates) -> bool:
-        return tokens <= kept_inputs.MOST_TOKENS and rates.device != "CPU"
+        return tokens <= kept_inputs.FEW and rates.device != "CPU"
 
     def copy_bytes(self, weights: Weights, turned: Collection[str], reordered: bool) -> int:
         return super().copy_bytes(weights, turned, reordered) if _on_gpu(weights) else 0

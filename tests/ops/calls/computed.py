@@ -1,18 +1,24 @@
-"""Computes what is launched: portable kernels in the simulator, the others in a few lines of torch.
+"""Computes what is launched: portable kernels in the simulator, as is one with C++ in the place of its PTX; the others in
+a few lines of torch.
 
 It reads and writes the memory at the addresses in the arguments, as a GPU does, so a wrong argument gives a wrong
 result."""
 
 import ctypes
+import shutil
 import struct
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
 from twell_lab import simulator
+from twell_lab.core import folders
 from twell_lab.cuda import macros, sources
 from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import train_lost
 from twell_lab.ops.activation import Activation
 from twell_lab.simulator import program
 
@@ -153,8 +159,22 @@ def decode_down(dtype, d_model, tokens, values) -> None:
 
 
 def simulate(seen, defines, values) -> None:
+    if seen.file == train_lost.TENSOR_FILE:
+        made = simulator.compile(without_ptx(seen.file), defines)
+        arguments = placed(made.kernels[seen.name], values)
+        how = {"watch": None, "shared_bytes": sources.number(seen.file, "SHARED_BYTES")}
+        return made.launch(seen.name, seen.grid[0], seen.block[0], arguments, **how)
     arguments = placed(simulator.compile(seen.file, defines).kernels[seen.name], values)
     program.launch(seen.file, seen.name, seen.defines, seen.grid[:2], seen.block[:1], arguments)
+
+
+@cache
+def without_ptx(file: str) -> Path:
+    """A copy of a kernel's file beside the headers that stand in for its PTX, which are found first."""
+    folder = Path(tempfile.mkdtemp())
+    for each in (folders.kernels_dir() / file, *(FEW_ROWS.parent / "ptx").glob("*.cuh")):
+        shutil.copy(each, folder)
+    return folder / file
 
 
 def placed(signature, values) -> list:

@@ -54,7 +54,7 @@ def launched(monkeypatch):
         return linear(h.masked_fill(h.abs() < kept.hidden, 0), down_t.t(), down_bias)
 
     monkeypatch.setattr(turned, "DEVICES", ["cpu", "cuda"])
-    monkeypatch.setattr(kept_inputs, "few", lambda x: x.shape[:-1].numel() <= kept_inputs.MOST_TOKENS)
+    monkeypatch.setattr(kept_inputs, "few", lambda x: x.shape[:-1].numel() <= kept_inputs.FEW)
     monkeypatch.setattr(kept_inputs, "takes", lambda x, *weights: 1 <= len(x) <= kept_inputs.MOST_TOKENS)
     monkeypatch.setattr(kept_inputs, "layer", layer)
     return calls
