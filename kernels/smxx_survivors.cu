@@ -1,6 +1,5 @@
 // survivors: from a packed gate and its pool to what a training step keeps of a layer (spans.cuh): the kept entries of
-// all rows in one list without gaps. The packed gate is not needed afterwards. Three launches, so that nobody races for
-// a place in the list:
+// all rows in one list without gaps. Three launches, so that nobody races for a place in the list:
 //   survivor_counts  a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed;
 //                    and the sums over the BLOCK_ROWS rows of a block
 //   survivor_places  one block: prefix sums of those sums
