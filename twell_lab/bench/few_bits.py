@@ -26,8 +26,8 @@ LOSSY = PATHS[1:]
 TOKENS = (1, 16, 256, 2048, 16384)
 LAYER = Batch()
 NNZ = 29
-# Of the output, or it is not timed. What is drawn has one large value in each row of x, which sets the scale of the whole
-# row: INT8 was 25% off on an H100, where without such a value it is 2% off.
+# Of the output, or it is not timed. What is drawn has one large value in each row of x, which sets the scale of the
+# whole row: INT8 was 25% off on an H100, where without such a value it is 2% off.
 MOST_OFF = {"twell": 0.01, "int8": 0.4, "fp8": 0.12, "twell_int8": 0.03}
 WITHIN, APART = "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
 
