@@ -154,8 +154,10 @@ def begins_sentence(rows: Sequence[dict]) -> str:
 
 
 def _way(path: str) -> str:
-    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word."""
-    return path.removesuffix(")").rpartition(": ")[2].rpartition(", ")[2]
+    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word; of what
+    is called at once, past torch, "directly"."""
+    last = path.removesuffix(")").rpartition(": ")[2].rpartition(", ")[2]
+    return "directly" if last == "called at once" else last
 
 
 def _zeros(density: float) -> str:
