@@ -154,8 +154,8 @@ def begins_sentence(rows: Sequence[dict]) -> str:
 
 
 def _way(path: str) -> str:
-    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word; of what
-    is called at once, past torch, "directly"."""
+    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word; and
+    "directly" where it is called at once, past torch."""
     last = path.removesuffix(")").rpartition(": ")[2].rpartition(", ")[2]
     return "directly" if last == "called at once" else last
 
