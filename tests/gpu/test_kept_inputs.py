@@ -59,6 +59,11 @@ def test_what_is_refused():
         ((x.float(), w), {}, "are accepted"),
         ((x, w[:8]), {}, "are accepted"),
         ((x, w.cpu()), {}, "are accepted"),
+        ((x.cpu(), w), {}, "are accepted"),
+        ((x[0], w), {}, "are accepted"),
+        ((x[:0], w), {}, "are accepted"),
+        ((x.short(), w.short()), {}, "are accepted"),
+        ((x, w, None, w[0, :5]), {}, "are accepted"),
         ((x.expand(5, 16).contiguous(), w), {}, r"1 to 4, inputs"),
         ((x, w), {"kind": "above"}, "None or relu, silu"),
         ((x, w, w), {}, "kind is None for two weights"),
@@ -66,6 +71,9 @@ def test_what_is_refused():
     ):
         with pytest.raises(InputError, match=said):
             kept_inputs.product(*given, threshold=0.5, **how)
+    for threshold in (-1.0, torch.inf, torch.nan):
+        with pytest.raises(InputError, match=f"threshold is {threshold}; finite"):
+            kept_inputs.product(x, w, threshold=threshold)
 
 
 @torch.no_grad()

@@ -50,12 +50,28 @@ def takes(x: Tensor, weight: Weight, dtype: torch.dtype) -> bool:
     compiled code, which has to see torch's operations."""
     if not x.is_cuda or dtype not in DTYPES or type(x) is not Tensor or torch.compiler.is_compiling():
         return False
+    if _odd(weight, dtype, x.device):
+        return False
     out, inner = weight.values.shape
     sizes = x.dim() == 2 and x.shape[1] == inner > 0 < out and not (inner % STEP or out % STEP)
     sizes = sizes and len(x) <= _FEW * _MOST_TILES and {x.dtype, weight.values.dtype} == {torch.int8}
     laid_out = x.is_contiguous() and weight.values.is_contiguous() and launcher.aligned(x, weight.values)
-    bias = weight.bias is None or (weight.bias.dtype == dtype and weight.bias.is_contiguous())
-    return sizes and laid_out and bias and launcher.capability(x.device.index) >= OLDEST
+    return sizes and laid_out and launcher.capability(x.device.index) >= OLDEST
+
+
+def _odd(weight: Weight, dtype: torch.dtype, device: torch.device) -> str:
+    """What of a weight does not fit the rest of it, the device, or a result of this dtype; "" if all does."""
+    if weight.values.dim() != 2 or weight.values.device != device:
+        return f"values are {list(weight.values.shape)} on {weight.values.device}; [out, in] on {device}"
+    out = weight.values.shape[:1]
+    for name, t, wanted in (("scale", weight.scale, torch.float32), ("bias", weight.bias, dtype)):
+        if t is not None and _unlike(t, wanted, out, device):
+            return f"{name} is {t.dtype} {list(t.shape)} on {t.device}; contiguous {wanted} {list(out)} on {device}"
+    return ""
+
+
+def _unlike(t: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> bool:
+    return t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous()
 
 
 def product(
@@ -75,7 +91,8 @@ def product(
         weight: as `takes` takes it, of fewer columns than make an int32 sum overflow (`quantised.MOST_COLUMNS`).
         version: of the kernel, 1 or 2 as its source lists them; None: 2. tile: of macros.INT8_TILES; None: by tokens.
 
-    Raises InputError for another version or tile, and for what `takes` refuses."""
+    Raises InputError for another version or tile, for a scale or a number of tokens that x does not have, and for what
+    `takes` refuses."""
     return _run(x, scale, (weight,), dtype, tokens, version, tile)
 
 
@@ -98,6 +115,14 @@ def gate_up(
 
 def _run(x, scale, weights, dtype, tokens, version, tile) -> Tensor:
     for weight in weights:
+        if odd := _odd(weight, dtype, x.device):
+            raise InputError(f"of the weight, {odd} is accepted")
+    if _unlike(scale, torch.float32, x.shape[:1], x.device):
+        raise InputError(
+            f"scale is {scale.dtype} {list(scale.shape)} on {scale.device}; contiguous float32 {list(x.shape[:1])} on "
+            f"{x.device} is accepted"
+        )
+    for weight in weights:
         if not takes(x, weight, dtype):
             raise InputError(
                 f"x is {x.dtype} {list(x.shape)} on {x.device}, the weight {list(weight.values.shape)} and the result "
@@ -105,6 +130,8 @@ def _run(x, scale, weights, dtype, tokens, version, tile) -> Tensor:
                 "or more"
             )
     tokens = len(x) if tokens is None else tokens
+    if not 0 <= tokens <= len(x):
+        raise InputError(f"tokens is {tokens}; 0 to {len(x)}, the rows of x, are accepted")
     y = empty(tokens, len(weights[0].values), dtype=dtype, device=x.device)
     if y.numel():
         index = x.device.index

@@ -5,6 +5,7 @@ layer's projections. CUDA tensors only. Everything runs on torch's current strea
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -89,17 +90,22 @@ def product(
     x: bfloat16 or float16 [tokens, inputs], 1 to 4 tokens; first_t, second_t: [inputs, outputs]; biases [outputs]. All
     contiguous, on one GPU from sm_80. version: 1, which takes any widths, or 2, which takes outputs that are multiples
     of 8, and aligned weights; None: the newest that takes them. Raises InputError for others."""
+    if not 0 <= threshold < math.inf:
+        raise InputError(f"threshold is {threshold}; finite numbers from 0 up are accepted")
     tensors = [t for t in (x, first_t, second_t, first_bias, second_bias) if t is not None]
     inputs, outputs = first_t.shape if first_t.dim() == 2 else (0, 0)
-    shapes = [(len(x), inputs), *([(inputs, outputs)] * (1 + (second_t is not None)))]
-    fits = all(t.is_contiguous() and t.dtype == x.dtype and t.is_cuda for t in tensors)
+    tokens = x.shape[0] if x.dim() == 2 else 0
+    shapes = [(tokens, inputs), *([(inputs, outputs)] * (1 + (second_t is not None)))]
+    fits = all(t.is_contiguous() and t.dtype == x.dtype and t.is_cuda and t.device == x.device for t in tensors)
     fits = fits and all(tuple(t.shape) == shape for t, shape in zip(tensors, shapes))
     fits = fits and all(b is None or tuple(b.shape) == (outputs,) for b in (first_bias, second_bias))
-    if not fits or x.dtype.itemsize != 2 or not 1 <= len(x) <= MOST_TOKENS or kind not in (None, *KINDS):
+    fits = fits and x.dtype in (torch.bfloat16, torch.float16) and launcher.capability(x.device.index) >= _OLDEST
+    if not fits or not 1 <= tokens <= MOST_TOKENS or not outputs or kind not in (None, *KINDS):
         found = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors)
         raise InputError(
             f"x, weights and biases are {found}, kind {kind!r:.80}; bfloat16 or float16 [1 to {MOST_TOKENS}, inputs], "
-            f"[inputs, outputs] and [outputs] on one GPU, contiguous, and None or {', '.join(KINDS)} are accepted"
+            "[inputs, outputs] and [outputs] on one GPU from sm_80, contiguous, and None or "
+            f"{', '.join(KINDS)} are accepted"
         )
     if second_t is not None and kind is None:
         raise InputError(f"kind is None for two weights; {', '.join(KINDS)} are accepted")
@@ -107,7 +113,7 @@ def product(
     versions = VERSIONS if outputs % 8 == 0 and launcher.aligned(*weights) else VERSIONS[:1]
     if version not in (None, *versions):
         raise InputError(f"version is {version}; for {outputs} outputs at this address {versions} are accepted")
-    made = _launch(x.dtype, len(x), outputs, kind, second_t is not None, threshold, version or versions[-1])
+    made = _launch(x.dtype, tokens, outputs, kind, second_t is not None, threshold, version or versions[-1])
     return _run(made, x, (first_t, second_t, first_bias, second_bias), outputs, version or versions[-1])
 
 

@@ -149,6 +149,20 @@ def test_a_cpu_and_other_sizes_are_refused():
         int8_products.product(x, scale, w, torch.bfloat16)
     with pytest.raises(InputError, match=r"up is \[32, 32\]; \[16, 32\], as the gate"):
         int8_products.gate_up(x, scale, w, cases.weight(32, 32, torch.bfloat16), torch.bfloat16)
+    for given, said in (
+        ((x[:0], scale[:0], w), "on cpu.*compute capability 8.0"),
+        ((x[0, 0], scale, w), r"scale is .*\[3\].*; contiguous float32 \[\]"),
+        ((x, scale[:2], w), r"scale is .*\[2\] on cpu; contiguous float32 \[3\]"),
+        ((x, scale.double(), w), "scale is torch.float64"),
+        ((x, scale, w._replace(values=w.values[0])), r"values are \[32\] on cpu; \[out, in\]"),
+        ((x, scale, w._replace(values=w.values.to("meta"))), r"values are \[16, 32\] on meta"),
+        ((x, scale, w._replace(scale=w.scale[:9])), r"scale is .*\[9\] on cpu; contiguous torch.float32 \[16\]"),
+        ((x, scale, w._replace(scale=torch.ones(32)[::2])), "of the weight, scale is"),
+        ((x, scale, w._replace(bias=torch.ones(16))), "bias is torch.float32.*; contiguous torch.bfloat16"),
+        ((x, scale, w._replace(bias=torch.ones(8).bfloat16())), r"bias is .*\[8\]"),
+    ):
+        with pytest.raises(InputError, match=said):
+            int8_products.product(*given, torch.bfloat16)
     y = torch.empty(3, 16, dtype=torch.bfloat16)
     for version, tile in ((3, "few"), (1, "more")):
         with pytest.raises(InputError, match="1, 2 and few, some, many are accepted"):
