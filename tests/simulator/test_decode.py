@@ -1,15 +1,13 @@
 """The decode kernels in the simulator, with C++ in the place of their PTX: every activation, beside float64."""
 
-import shutil
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.cuda import macros, sources
 from twell_lab.ops import accuracy
 from twell_lab.ops.activation import RELU, Activation
@@ -27,12 +25,8 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """The kernel's file beside other headers, which are found first."""
-    folder = tmp_path_factory.mktemp("decode")
-    for file in (folders.kernels_dir() / FILE, *(Path(__file__).parent / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    return folder / FILE
+def source():
+    return without_ptx(FILE)
 
 
 def decode(source, version, acts, x, gate, up, down, gate_bias, up_bias, down_bias):

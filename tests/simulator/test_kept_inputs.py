@@ -1,17 +1,14 @@
 """Products that read the weights of kept inputs alone, in the simulator, with C++ in the place of their PTX: beside
 float64."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.kept_inputs.cases import Case
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.cuda import macros, sources
 from twell_lab.ops.kept_inputs import FILE, KINDS
 
@@ -19,12 +16,8 @@ pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ c
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """The kernel's file beside other headers, which are found first."""
-    folder = tmp_path_factory.mktemp("kept")
-    for file in (folders.kernels_dir() / FILE, *(Path(__file__).parent / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    return folder / FILE
+def source():
+    return without_ptx(FILE)
 
 
 def product(source, version, x, first, second, first_bias, second_bias, threshold, kind):

@@ -1,14 +1,13 @@
 """The lost rows that tensor cores compute, in the simulator with C++ in the place of the kernels' PTX, beside float64."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops.train_lost.cases import Case, bits
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.cuda import launcher
 from twell_lab.ops import train_lost
 
@@ -30,12 +29,9 @@ class Simulated:
 
 
 @pytest.fixture
-def room(tmp_path_factory, monkeypatch):
+def room(monkeypatch):
     """A function that lets so many lost rows be computed on "tensor cores", by a grid of so many blocks."""
-    folder = tmp_path_factory.mktemp("lost")
-    for file in (folders.kernels_dir() / train_lost.TENSOR_FILE, *(Path(__file__).parent / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    source, real = folder / train_lost.TENSOR_FILE, train_lost.kernel
+    source, real = without_ptx(train_lost.TENSOR_FILE), train_lost.kernel
 
     def kernel(file, name, defines, shared=0):
         ours = file == train_lost.TENSOR_FILE

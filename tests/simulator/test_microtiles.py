@@ -1,13 +1,10 @@
 """The product of micro-tiles in the simulator, with C++ in the place of its PTX, beside float64."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.cuda import macros, sources
 from twell_lab.ops import accuracy, microtiles
 
@@ -15,12 +12,8 @@ pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ c
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """The kernel's file beside other headers, which are found first."""
-    folder = tmp_path_factory.mktemp("microtiles")
-    for file in (folders.kernels_dir() / microtiles.PRODUCT, *(Path(__file__).parent / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    return folder / microtiles.PRODUCT
+def source():
+    return without_ptx(microtiles.PRODUCT)
 
 
 def product(source, version, a, b, height):

@@ -1,16 +1,13 @@
 """Products with block-sparse weights: torch's on a CPU, the kernels in the simulator with C++ in the place of their PTX,
 and bad input."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.core.errors import InputError
 from twell_lab.cuda import cubins, launcher, macros, registry
 from twell_lab.ops.block_linear import DTYPES, FILE, BlockOperand, block_linear
@@ -42,12 +39,8 @@ def test_any_pattern(rows, columns, tokens, density, seed):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """The kernel's file beside other headers, which are found first."""
-    folder = tmp_path_factory.mktemp("blocks")
-    for file in (folders.kernels_dir() / FILE, *(Path(__file__).parents[2] / "simulator" / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    return folder / FILE
+def source():
+    return without_ptx(FILE)
 
 
 def simulated(source, weight, x, bias, version):

@@ -5,17 +5,14 @@ It reads and writes the memory at the addresses in the arguments, as a GPU does,
 result."""
 
 import ctypes
-import shutil
 import struct
-import tempfile
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.cuda import macros, sources
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import train_lost
@@ -166,15 +163,6 @@ def simulate(seen, defines, values) -> None:
         return made.launch(seen.name, seen.grid[0], seen.block[0], arguments, **how)
     arguments = placed(simulator.compile(seen.file, defines).kernels[seen.name], values)
     program.launch(seen.file, seen.name, seen.defines, seen.grid[:2], seen.block[:1], arguments)
-
-
-@cache
-def without_ptx(file: str) -> Path:
-    """A copy of a kernel's file beside the headers that stand in for its PTX, which are found first."""
-    folder = Path(tempfile.mkdtemp())
-    for each in (folders.kernels_dir() / file, *(FEW_ROWS.parent / "ptx").glob("*.cuh")):
-        shutil.copy(each, folder)
-    return folder / file
 
 
 def placed(signature, values) -> list:

@@ -3,11 +3,11 @@ exact; which of them the kernel takes; and barriers and copies that are left out
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
 from twell_lab.core import folders
 from twell_lab.core.errors import InputError
@@ -22,12 +22,8 @@ simulated_only = pytest.mark.skipif(not simulator.available(), reason="needs a C
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """The kernel's file beside other headers, which are found first."""
-    folder = tmp_path_factory.mktemp("int8")
-    for file in (folders.kernels_dir() / FILE, *(Path(__file__).parents[2] / "simulator" / "ptx").glob("*.cuh")):
-        shutil.copy(file, folder)
-    return folder / FILE
+def source():
+    return without_ptx(FILE)
 
 
 def simulated(source, x, scale, weights, dtype, tile, version, capability=AMPERE, tokens=None):
