@@ -5,8 +5,12 @@ import torch
 
 from twell_lab.bench import few_bits
 from twell_lab.bench.comparison import Batch
+from twell_lab.bench.methods import swapped
+from twell_lab.layers.choice import Choice
+from twell_lab.ops import measure
 from twell_lab.ops.measure import WrongResult
 from twell_lab.records.record import Record
+from twell_lab.sparsities.quantised import output_error
 
 FEW = Batch(4, 16, 64, 128, (4,), 48, 2, torch.float32, "cpu", 0.01)
 
@@ -29,8 +33,22 @@ def test_each_path_beside_the_dense_layer_with_its_error():
 
 
 def test_what_is_too_far_off_is_not_timed(monkeypatch):
-    monkeypatch.setitem(few_bits.MOST_OFF, "int8", 1e-4)
-    with pytest.raises(WrongResult, match="int8 is off by 0.0.* of the exact result: nothing was timed"):
+    monkeypatch.setitem(few_bits.MOST_OFF, "int8", 1e-9)
+    with pytest.raises(WrongResult, match="int8 is off by .* of what it should be: nothing was timed"):
+        few_bits.few_bits_rows(5, FEW)
+
+
+@torch.no_grad()
+def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
+    """A large value in each row makes INT8 far off from the exact result; a wrong scale is told apart from that."""
+    layer, (x, *_) = measure.workload(4, 256, 512, 29, "lognormal", torch.bfloat16, "cpu")
+    y = swapped(layer, Choice("int8"))(x)
+    on_rounded = few_bits._on_rounded(layer, x, torch.int8)
+    assert output_error(y, few_bits._exact(layer, x)) > few_bits.MOST_OFF["int8"]
+    assert output_error(y, on_rounded) < few_bits.MOST_OFF["int8"] < output_error(1.03 * y, on_rounded)
+    monkeypatch.setattr(few_bits, "swapped", lambda layer, choice: lambda x: 1.03 * swapped(layer, choice)(x))
+    monkeypatch.setattr(few_bits, "PATHS", ("int8",))
+    with pytest.raises(measure.WrongResult, match="int8 is off by 0.0"):
         few_bits.few_bits_rows(5, FEW)
 
 
