@@ -23,7 +23,7 @@ THREADS = {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # that 
 LEAST_THREADS = 448  # that should be under way on a multiprocessor at the least, where no tensor cores are fed
 # Bytes, stores and loads together, in kernels that may spill: outside of their loops, or what does not change in one.
 MOST_SPILLED = {"smxx_train_lost": 700, "smxx_lost_weights": 3610, "smxx_weight_gradients": 128, "sm90_gate_pack": 128}
-MOST_SPILLED["sm80_train_lost"] = 72
+MOST_SPILLED |= {"sm80_train_lost": 72, "smxx_listed": 76}
 OTHERS = {*filter(None, macros.ACTIVATIONS.values()), "BOTH", "SIGNED"}  # of other activations than the ReLU
 DECODED = list(product((1, 8, 16, 32, 64), (5632, 8192)))  # tokens, d_ff: the second wants fewer bands a block
 

@@ -6,6 +6,7 @@ import torch
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.int8_products import cases as int8_cases
 from tests.ops.kept_inputs import cases as kept_cases
+from tests.ops.listed.cases import Case as ListedCase
 from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_lost.cases import Case as LostCase
 from tests.simulator import quantise_cases
@@ -54,6 +55,12 @@ def test_pack(columns, dtype):
     for version in (1, 2) if columns % 8 else (1, 2, 3, 4):
         packed = portable.pack(gate, 256, 32, version)
         assert torch.equal(packed[..., 0], TwELL.from_gate(gate).counts)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_listed(tokens, gated):
+    ListedCase.draw([3] * (tokens - 2) + [700, 530], 264, 1504, gated, biases=True, device="cuda").check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from tests.ops.columns.layers import Layer, pattern
+from tests.ops.listed.cases import Case as ListedCase
 from tests.ops.microtiles import cases as microtile_cases
 from tests.ops.spmm import cases as spmm_cases
 from tests.ops.train_dense import cases as dense_cases
@@ -50,6 +51,13 @@ def gated(monkeypatch):
         assert all(layer.gated_error(layer.gated(version, gate, tail)) <= 1 for version in (1, 2, 3, 4))
     for version in (5, 6):
         Pooled.draw(gate_of(18, 300, torch.bfloat16), 264, biases=True).check("gated", version)
+
+
+def listed(monkeypatch):
+    """Light and heavy rows, gated and plain; and more tokens than the first shape of the kernel is for."""
+    for gated in (True, False):
+        ListedCase.draw([600, 0, 3], 264, 1200, gated, biases=True).check()
+        ListedCase.draw([3] * 7, 264, 40, gated, biases=True).check()
 
 
 def gated_int8(monkeypatch):
@@ -139,6 +147,7 @@ LAUNCHES = {  # by the kernel's name
     "smxx_up": up,
     "smxx_gated": gated,
     "smxx_gated_int8": gated_int8,
+    "smxx_listed": listed,
     "smxx_quantise_rows": quantised_rows,
     "smxx_survivors": rows,
     "smxx_train_rows": rows,

@@ -24,7 +24,7 @@ from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import fused
-from ..ops import decode, dispatch, measure
+from ..ops import decode, dispatch, listed, measure
 from ..simulator import H100
 from . import costs
 from .costs import Firing, Rates
@@ -242,7 +242,7 @@ def _first(profile: FiringProfile) -> str:
 def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:
     """Every path; of one that splits, the hot size that is predicted to be best, where the hot neurons are computed
     apart: the portable kernels pack them with the others (ops.dispatch)."""
-    found, apart = [], rates.fuses and tokens >= dispatch.LEAST_HOT
+    found, apart = [], rates.fuses and tokens >= dispatch.LEAST_PACKED
     for path in PATHS.values():
         if path.splits and not apart:
             continue
@@ -260,8 +260,8 @@ def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize
         return wide if fused(work) else (3 if firing.gated else 2) * wide
     if tokens <= decode.MOST_TOKENS:
         return tokens * tiles * (4 * TILE + 2)
-    if not work.fuses(dispatch.LEAST_HOT if choice.hot else dispatch.LEAST_TWELL):
-        return wide + tokens * tiles * WORDS * 4
+    if not work.fuses(dispatch.LEAST_PACKED):
+        return wide + (tokens * tiles * WORDS * 4 if tokens > listed.MOST_TOKENS else 0)
     some = min(tokens, _PASS)
     packed = some * tiles * 4 * (WORDS + POOL_WORDS / POOL_ROWS) + some * firing.d_model * itemsize
     return int(packed + (some * (choice.hot * itemsize + firing.d_model * 4) if choice.hot else 0))

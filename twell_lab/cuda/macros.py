@@ -395,6 +395,11 @@ def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability 
     ]
 
 
+def listed(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """As `gated_or_plain`, for few blocks on a multiprocessor and for many."""
+    return [macros for each in gated_or_plain(dtype) for macros in (each, (*each, ("RESIDENT", 4)))]
+
+
 def clusters(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
     """For 16-bit values, with the cluster size of the source."""
     size = ("CLUSTER", sources.number("sm90_mainloop.cuh", "CLUSTER"))

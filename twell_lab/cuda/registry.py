@@ -82,6 +82,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("smxx_up", ("ops.portable.gated_pooled", _HOPPER), macros.up),
         Kernel("smxx_gated", ("ops.portable.gated", "ops.portable.gated_pooled", _PORTABLE, _HOPPER), macros.gated),
         Kernel("smxx_gated_int8", ("ops.int8_rows.gated_int8",), macros.gated_int8),
+        Kernel("smxx_listed", ("ops.listed.listed", "ops.dispatch._Listed"), macros.listed),
         Kernel("smxx_quantise_rows", ("ops.quantise_rows.quantise_rows",), macros.int8_or_e4m3),
         Kernel("sm80_int8", ("ops.int8_products.product", "ops.int8_products.gate_up"), macros.int8_tiles, (8, 0)),
         Kernel("sm80_gate_pack", ("ops.ampere.gate_pack", *_TRAINED), macros.tensor_cores),

@@ -6,10 +6,10 @@ Three paths compute the same function:
              these alone;
   hot_cold   the neurons that fire most (the first `hot` rows of permuted weights) are computed as in dense, the others
              as in twell, and both are added up before y is rounded.
-Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or the
-portable kernels after torch's own gate GEMM. The operators (inference.py, operators.py) have checked the arguments and
-made them contiguous, apart from `down`, which only the dense path reads. Everything runs on torch's current stream, and
-nothing waits for the GPU.
+Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or, after torch's
+own gate GEMM, the kernels that list or pack its values. The operators (inference.py, operators.py) have checked the
+arguments and made them contiguous, apart from `down`, which only the dense path reads. Everything runs on torch's
+current stream, and nothing waits for the GPU.
 
 The choice for a call, and the launches that it made, are kept in `calls` under `key_of` the call: the next call with
 the same key replays the launches (twell_lab.cuda.tape).
@@ -24,16 +24,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..cuda.tape import Tape, empty
-from . import decode, hopper_dense, hopper_pack, portable
+from . import decode, hopper_dense, hopper_pack, listed, portable
 from .activation import RELU, Activation
 from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
-# Tokens from which the packing GEMM computes the gate. Its tiles of 128 x 256 fill the GPU from 2,048 on. With fewer
-# tokens a layer takes up to a tenth longer than after torch's product and `pack`, but no row holds up the others.
-LEAST_TWELL = 257
-LEAST_HOT = 512  # the same with a hot part
+# Tokens from which the packing GEMM computes the gate, whose tiles of 128 x 256 then fill the GPU. For fewer torch's
+# product and the kernel that lists its kept values are faster (docs/kernels/smxx_listed.md).
+LEAST_PACKED = 2048
 LEAST_COUNTED = 2048  # tokens from which the portable kernels count for `stats`: for fewer it would take too much time
 # A row with more kept values than this is handed on like the lost rows: the one warp that would walk it would hold up
 # its launch. Few such rows are shared among all blocks of a launch, many are computed densely: the GEMMs take less of
@@ -110,6 +109,8 @@ def _chosen(x, weights, path, hot, tile, words, acts) -> Call:
         return _Dense(x, gate, up, acts)
     if acts == RELU and _hopper(x, gate, up, down_t, hot, tile, words):
         return _Hopper(x, gate, up, hot)
+    if _lists(x, weights, acts):
+        return _Listed(acts)
     return _Portable(hot, tile, words, acts)
 
 
@@ -186,11 +187,7 @@ def fuses(weight: Tensor) -> bool:
 
 def _hopper(x, gate, up, down_t, hot, tile, words) -> bool:
     first = up if gate is None else gate
-    if (
-        (tile, words) != (256, 32)
-        or x.shape[0] < (LEAST_HOT if hot else LEAST_TWELL)
-        or not portable.pooled_takes(x.dtype, x.shape[1])
-    ):
+    if (tile, words) != (256, 32) or x.shape[0] < LEAST_PACKED or not portable.pooled_takes(x.dtype, x.shape[1]):
         return False
     return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down_t)
 
@@ -267,6 +264,33 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, p
     x = x.contiguous()
     key = key_of(x, weights, stats, packs.__name__, hot, 256, 32)
     return _kept(key, lambda: _Hopper(x, gate, up, hot, packs)).run(x, weights, stats)
+
+
+def _lists(x, weights, acts: Activation) -> bool:
+    _, up, _, down_t, _, _, down_bias = weights
+    return x.is_cuda and not acts.both and not acts.falls_back and listed.takes(x, up, down_t, down_bias)
+
+
+class _Listed(Call):
+    """torch's gate GEMM, then the kernels that take its result as it is: for some hundred tokens. The hot neurons are
+    computed like the others, see _Portable."""
+
+    def __init__(self, acts: Activation = RELU) -> None:
+        self.acts, self.tape = acts, Tape()
+
+    def run(self, x, weights, stats):
+        _, up, _, down_t, _, up_bias, down_bias = weights
+        left = (None, down_t, None, down_bias) if weights[0] is None else (up, down_t, up_bias, down_bias)
+        return self.tape.play(listed.listed, (x, self._gate(x, weights)), left)
+
+    def again(self, x, weights, stats):
+        y = self.tape.replayed((x, self._gate(x, weights))) if self.tape.recorded else None
+        return super().again(x, weights, stats) if y is None else y
+
+    def _gate(self, x, weights) -> Tensor:
+        gate, up, _, _, gate_bias, up_bias, _ = weights
+        g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+        return g if self.acts.kind == "relu" else self.acts.applied(g)
 
 
 class _Portable(Call):

@@ -57,8 +57,8 @@ def test_parts_add_up_and_a_fused_layer_saves_its_values_trips(rates):
     "choice, least",
     [
         (Choice("dense"), dispatch.LEAST_HIDDEN),
-        (Choice("twell"), dispatch.LEAST_TWELL),
-        (Choice("hot_cold", 256), dispatch.LEAST_HOT),
+        (Choice("twell"), dispatch.LEAST_PACKED),
+        (Choice("hot_cold", 256), dispatch.LEAST_PACKED),
     ],
     ids=str,
 )
@@ -95,7 +95,7 @@ def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, 
     now, then = (predict(choice, few, rates, n, 2) for n in (tokens, tokens + 1))
     assert all(then[part] >= now[part] * (1 - 1e-9) for part in ("gemm", "rows"))
     # From there on values are multiplied where they are, and launches saved.
-    if not fuses or tokens + 1 not in (dispatch.LEAST_HIDDEN, dispatch.LEAST_HOT, dispatch.LEAST_TWELL):
+    if not fuses or tokens + 1 not in (dispatch.LEAST_HIDDEN, dispatch.LEAST_PACKED):
         assert then["total"] >= now["total"] * (1 - 1e-9)
     assert us(Choice("dense"), many, rates, tokens) == us(Choice("dense"), few, rates, tokens)
 

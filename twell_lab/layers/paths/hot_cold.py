@@ -38,7 +38,7 @@ class HotCold(Path):
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         d_model, tokens = work.firing.d_model, work.tokens
-        fused, few = work.fuses(dispatch.LEAST_HOT), tokens <= decode.MOST_TOKENS
+        fused, few = work.fuses(dispatch.LEAST_PACKED), tokens <= decode.MOST_TOKENS
         gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
         moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
         launches = (2 if fused or few else 3) + (2 if fused else 5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from ...formats.twell import TILE, WORDS
-from ...ops import decode, dispatch
+from ...ops import decode, dispatch, listed
 from ...ops.copies import TRANSPOSED
 from .cost import Work
 from .dense import dense_parts
@@ -23,7 +23,7 @@ class Twell(Path):
     copies = (Copy("down_t", "down_t", "down", TRANSPOSED),)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        fused, few = work.fuses(dispatch.LEAST_TWELL), work.tokens <= decode.MOST_TOKENS
+        fused, few = work.fuses(dispatch.LEAST_PACKED), work.tokens <= decode.MOST_TOKENS
         launches = 2 if fused or few else 3
         return packed_cost(work, 0, fused, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
 
@@ -37,6 +37,8 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     cold, few = firing.d_ff - hot, tokens <= decode.MOST_TOKENS
     packed = tokens * math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
     values = 0 if fused or few else 2 * tokens * cold * itemsize
+    if not (fused or few) and tokens <= listed.MOST_TOKENS and itemsize == 2:  # nothing is packed (ops.listed)
+        packed = 0
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
     heavy, entries = firing.beyond(dispatch.HEAVY, hot) if fused else (0.0, 0.0)
