@@ -23,11 +23,14 @@ def test_each_path_beside_the_dense_layer_with_its_error():
         "forced twell",
         "forced int8 (lossy)",
         "forced twell_int8 (lossy)",
+        few_bits.PLAIN,
         few_bits.APART,
+        few_bits.EXPANDED,
     ]
     assert all(row["kind"] == "few bits" and row["tokens"] == 5 and row["d_ff"] == 128 for row in made)
-    dense, exact, *lossy, part = made
-    assert dense["left_out"].keys() == {"fp8", few_bits.WITHIN} and "8.9" in dense["left_out"]["fp8"]
+    dense, exact, *lossy, _, part, _ = made
+    assert dense["left_out"].keys() == {"fp8", few_bits.WITHIN, few_bits.TWO_FOUR}
+    assert "8.9" in dense["left_out"]["fp8"] and "cuSPARSELt" in dense["left_out"][few_bits.TWO_FOUR]
     assert exact["error"] < 1e-6 and all(1e-4 < row["error"] < 0.08 for row in lossy)
     assert "error" not in part and part["x_dense"] is None
 
@@ -35,6 +38,12 @@ def test_each_path_beside_the_dense_layer_with_its_error():
 def test_what_is_too_far_off_is_not_timed(monkeypatch):
     monkeypatch.setitem(few_bits.MOST_OFF, "int8", 1e-9)
     with pytest.raises(WrongResult, match=r"g of int8 is off by 0\.\d{4}% of .*, more than 0%: nothing was timed"):
+        few_bits.few_bits_rows(5, FEW)
+
+
+def test_a_product_that_differs_is_not_timed(monkeypatch):
+    monkeypatch.setattr(few_bits.Bitmap, "dense", lambda held: held.values.new_ones(held.shape))
+    with pytest.raises(WrongResult, match="expanded from a bitmap differs from the same values .*: nothing was timed"):
         few_bits.few_bits_rows(5, FEW)
 
 

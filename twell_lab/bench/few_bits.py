@@ -1,5 +1,7 @@
 """A gated layer with weights of few bits beside the dense one: what INT8 and E4M3 gain without any zeros, which is what
-a sparse path with few bits has to beat; and what it saves to scale an INT8 product's sums within the product."""
+a sparse path with few bits has to beat. And its gate's product alone: what it saves to scale an INT8 product's sums
+within it, and what half of the weights gain, as INT8 that are 2:4, and as 16 bits that are expanded from a bitmap
+first."""
 
 from __future__ import annotations
 
@@ -9,11 +11,22 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from ..core.errors import TwellError
 from ..layers.choice import Choice
 from ..ops import int8_products, measure
-from ..sparsities.quantised import Rows, fp8_linear, int8_linear, output_error, quantise
+from ..sparsities.quantised import (
+    Bitmap,
+    Rows,
+    fp8_linear,
+    int8_linear,
+    output_error,
+    packed_two_four,
+    quantise,
+    two_four_int8,
+)
+from ..sparsities.two_four import two_four_mask
 from . import rows
 from .comparison import Batch
 from .methods import swapped
@@ -32,17 +45,20 @@ NNZ = 29
 MOST_OFF = {"twell": 0.01, "int8": 0.01, "fp8": 0.01, "twell_int8": 0.03}
 ROUNDED = {"int8": (int8_linear, torch.int8), "fp8": (fp8_linear, torch.float8_e4m3fn)}
 _COLUMN = 64  # tokens from which on the norm of a column says something of it
-WITHIN, APART = "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
+PLAIN, WITHIN, APART = "part: x Wg^T", "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
+# Of a Wg that was pruned to two of four, in the place of a drawn one.
+TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T, Wg half zeros, expanded from a bitmap"
 
 
 @torch.no_grad()
 def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
     """A layer of batch.d_model x batch.d_ff, of which about NNZ neurons fire, on each of PATHS, rows of kind "few
     bits": each with the `error` of its output against float64, as a share of its norm; CUDA graphs for few tokens. And
-    the gate's product of INT8 rows, x rounded in the call, scaled within the product and by operations of its own.
+    the gate's product in several ways: dense; of INT8 rows, x rounded in the call, scaled within the product and by
+    operations of its own; of weights that were pruned to two of four, as INT8, and expanded from a bitmap in the call.
 
     The dense row has `left_out`, {path: why}: what does not run here. Raises measure.WrongResult for an output that is
-    further off than MOST_OFF says, and where the two products differ."""
+    further off than MOST_OFF says, and where ways to compute one product differ."""
     device = torch.device(batch.device)
     layer, xs = measure.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
     left_out: dict[str, str] = {}
@@ -69,15 +85,7 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
                 )
         path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
         calls[path], facts[path] = rows.over(call, xs), {"error": error}
-    gate = quantise(layer.gate_proj.weight)
-    parts: dict[str, Callable[[Tensor], Tensor]] = {APART: functools.partial(int8_linear, rows=gate, apart=True)}
-    if xs[0].is_cuda and int8_products.takes(xs[0].to(torch.int8), int8_products.Weight(*gate), batch.dtype):
-        parts[WITHIN] = functools.partial(int8_linear, rows=gate)
-        within, apart = (call(xs[0]).float() for call in parts.values())
-        if not torch.allclose(within, apart, rtol=torch.finfo(batch.dtype).eps):
-            raise measure.WrongResult("INT8 products scaled within and apart differ: nothing was timed")
-    else:
-        left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
+    parts = _parts(layer.gate_proj.weight, xs[0], left_out)
     timed = {name: rows.over(call, xs) for name, call in parts.items()}
     if device.type == "cuda":
         samples, bursts = rows.clock_gpu(calls, tokens, timed)
@@ -85,6 +93,38 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
         samples, bursts = clock_cpu(calls | timed, batch.seconds)
     shared = batch.shared(KIND, tokens, batch.d_ff, f"gated layer, {tokens:,} tokens")
     return rows.table(shared, samples, facts, bursts)
+
+
+def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The gate's product in each way that is a part here, by its name; what does not run goes to left_out, and where a
+    result is not that of the same values multiplied otherwise, WrongResult is raised."""
+    gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
+    short, held = quantise(pruned), Bitmap.of(pruned)
+    parts: dict[str, Callable[[Tensor], Tensor]] = {
+        PLAIN: functools.partial(linear, weight=weight),
+        APART: functools.partial(int8_linear, rows=gate, apart=True),
+        EXPANDED: lambda x: linear(x, held.dense()),
+    }
+    wanted = {EXPANDED: linear(x, pruned)}
+    if x.is_cuda and int8_products.takes(x.to(torch.int8), int8_products.Weight(*gate), x.dtype):
+        parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), parts[APART](x)
+    else:
+        left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
+    try:
+        parts[TWO_FOUR] = functools.partial(two_four_int8, rows=short, packed=packed_two_four(short))
+        wanted[TWO_FOUR] = int8_linear(x, short, apart=True)
+        parts[TWO_FOUR](x)
+    except torch.OutOfMemoryError:
+        raise
+    except (TwellError, RuntimeError) as refused:
+        left_out[TWO_FOUR] = str(refused).splitlines()[0][:200]
+        parts.pop(TWO_FOUR, None), wanted.pop(TWO_FOUR, None)
+    for name, right in wanted.items():
+        if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
+            raise measure.WrongResult(
+                f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
+            )
+    return parts
 
 
 def _exact(layer: nn.Module, x: Tensor) -> Tensor:
