@@ -91,7 +91,7 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
         samples, bursts = rows.clock_gpu(calls, tokens, timed)
     else:
         samples, bursts = clock_cpu(calls | timed, batch.seconds)
-    shared = batch.shared(KIND, tokens, batch.d_ff, f"gated layer, {tokens:,} tokens")
+    shared = batch.shared(KIND, tokens, batch.d_ff, f"drawn gated layer, {tokens:,} tokens")
     return rows.table(shared, samples, facts, bursts)
 
 
