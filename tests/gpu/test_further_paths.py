@@ -11,9 +11,10 @@ import twell_lab as tl
 from tests.gpu import needed
 from tests.simulator.cases import GEOMETRIES, gate_of
 from tests.simulator.int8_cases import Int8Layer
+from twell_lab.bench import few_bits, methods
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import portable
+from twell_lab.ops import measure, portable
 from twell_lab.ops.int8_rows import gated_int8
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities.blocks import block_mask
@@ -21,6 +22,7 @@ from twell_lab.sparsities.quantised import (
     fp8_linear,
     int8_linear,
     output_error,
+    packed_two_four,
     quantise,
     rows_product,
     two_four_int8,
@@ -169,6 +171,30 @@ def test_two_four_with_int8():
     there = type(rows)(*(t.cuda() for t in rows))
     y = two_four_int8(x.cuda(), there)
     torch.testing.assert_close(y.cpu(), int8_linear(x, rows), rtol=0.01, atol=0.05)
+    assert torch.equal(two_four_int8(x.cuda(), there, packed_two_four(there)), y)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@torch.no_grad()
+def test_the_layer_is_held_by_its_products_as_the_record_holds_it(name, tokens):
+    """At the record's own size, since how tensor cores add up is part of it."""
+    needed.path(name)
+    layer, (x, *_) = measure.workload(tokens, 2048, 5632, few_bits.NNZ, "lognormal", torch.bfloat16, "cuda")
+    y = methods.swapped(layer, Choice(name))(x)
+    off = few_bits.off_on_rounded(layer, x, y, *few_bits.ROUNDED[name])
+    assert max(off.values()) <= few_bits.MOST_OFF[name], off
+
+
+def test_every_part_of_the_record_of_few_bits():
+    left_out = {}
+    x, weight = (torch.randn(rows, 256, device="cuda").bfloat16() for rows in (40, 512))
+    parts = few_bits._parts(weight, x, left_out)  # held against each other
+    assert parts.keys() | left_out.keys() == {
+        *(few_bits.PLAIN, few_bits.WITHIN, few_bits.APART, few_bits.EXPANDED, few_bits.TWO_FOUR)
+    }
+    if torch.cuda.get_device_capability() >= (8, 0) and torch.backends.cusparselt.is_available():
+        assert not left_out
 
 
 # ---- the kernel ----

@@ -138,7 +138,7 @@ def map_rows(share: float, device: str = "cuda") -> list[dict]:
     sizes, made = sizes_for(device), []
     layer, x = drawn(share, device, max(sizes.tokens))
     for tokens, calls in held(layer, x, share, sizes.tokens):
-        said = rows.describe("map", [x[:tokens]], layer.gate_proj.weight, f"gated layer, {share:.2%} fire")
+        said = rows.describe("map", [x[:tokens]], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
         turned = {
             rows.DENSE if name == DENSE else name: (lambda turn, call=call: call()) for name, call in calls.items()
         }

@@ -248,25 +248,36 @@ def _check_fp8(device: torch.device) -> None:
         raise DeviceError(f"the weight is {where}; GPUs of 8.9 and newer have FP8 products")
 
 
-def two_four_int8(x: Tensor, rows: Rows) -> Tensor:
-    """x W^T for INT8 rows that are 2:4, by torch's product of cuSPARSELt: x [..., columns] -> [..., rows], one scale a
-    token. Compresses W on every call: it shows the product, and is no layer.
+def packed_two_four(rows: Rows) -> Tensor:
+    """INT8 rows that are 2:4 as cuSPARSELt multiplies them (`two_four_int8`): half of the values, and their places.
 
-    Raises InputError for rows that are not 2:4 or no multiples of 32, and as `int8_linear`; DeviceError for a CPU, a
-    GPU before sm_80 and a torch without cuSPARSELt."""
+    Raises InputError for rows that are not 2:4 or no multiples of 32; DeviceError for a CPU, a GPU before sm_80 and a
+    torch without cuSPARSELt."""
     from .two_four import OLDEST, check_two_four
 
-    flat = _flat(x, rows, torch.int8)
-    check_two_four(rows.values.half())
-    if any(each % 32 for each in rows.values.shape):
-        raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+    values = rows.values
+    check_two_four(values.half())
+    if any(each % 32 for each in values.shape):
+        raise InputError(f"the rows are {list(values.shape)}; multiples of 32 are accepted")
+    capability = torch.cuda.get_device_capability(values.device) if values.is_cuda else (0, 0)
     if capability < OLDEST or not torch.backends.cusparselt.is_available():
-        raise DeviceError(f"x is on {x.device}; accepted: a GPU of 8.0 or newer and a torch with cuSPARSELt")
-    short = _rows(flat, torch.int8)
-    values = F.pad(short.values, (0, 0, 0, -len(flat) % 32))
-    sums = torch._cslt_sparse_mm(torch._cslt_compress(rows.values), values.t(), out_dtype=torch.int32)
-    y = _scaled(sums.t()[: len(flat)], short.scale, rows.scale, x.dtype, None)
+        raise DeviceError(
+            f"the rows are on {values.device}; accepted: a GPU of 8.0 or newer and a torch with cuSPARSELt"
+        )
+    return torch._cslt_compress(values)
+
+
+def two_four_int8(x: Tensor, rows: Rows, packed: Tensor | None = None) -> Tensor:
+    """x W^T for INT8 rows that are 2:4, by torch's product of cuSPARSELt: x [..., columns] -> [..., rows], one scale a
+    token. By cuSPARSELt's usual algorithm; two operations scale the int32 sums.
+
+    packed: of `packed_two_four(rows)`; None: it is made in each call. Raises as `int8_linear` and `packed_two_four`."""
+    flat = _flat(x, rows, torch.int8)
+    packed = packed_two_four(rows) if packed is None else packed
+    short = _tokens(flat, torch.int8)
+    values = F.pad(short.values, (0, 0, 0, -len(short.values) % 32))
+    sums = torch._cslt_sparse_mm(packed, values.t(), out_dtype=torch.int32)
+    y = _scaled(sums.t()[: len(flat)], short.scale[: len(flat)], rows.scale, x.dtype, None)
     return y.view(*x.shape[:-1], len(rows.values))
 
 

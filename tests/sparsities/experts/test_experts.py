@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import twell_lab as tl
+from twell_lab.analysis import predict
 from twell_lab.core.errors import InputError
+from twell_lab.ops import measure
 from twell_lab.sparsities.experts import WAYS, Experts, ExpertsLayer, routed_by_firing, takes_grouped
 
 
@@ -215,6 +217,18 @@ def test_a_finer_grain_is_never_more_work():
     x, gate, up, down = torch.randn(64, 16), torch.randn(48, 16) - 0.2, torch.randn(48, 16), torch.randn(16, 48)
     works = [routed_by_firing(x, gate, up, down, 8, grain).work for grain in (1, 2, 4, 8, 40)]
     assert works == sorted(works) and works[0] < 0.7 < works[-1]
+
+
+def test_groups_of_a_drawn_layer_move_more_than_they_spare():
+    """What the file says of it, which is why there is no such path."""
+    rates = measure.firing_rates(5632, 29).sort(descending=True).values
+    needed = 1 - (1 - rates).view(-1, 64).prod(1)  # of each group, by how many of the tokens
+    assert round(float(needed.mean()), 2) == 0.17 and round(float(needed.sum())) == 15
+    rows = 16384 * float(needed.sum())
+    moved = 2 * 2 * rows * 2048 * 2  # x and results, written and read, in 16 bits
+    assert round(moved / 1e9) == 4
+    rates = predict.rates_of("H100 SXM")
+    assert moved / rates.bandwidth > 2 * 2 * 16384 * 2048 * 5632 / rates.matmul
 
 
 def test_what_cannot_be_routed_is_refused():

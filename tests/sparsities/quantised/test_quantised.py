@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.layers.choice import Choice
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.ops import int8_products
+from twell_lab.ops.reference import GatedFeedForward
 from twell_lab.sparsities import quantised
 from twell_lab.sparsities.quantised import (
     Bitmap,
@@ -168,6 +172,27 @@ def test_sums_that_int32_cannot_hold():
         int8_linear(wide, quantise(wide))
     with pytest.raises(InputError, match=f"up to {quantised.MOST_COLUMNS} are accepted"):
         quantised.Int8().weigh(wide)
+
+
+def test_in_compiled_code_the_layer_asks_for_its_kernel_as_in_eager_code(monkeypatch):
+    """The kernel is left out of what torch.compile traces; a layer is one operator there, behind which nothing is."""
+    asked, takes = [], int8_products.takes
+
+    def told(*given):
+        asked.append(torch.compiler.is_compiling())
+        return takes(*given)
+
+    monkeypatch.setattr(int8_products, "takes", told)
+    torch.manual_seed(0)
+    sparse, x = SparseFFN(GatedFeedForward(32, 64).requires_grad_(False), plan=Choice("int8")), torch.randn(5, 32)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(sparse, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), sparse(x))
+        asked.clear()
+        compiled(x)
+    torch._dynamo.reset()
+    assert asked == [False] * 3  # for gate, up and down
 
 
 def test_two_four_stays_two_four_and_needs_a_gpu():
