@@ -82,8 +82,9 @@ def test_what_a_call_holds_between():
     assert (
         one[16384, "twell"]["between_mb"] < one[16384, "hot_cold"]["between_mb"] < one[16384, "dense"]["between_mb"] * 2
     )
-    portable = {row["path"]: row for row in predict.predict("L4", 29, tokens=[256])}
-    assert portable["twell"]["between_mb"] == 256 * (5632 * 2 + 22 * 32 * 4) / 1e6
+    for tokens, packed in ((256, 0), (2048, 0), (4096, 22 * 32 * 4)):
+        portable = {row["path"]: row for row in predict.predict("L4", 29, tokens=[tokens])}
+        assert portable["twell"]["between_mb"] == tokens * (5632 * 2 + packed) / 1e6
     plain = {row["path"]: row for row in predict.predict("L4", 29, tokens=[256], gated=False)}
     assert plain["dense"]["between_mb"] == 2 * 256 * 5632 * 2 / 1e6
 
