@@ -152,8 +152,15 @@ def test_gates_are_lowered_to_what_was_asked_for():
     assert 10 < training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
 
 
-def test_the_planned_path_follows_the_density(stopped):
-    assert training.planned(20, 2048, 5632, True) == "twell" and training.planned(200, 2048, 5632, True) == "dense"
+def test_the_planned_path_follows_the_density(stopped, monkeypatch):
+    first = torch.empty(5632, 2048, device="meta")
+    for nnz, path in ((20, "twell"), (200, "dense")):
+        assert training.planned(torch.full((64,), nnz), first, True) == path
+    fired = torch.full((64,), 20)
+    fired[::16] = 5000  # 331 on average
+    assert training.planned(fired, first, True) == "dense"
+    monkeypatch.setattr(training.switching.train_lost, "held", lambda x: 8)  # where tensor cores take them
+    assert training.planned(fired, first, True) == "twell"
 
 
 def test_layers_of_a_model_are_planned_one_by_one(stopped):

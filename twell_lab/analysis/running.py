@@ -262,7 +262,7 @@ class _Batch:
         counted = None if mask is None else mask != 0
         if counted is not None and counted.shape != given.shape:
             return None, Rows(counted)
-        if counted is None and self._named.get(f"{prefix}position_ids") is self._named.get("past_key_values") is None:
+        if counted is None and self._named.get(f"{prefix}position_ids") is self._cache() is None:
             first = self._in_order(given.shape, given.device)
             group, linked = first.group, first.linked
         elif (position := self._positions(prefix, given, counted)) is not None:
@@ -276,13 +276,18 @@ class _Batch:
         each = (None if held is None else held.flatten() for held in (counted, group, linked, ids))
         return given.shape, Rows(*each)
 
+    def _cache(self) -> object:
+        """What the model was given of earlier tokens, by either name that transformers has for it."""
+        found = self._named.get("past_key_values")
+        return self._named.get("cache") if found is None else found
+
     def _positions(self, prefix: str, given: Tensor, counted: Tensor | None) -> Tensor | None:
         """Which token of its sequence each is; None where earlier ones went before that are not in this batch."""
         said = self._named.get(f"{prefix}position_ids")
         if said is not None:
             fits = isinstance(said, Tensor) and said.dim() == 2 and said.shape[1] == given.shape[1]
             return said.expand(given.shape).long() if fits and said.shape[0] in (1, given.shape[0]) else None
-        if self._named.get("past_key_values") is not None:
+        if self._cache() is not None:
             return None
         assert counted is not None  # or `_tokens` had not asked
         return (counted.long().cumsum(-1) - 1).clamp(min=0)

@@ -10,7 +10,9 @@ a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.diff
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
 faster. A "lost" row, a token that the sparse path finishes from the dense weights, for want of room or because few
 tokens have so many entries, costs as much as if a share of the layer's neurons fired: LOST_TO_TENSOR_CORES of them for
-one of so many tokens as these take, LOST for the others. Only the sparse path counts its lost rows.
+one of so many tokens as these take, LOST for the others. Only the sparse path counts its lost rows; but both see how
+many tokens are heavy, which is what few of them will be lost for. So few tokens with very many neurons do not keep a
+layer dense: they cost what lost rows do, and the others decide.
 
 Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
 so that two graphs serve all of them. A model compiled as a whole needs one for each combination of paths, and torch
@@ -22,11 +24,11 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..layers.anatomy import feed_forwards
-from ..layers.learner import DENSE, SPARSE, LayerTerm
+from ..layers.learner import DENSE, HEAVY, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import differentiable, train_lost, train_rows
 from . import costs
@@ -37,7 +39,7 @@ MARGIN = 0.1  # a layer changes its path when it is this far past the break-even
 ROOM_USED = 0.9
 # Of d_ff. On an H100 a lost row takes 1.2 us on tensor cores (one of 512 among 16,384), otherwise 5 us where 4% of the
 # neurons fire in it, 7 where 10%, 10 where 30% do; an entry takes 3 to 4 ns.
-LOST_TO_TENSOR_CORES, LOST = 0.07, 0.3
+LOST_TO_TENSOR_CORES, LOST = HEAVY, 0.3
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
 
 
@@ -54,7 +56,7 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
     """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens were lost on
-    the sparse path. Reads the terms' nnz and lost, which waits for the device.
+    the sparse path. Reads the terms' numbers, which waits for the device.
 
     Args:
         model: whose layers are set. A layer without a term stays as it is; one whose `learning` is None counts as
@@ -77,8 +79,8 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
             raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
         if layer is None:
             continue
-        cost, now = _cost(term, layer), layer.learning or SPARSE
-        path = SPARSE if cost < limit * (1 - MARGIN) else DENSE if not cost <= limit * (1 + MARGIN) else now
+        spent, now = cost(term, layer.up.weight), layer.learning or SPARSE
+        path = SPARSE if spent < limit * (1 - MARGIN) else DENSE if not spent <= limit * (1 + MARGIN) else now
         if layer.learning != path:
             layer.learn(path)
             if path != now:
@@ -86,18 +88,21 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
     return changes
 
 
-def _cost(term: LayerTerm, layer: SparseFFN) -> float:
-    """What a token costs on the sparse path, in neurons firing."""
+def cost(term: LayerTerm, weight: Tensor) -> float:
+    """What a token costs on the sparse path, in neurons firing, for a layer with this up projection."""
+    most = 1 / train_lost.TOKENS_A_ROW
     lost = 0.0 if term.lost is None else float(term.lost)
-    fast = min(lost, 1 / train_lost.TOKENS_A_ROW)
-    return float(term.nnz) + layer.up.weight.shape[0] * (LOST_TO_TENSOR_CORES * fast + LOST * (lost - fast))
+    entries, fast = float(term.nnz), min(lost, most)
+    if term.heavy is not None and float(term.heavy) <= most and train_lost.held(weight):
+        entries, fast = float(term.light), max(fast, float(term.heavy))
+    return entries + weight.shape[0] * (LOST_TO_TENSOR_CORES * fast + LOST * max(0.0, lost - fast))
 
 
 class Switch:
     """`switch` with the break-evens of this model on its device, which are measured when the first terms come.
 
-    The dense path does not see lost tokens. So a layer that goes back to it because of them gets the number of neurons
-    that fired then as its new break-even, and tries the sparse path again when fewer fire.
+    The dense path does not see lost tokens. So a layer that goes back to it because of them gets what a token seemed to
+    cost without them as its new break-even, and tries the sparse path again when it is less.
 
     below: a break-even for every layer instead, in neurons firing at a token.
     """
@@ -114,9 +119,10 @@ class Switch:
         changes = switch(self.model, terms, below=self.below)
         for term in terms:
             if changes.get(term.name) == DENSE and term.lost is not None and float(term.lost):
-                names = (layer.name for layer in feed_forwards(self.model))
-                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(names, self.below)
-                self.below[term.name] = min(self.below[term.name], float(term.nnz))
+                weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
+                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(weights, self.below)
+                unseen = cost(term._replace(lost=None), weights[term.name])
+                self.below[term.name] = min(self.below[term.name], unseen)
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:

@@ -38,6 +38,10 @@ _NEARLY = (
 _ROUNDS = 10  # of each timing on a GPU; medians of ten are steady there
 _LONG_MS = 2.0  # of a call that takes at least this long
 _FEW_ROUNDS = 2  # are enough: it waits for nothing, its caches are its own, and its time hardly varies
+_WARM = 3  # calls before each burst: one with each input
+# Gigabytes read before a call of the first timing, whose one warm call makes copies of weights and records launches,
+# for up to a hundred times as long as its host needs later: enough to hide that of a call that takes _LONG_MS.
+_FIRST_READS = 4
 _BURST_MS = 3.0  # about how long the calls of a burst take; at least 3 calls (on a CPU 1), at most 10
 _CPU_MS = 150.0  # about how long a trial takes on a CPU; at least 3 bursts of each call, at most 10
 _MOST_BESIDE = 64 << 20  # bytes that come between two calls on a CPU, whose caches mostly hold fewer
@@ -77,7 +81,7 @@ def wall(calls: Calls, device: torch.device, beside: int = 0) -> dict[Choice | N
         if beside:
             others = torch.zeros(min(beside, _MOST_BESIDE), dtype=torch.uint8, device="cpu")
             rounds = min(10, max(3, int(_CPU_MS / sum(ms))))
-            bursts = measure.time_bursts(calls, lambda: others.add_(1), rounds=rounds, count=1, warm=False)
+            bursts = measure.time_bursts(calls, lambda: others.add_(1), rounds=rounds, count=1, warm=0)
             # A call has finished when it returns; what is waited for afterwards is for the next one.
             return {
                 name: Times(1e3 * ms) for name, ms in _medians({n: host for n, (host, _) in bursts.items()}).items()
@@ -89,13 +93,14 @@ def wall(calls: Calls, device: torch.device, beside: int = 0) -> dict[Choice | N
             name: Times(1e3 * ms) for name, ms in _medians({name: wall for name, (_, wall) in bursts.items()}).items()
         }
     with torch.cuda.device(device):
-        busy = _medians(measure.time_cuda(calls, _FEW_ROUNDS, warm=1))
+        busy = _medians(measure.time_cuda(calls, _FEW_ROUNDS, warm=1, most_reads=_FIRST_READS))
         wait, longest = torch.cuda.synchronize, max(busy.values())
         if longest >= _LONG_MS:
-            bursts = measure.time_bursts(calls, wait, rounds=_FEW_ROUNDS, count=1, warm=False)
+            bursts = measure.time_bursts(calls, wait, rounds=_FEW_ROUNDS, count=1, warm=0)
         else:
             busy = _medians(measure.time_cuda(calls, _ROUNDS))
-            bursts = measure.time_bursts(calls, wait, count=min(10, max(3, int(_BURST_MS / longest))))
+            count = min(10, max(3, int(_BURST_MS / longest)))
+            bursts = measure.time_bursts(calls, wait, count=count, warm=_WARM)
     host, ended = (_medians({name: samples[i] for name, samples in bursts.items()}) for i in (0, 1))
     return {name: Times(1e3 * ended[name], 1e3 * host[name], 1e3 * busy[name]) for name in calls}
 

@@ -100,9 +100,16 @@ def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tenso
     return [torch.cat(y), torch.cat(dx), *(sum(each) for each in of_weights if each[0] is not None)]
 
 
-def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
-    """The path that `switching` chooses for a layer of this density: what "planned" means in these rows."""
-    return learner.SPARSE if nnz < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
+def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
+    """The path that `switching` chooses for a layer in which so many neurons fire at each token: what "planned" means
+    in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
+    d_ff, d_model = first.shape
+    heavy, fired = fired > learner.HEAVY * d_ff, fired.float()
+    seen = fired.mean(), None, fired.masked_fill(heavy, 0).mean(), heavy.float().mean()
+    spent = switching.cost(learner.LayerTerm("", fired.mean(), *seen), first)
+    return (
+        learner.SPARSE if spent < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
+    )
 
 
 def compare(
@@ -116,7 +123,8 @@ def compare(
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     first, _ = rows.first_projection(*weights[:2])
     shared = rows.describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
-    path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], shared["gated"])
+    with torch.no_grad():
+        path = planned((linear(inputs[0], first) > 0).sum(1), first, shared["gated"])
     layers = {
         DENSE: dense_layer,
         COMPILED: _compiled("torch"),

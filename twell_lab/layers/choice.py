@@ -46,10 +46,16 @@ class Choice:
 LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
 DENSE = Choice("dense")  # what every other choice is compared with
 
-# In compiled code, as shares of dense's host time in eager code: what is left of that time, and what calling a sparse
-# layer's operator adds to its own. Each further layer in stacks of 1 and 9, with a residual each, at 1 to 1,024 tokens,
-# on an H100 with torch 2.11, 2026-11-23, not recorded: 0.49 to 0.65, and 0.02 to 0.18.
+# In compiled code, as shares of dense's host time in eager code.
+# One layer among others: what is left of that time, and what calling a sparse layer's operator adds to its own. Each
+# further layer in stacks of 1 and 9, with a residual each, at 1 to 1,024 tokens, on an H100 with torch 2.11,
+# 2026-11-23, not recorded: 0.49 to 0.65, and 0.02 to 0.18.
 _COMPILED, _OPERATOR = 0.65, 0.15
+# A layer alone, where torch's wrapper comes to both: what dense then takes, and what a sparse layer's operator adds to
+# its own; gated, and plain. inference-20261126T022258Z.json (medians; tests/layers/ffn/test_compiled.py).
+ALONE = {True: (1.45, 0.97), False: (1.9, 1.6)}
+_DEVICE_COMPILED = 0.92  # what is left there of dense's device time, whose activation and product torch fuses
+_CLOCK = 1.03  # by how much two times may differ that count as the same
 
 
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
@@ -136,14 +142,20 @@ class LayerPlan:
 
     def pays_compiled(self, tokens: int) -> bool:
         """Whether what is done in this class of token counts is worth it in compiled code, too, which takes less of the
-        host's time for a dense layer, and more for a sparse one. Where no host time is known, it is."""
+        host's time for a dense layer, and more for a sparse one: among other layers, and for a layer alone. Where no
+        host time is known, it is."""
         of_class = [each for each in self.candidates if each.tokens == tokens]
         chosen = next(each for each in of_class if each.chosen)
         dense = next((each for each in of_class if each.choice == DENSE), chosen)
         if dense.host_us is None or chosen.host_us is None:
             return True
-        host = chosen.host_us + _OPERATOR * dense.host_us
-        return host <= max(_COMPILED * dense.host_us, dense.device_us or 0.0)
+        device = dense.device_us or 0.0
+        among = chosen.host_us + _OPERATOR * dense.host_us
+        if among > max(_COMPILED * dense.host_us, device):
+            return False
+        left, added = ALONE[self.gated]
+        alone = chosen.host_us + added * dense.host_us
+        return alone <= _CLOCK * max(left * dense.host_us, _DEVICE_COMPILED * device)
 
     @property
     def nnz(self) -> float:

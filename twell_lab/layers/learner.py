@@ -15,6 +15,9 @@ from .paths.dense import by_torch, hides_host
 from .weights import Weights
 
 DENSE, SPARSE = differentiable.PATHS
+# A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
+# sparse kernels less than its entries would (twell_lab.analysis.switching has the times).
+HEAVY = 0.07
 
 
 class Told(NamedTuple):
@@ -23,6 +26,8 @@ class Told(NamedTuple):
     l1: Tensor
     nnz: Tensor
     lost: Tensor | None = None
+    light: Tensor | None = None
+    heavy: Tensor | None = None
 
 
 class LayerTerm(NamedTuple):
@@ -30,14 +35,17 @@ class LayerTerm(NamedTuple):
 
     l1: scalar with a gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without a
     gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that the sparse kernels
-    finished from the dense weights (see ops.train_rows.survivors), float32; None where they did not run. Reading any of
-    them waits for the device.
+    finished from the dense weights (see ops.train_rows.survivors), float32; None where they did not run. heavy: the
+    share of tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at these, float32;
+    None in a dense layer that was not swapped. Reading any of them waits for the device.
     """
 
     name: str
     l1: Tensor
     nnz: Tensor
     lost: Tensor | None = None
+    light: Tensor | None = None
+    heavy: Tensor | None = None
 
 
 def layer_l1(h: Tensor) -> Tensor:
@@ -104,7 +112,9 @@ class Learner:
         y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=path)
         if self._told is not None:
             lost = None if lost is None else lost.float() / kept.numel()
-            self._told.append(Told(l1.mean(), kept.float().mean(), lost))
+            heavy = kept > HEAVY * weights.up.shape[0]
+            light = kept.masked_fill(heavy, 0).float().mean()
+            self._told.append(Told(l1.mean(), kept.float().mean(), lost, light, heavy.float().mean()))
         return y
 
     def _skips(self, weights: Weights) -> Path | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
@@ -21,6 +22,7 @@ from . import activations, compiled, hooks, probe
 from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, cut_in, family_of, is_usual, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
+from .compiled import call as compiled_call  # by its own name: a module would be asked after, too, before each call
 from .families import accepted
 from .layout import DIMS, Holders, Layout, drop_views
 from .learner import Learner
@@ -146,11 +148,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
             block = part_at(source, above) if above else source
             self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
         self._forwards: dict[str, object] = {}  # that projections were found with, and have nothing in them to call
-        # The choices; by numbers of tokens what the layer is in compiled code (one entry where it is the same for all:
-        # so layers alike share compiled code); the aliases of weights that forwards read while the layer plans itself;
-        # whether it was trained here.
+        # The choices; what the layer is in compiled code (layers.compiled), the same for layers that are alike, so that
+        # they share it; the aliases of weights that forwards read while the layer plans itself; whether it was trained
+        # here.
         self._choices: list[tuple[int, Choice]] = []
-        self.compiled_as: list[tuple[int, str]] = []
+        self.compiled_as = ""
         self._aliases: dict[str, Tensor] = {}
         self._learned = False
         self.train(source.training)
@@ -249,6 +251,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
         for _, choice in choices:
             choice.check(d_ff)
+        ways = compiled.ways(plan, choices)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
         for name in {choice.path for _, choice in choices}:
@@ -267,9 +270,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
-        one = self.acts == RELU  # what compiled code knows as an operator, or as torch's operations
-        ways = [(tokens, compiled.way(plan, tokens, choice) if one else compiled.SEEN) for tokens, choice in choices]
-        compiled.follow(self, ways)
+        # What compiled code knows as an operator, or as torch's operations, is a layer with a ReLU.
+        compiled.follow(self, ways if self.acts == RELU else [(1, compiled.SEEN)])
         for name in PATHS.used().keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
         self._watch, self._aliases = None, {}
@@ -406,12 +408,23 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
-        if torch.compiler.is_dynamo_compiling():
-            y = compiled.call(self, x)
+        if is_dynamo_compiling():
+            y = compiled_call(self, x)
         else:
             again = self._again
             y = None if again is None else again.run(x)
         return self._forward(x) if y is None else y
+
+    def calls_all(self) -> bool:
+        """Whether there is nothing on its parts that it would not call: asked by compiled code while it is traced, and
+        not before each call."""
+        try:
+            hooks.check_parts(self)
+        except InputError:  # which is raised again where torch sees what the layer does
+            return False
+        return True
+
+    calls_all._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which takes seconds to import
 
     def computed(self, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor | None:
         """What eager code computes for x; None where these are not the weights of this layer, as in Weights."""

@@ -204,11 +204,18 @@ class _Hopper(Call):
         # By the tokens of a pass: the last one may have fewer than the others.
         self.warm = {len(part): _Hidden(part, gate, up, hot) for part in x.split(_PIECE)} if hot else {}
         self.cold = {len(part): Tape() for part in x.split(_PIECE)}
-        # The tape that is all there is to a call: one pass, and nothing hot.
-        self.alone = self.cold[x.shape[0]] if x.shape[0] <= _PIECE and not hot else None
+        # The tapes of a call of one pass; hidden: of what is hot.
+        self.alone = self.cold[x.shape[0]] if x.shape[0] <= _PIECE else None
+        self.hidden = self.warm[x.shape[0]].tape if hot and x.shape[0] <= _PIECE else None
 
     def again(self, x, weights, stats):
-        y = None if self.alone is None else self.alone.replayed((x, None, None, stats))
+        y = None
+        if self.hidden is not None:  # nothing but what has to be done: a host that is behind feels each step
+            h = self.hidden.replayed((x,))
+            if h is not None:
+                y = self.alone.replayed((x, None, _start(h, weights[3][: self.hot]), stats))
+        elif self.alone is not None:
+            y = self.alone.replayed((x, None, None, stats))
         return super().again(x, weights, stats) if y is None else y
 
     def run(self, x, weights, stats):
@@ -303,17 +310,32 @@ class _Portable(Call):
     def __init__(self, hot: int, tile: int, words: int, acts: Activation = RELU) -> None:
         self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
         self.acts, self.how = acts, {"signed": acts.falls_back}
+        self.counts = True  # whether the first call did; all with its key do, or none
 
     def run(self, x, weights, stats):
-        gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
-        g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
-        if self.acts.kind != "relu":
-            g = self.acts.applied(g)
-        left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
-        y, packed = self.tape.play(self._plain if gate is None else self._gated, (x, g), left)
-        if stats is not None and x.shape[0] >= LEAST_COUNTED:
-            _count(packed[:, self.hot // self.tile :], stats, self.words)
+        gate, up, _, down_t, _, up_bias, down_bias = weights
+        kernels, left = self._plain, (down_t, down_bias)
+        if gate is not None:
+            kernels, left = self._gated, (up, down_t, up_bias, down_bias)
+        self.counts = stats is not None and x.shape[0] >= LEAST_COUNTED
+        if not self.counts:  # what is packed is nobody's then, and need not be a tensor
+            return self.tape.play(lambda *of: kernels(*of)[0], (x, self._first(x, weights)), left)
+        y, packed = self.tape.play(kernels, (x, self._first(x, weights)), left)
+        _count(packed[:, self.hot // self.tile :], stats, self.words)
         return y
+
+    def again(self, x, weights, stats):
+        if self.counts or not self.tape.recorded:
+            return super().again(x, weights, stats)
+        # torch's product takes an x of any number of dimensions, and y is made like x
+        y = self.tape.replayed((x, self._first(x, weights)))
+        return super().again(x, weights, stats) if y is None else y
+
+    def _first(self, x, weights) -> Tensor:
+        """What is packed: the gate, or in a plain layer up, with what the activation makes of it."""
+        gate, up, _, _, gate_bias, up_bias, _ = weights
+        g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+        return g if self.acts.kind == "relu" else self.acts.applied(g)
 
     def _plain(self, x, g, down_t, down_bias) -> tuple[Tensor, Tensor]:
         packed = portable.pack(g, self.tile, self.words, **self.how)

@@ -191,12 +191,13 @@ _MOST_READS = 100  # before a call: what the host needs longer for is a call tha
 
 
 def time_cuda(
-    calls: dict[Name, Callable[[int], object]], rounds: int = 30, *, warm: int = ROTATED
+    calls: dict[Name, Callable[[int], object]], rounds: int = 30, *, warm: int = ROTATED, most_reads: int = _MOST_READS
 ) -> dict[Name, list[float]]:
     """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times; `warm`
     calls of each come before.
 
-    Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the warm calls.
+    Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call, and
+    at most `most_reads` times: fewer where that call does for the first time what later ones need not do again.
     Afterwards the L2 cache holds nothing that the call needs, and meanwhile the launches have been prepared: so these
     are times of the device, not of the host.
     """
@@ -206,7 +207,7 @@ def time_cuda(
         for turn in range(warm):
             start = time.perf_counter()
             call(turn)
-            reads[name] = min(_MOST_READS, 1 + int((time.perf_counter() - start) / _READ))
+            reads[name] = min(most_reads, 1 + int((time.perf_counter() - start) / _READ))
         torch.cuda.synchronize()  # or the next would wait in a full queue, and seem to take the host longer
     events: dict[Name, list] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -228,7 +229,7 @@ def time_bursts(
     *,
     rounds: int = 5,
     count: int = 10,
-    warm: bool = True,
+    warm: int | None = None,
 ) -> dict[Name, tuple[list[float], list[float]]]:
     """Milliseconds a call of the host, and on the wall, for each named call in turn: as a caller sees plain calls.
 
@@ -237,7 +238,7 @@ def time_bursts(
         wait: returns once the device has finished, as torch.cuda.synchronize does.
         rounds: samples of each call.
         count: calls of one sample, one right after the other.
-        warm: whether as many come before, and are not timed.
+        warm: how many come before and are not timed; None: as many.
 
     Returns:
         For each name two lists: time until the last call of a burst returned, and until the device had finished all of
@@ -246,7 +247,7 @@ def time_bursts(
     samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            for turn in range(count if warm else 0):  # or it would meet the caches as another call left them
+            for turn in range(count if warm is None else warm):  # or it would meet the caches as another call left them
                 call(turn)
             wait()
             start = time.perf_counter()

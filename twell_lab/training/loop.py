@@ -285,14 +285,14 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
 def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     """A row of the history, averaged over the parts of the step and over processes. Takes one transfer from the device,
     and one more for the dead. Layers that choose their path by how many neurons fire do so here."""
-    loss, terms, l1, nnz, lost = (torch.stack(each).mean(0) for each in zip(*numbers, strict=True))
-    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, lost])).tolist()
-    by_layer, layers = values[4:], len(nnz)
+    loss, terms, l1, nnz, *others = (torch.stack(each).mean(0) for each in zip(*numbers, strict=True))
+    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, *others])).tolist()
+    l1s, nnzs, losts, lights, heavies = (values[at : at + len(nnz)] for at in range(4, len(values), len(nnz)))
     row = {
         "step": step,
         **dict(zip(("loss", "ce", "l1_term", "nnz"), values)),
-        "nnz_layers": by_layer[layers : 2 * layers],
-        "l1_layers": by_layer[:layers],
+        "nnz_layers": nnzs,
+        "l1_layers": l1s,
         "dead_layers": None,
         "lr": learning_rate(run.config, step),
     }
@@ -301,10 +301,10 @@ def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     if run.tracker is not None:
         row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
     if run.config.kernels != "off":
-        row["lost_layers"] = by_layer[2 * layers :]
+        row["lost_layers"] = losts
     if run.switch is not None:
         with autocast(run.config.dtype, run.world.device):
-            run.follow(row["nnz_layers"], row["lost_layers"])
+            run.follow(nnzs, losts, lights, heavies)
     return row
 
 

@@ -120,9 +120,9 @@ class Objective(nn.Module):
             count: whether to return the numbers by layer.
 
         Returns:
-            Five tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
-            nnz and the share of lost tokens by layer (see layers.learner.LayerTerm), float32 [layers] each, or three
-            empty tensors if not `count`."""
+            Seven tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
+            nnz, and what layers.learner.LayerTerm has as lost, light and heavy, by layer, float32 [layers] each, or
+            five empty tensors if not `count`."""
         self._forget()
         self.running = True
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
@@ -132,16 +132,21 @@ class Objective(nn.Module):
         if l1 is not None or count:
             penalties = [each.l1 if isinstance(each, Told) else layer_l1(each) for each in told]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
-        by_layer = nnz = lost = ce.new_empty(0)
+        by_layer = nnz = ce.new_empty(0)
+        others = [by_layer] * 3
         if count:
             by_layer = torch.stack([value.detach() for value in penalties])
             nnz = torch.stack([each.nnz if isinstance(each, Told) else layer_nnz(each.detach()) for each in told])
+            # Of what only sparse layers tell: nothing was lost, and no token was heavy.
             none = torch.zeros_like(nnz[0])
-            lost = torch.stack(
-                [each.lost if isinstance(each, Told) and each.lost is not None else none for each in told]
-            )
+            known = [each if isinstance(each, Told) else Told(each, count) for each, count in zip(told, nnz)]
+            others = [
+                torch.stack([none if each.lost is None else each.lost for each in known]),
+                torch.stack([each.nnz if each.light is None else each.light for each in known]),
+                torch.stack([none if each.heavy is None else each.heavy for each in known]),
+            ]
         self._forget()  # or the activations of one step would stay in memory during the next one
-        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
+        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, *others
 
     def compile_loss(self) -> None:
         """Compile the cross-entropy alone: uncompiled, it makes copies of the scores, which take gigabytes in float32

@@ -110,11 +110,11 @@ class Run:
         for layer, silent in zip(self.layers, self.tracker.dead(), strict=True):
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
-    def follow(self, nnz: list[float], lost: list[float]) -> None:
+    def follow(self, *numbers: list[float]) -> None:
         """Let each layer choose between the dense path and the kernels, with kernels "auto".
 
-        nnz: neurons firing, by layer. lost: the share of tokens that the kernels finished densely, by layer."""
-        terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, nnz, lost, strict=True)]
+        numbers: nnz, lost, light and heavy of a LayerTerm, each by layer."""
+        terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, *numbers, strict=True)]
         if self.switch.below is None:
             # Processes measure different break-evens, and must all take the same path: they share the mean.
             found = self.switch.measure(

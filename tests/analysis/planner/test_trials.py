@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,21 +77,45 @@ def test_bursts_take_turns_and_are_waited_for():
     a, b = ([f"{name}0", f"{name}1", "wait"] * 2 for name in "ab")  # as many before they count
     assert seen == [*a, *b, *a, *b]
     seen.clear()
-    measure.time_bursts(calls, lambda: seen.append("wait"), rounds=1, count=2, warm=False)
+    measure.time_bursts(calls, lambda: seen.append("wait"), rounds=1, count=2, warm=0)
     assert seen == ["wait", "a0", "a1", "wait", "wait", "b0", "b1", "wait"]
+    seen.clear()
+    measure.time_bursts(calls, lambda: seen.append("wait"), rounds=1, count=2, warm=3)
+    assert seen == [each for n in "ab" for each in (f"{n}0", f"{n}1", f"{n}2", "wait", f"{n}0", f"{n}1", "wait")]
+
+
+@pytest.mark.parametrize(
+    "host_ms, most, reads", [(0.1, 100, 1), (1.0, 100, 4), (1.0, 3, 3), (40.0, 100, 100), (40.0, 4, 4)]
+)
+def test_before_a_call_is_timed_the_device_is_kept_busy_for_its_host(monkeypatch, host_ms, most, reads):
+    machine, seen = Machine(host_ms / 1e3, 0.0), []
+    made = SimpleNamespace(sum=lambda: seen.append("read"))
+    event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 7.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(measure.torch, "zeros", lambda *_, **__: made)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure.torch.cuda, "Event", lambda **_: event)
+    found = measure.time_cuda({"it": machine.call}, 2, warm=1, most_reads=most)
+    assert found == {"it": [7.0, 7.0]} and seen == [*["read"] * reads, "event", "event"] * 2
 
 
 @pytest.mark.parametrize("busy_ms, count, rounds", [(0.01, 10, 5), (0.5, 6, 5), (1.9, 3, 5), (2.0, 1, 2), (40.0, 1, 2)])
 def test_the_clock_of_a_gpu_is_three(monkeypatch, busy_ms, count, rounds):
     asked = []
 
-    def bursts(calls, wait, *, count, rounds=5, warm=True):
-        assert warm == (rounds == 5)
+    def bursts(calls, wait, *, count, rounds=5, warm):
+        assert warm == (3 if rounds == 5 else 0)
         asked.append((count, rounds))
         return {name: ([0.2, 0.1, 0.3], [3.0, 2.0, 9.0]) for name in calls}
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds, **_: {name: [busy_ms] * rounds for name in calls})
+
+    def events(calls, rounds, **how):
+        # The first call of a kind does what later ones need not do again: no reason to read a hundred gigabytes.
+        assert how == ({"warm": 1, "most_reads": 4} if rounds == 2 else {})
+        return {name: [busy_ms] * rounds for name in calls}
+
+    monkeypatch.setattr(measure, "time_cuda", events)
     monkeypatch.setattr(measure, "time_bursts", bursts)
     found = trials.wall({None: id, DENSE: id}, CUDA)
     assert found == {each: pytest.approx(Times(3000.0, 200.0, 1e3 * busy_ms)) for each in (None, DENSE)}

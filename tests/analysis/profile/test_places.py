@@ -45,7 +45,7 @@ class Reads(nn.Module):
     def fires(self, ids):
         return (self.embedding.weight > 0)[ids]
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None):
         x = self.embedding(input_ids)
         if self.lies == "flat":
             x = x.flatten(0, 1)
@@ -271,6 +271,8 @@ def test_tokens_by_how_many_neurons_fire():
         (Reads("fewer"), torch.zeros(2, 9, dtype=torch.int64)),
         (Reads().mlp, torch.ones(9, WIDTH)),
         (Reads(), {"input_ids": torch.zeros(2, 9).long(), "past_key_values": "earlier ones"}),
+        (Reads(), {"input_ids": torch.zeros(2, 9).long(), "cache": "earlier ones"}),  # from transformers 5.24 on
+        (Reads(), {"input_ids": torch.zeros(2, 9).long(), "attention_mask": torch.ones(2, 9), "cache": "earlier ones"}),
         (Reads(), {"input_ids": torch.zeros(2, 9).long(), "position_ids": torch.zeros(3, 2, 9).long()}),
     ],
 )

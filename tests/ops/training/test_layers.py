@@ -277,6 +277,62 @@ def test_tokens_without_room_count_as_what_they_cost():
     assert paths(net) == ["dense", "twell"]
 
 
+def heavy_terms(nnz, light, heavy, lost=None):
+    """Of the model's first layer."""
+    rest = (None if each is None else torch.tensor(each) for each in (nnz, lost, light, heavy))
+    return [LayerTerm("layers.0.mlp", torch.zeros(()), *rest)]
+
+
+def test_few_tokens_with_many_neurons_cost_what_lost_ones_do(monkeypatch):
+    """512 of 16,384 tokens with 1,500 of 5,632 neurons: 76 fire on average, above the break-even of 75, yet the step
+    takes 2.5 ms on the sparse path and 4.8 on the dense one (training-20261126T021907Z.json)."""
+    monkeypatch.setattr(switching.train_lost, "held", lambda x: 512)
+    up, share = torch.empty(5632, 2048, device="meta"), 512 / 16384
+    (seen,) = heavy_terms(75.7, 28.1, share)
+    assert switching.cost(seen, up) == pytest.approx(28.1 + 0.07 * 5632 * share)
+    # The sparse path loses these very rows, and no others: they cost as much, once.
+    (there,) = heavy_terms(75.7, 28.1, share, lost=share)
+    assert switching.cost(there, up) == pytest.approx(switching.cost(seen, up))
+    (more,) = heavy_terms(75.7, 28.1, share, lost=0.2)
+    assert switching.cost(more, up) == pytest.approx(28.1 + 5632 * (0.07 / 8 + 0.3 * (0.2 - 1 / 8)))
+    # More of them than tensor cores take are walked, as all are where there are none.
+    (many,) = heavy_terms(300.0, 28.1, 0.2)
+    assert switching.cost(many, up) == 300
+    monkeypatch.setattr(switching.train_lost, "held", lambda x: 0)
+    assert switching.cost(seen, up) == pytest.approx(75.7)
+
+
+def test_a_layer_sent_back_by_lost_tokens_does_not_return_for_its_heavy_ones(monkeypatch):
+    monkeypatch.setattr(switching.train_lost, "held", lambda x: 512)
+    net = sparsify(model(), "twell")
+    change = switching.Switch(net, below=50.0)
+    seen = 10.0 + switching.LOST_TO_TENSOR_CORES * CONFIG.d_ff * 0.1
+    assert change.see(heavy_terms(60.0, 10.0, 0.1, lost=1.0)) == {"layers.0.mlp": "dense"}
+    assert change.below["layers.0.mlp"] == pytest.approx(seen)
+    assert change.see(heavy_terms(60.0, 10.0, 0.1)) == {}
+    assert change.see(heavy_terms(60.0, 0.8 * 10.0, 0.1)) == {"layers.0.mlp": "twell"}
+
+
+@pytest.mark.parametrize("path", ["dense", "twell"])
+def test_a_layer_tells_how_many_of_its_tokens_are_heavy(path):
+    torch.manual_seed(0)
+    layer = GatedFeedForward(16, 100)
+    x = torch.randn(50, 16)
+    with torch.no_grad():
+        layer.gate_proj.weight[:, 0], x[:, 0] = 4.0, -8.0
+        x[::10, 0] = 8.0
+        layer.gate_proj.weight[:3, 0] = 0.0
+    sparse = SparseFFN.from_module(layer)
+    sparse.learn(path)
+    sparse.tell(told := [])
+    sparse(x)
+    fired = (torch.nn.functional.linear(x, layer.gate_proj.weight) > 0).sum(1).float()
+    heavy = fired > 7
+    assert told[0].heavy == heavy.float().mean() == 0.1 and fired.max() > 90
+    torch.testing.assert_close(told[0].light, fired[~heavy].sum() / 50)
+    torch.testing.assert_close(told[0].nnz, fired.mean())
+
+
 @pytest.mark.parametrize("below", [50.0, {"layers.0.mlp": 50.0, "layers.1.mlp": 50.0}])
 def test_a_layer_that_lost_tokens_send_back_waits_until_fewer_neurons_fire(below):
     net, given = sparsify(model(), "twell"), below.copy() if isinstance(below, dict) else below

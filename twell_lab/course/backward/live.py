@@ -109,9 +109,7 @@ def averaged(recent: list[list[LayerTerm]]) -> list[LayerTerm]:
     if not recent:
         raise InputError("recent is empty; the terms of one forward pass or more are accepted")
     return [
-        LayerTerm(
-            each[0].name, *map(_mean, zip(*((term.l1.detach(), term.nnz, term.lost) for term in each), strict=True))
-        )
+        LayerTerm(each[0].name, *map(_mean, zip(*((term.l1.detach(), *term[2:]) for term in each), strict=True)))
         for each in zip(*recent, strict=True)
     ]
 
