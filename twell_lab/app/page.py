@@ -349,8 +349,8 @@ def see_training(without: dict, sparse: dict) -> str:
 
 
 def about_firing(tour: dict) -> str:
-    # As in the tables: counted at the end of the training, on the same tokens but in its dtype. In float32, in which the
-    # profile counted, a few neurons more or fewer fire.
+    # As in the tables: counted at the end of the training, on the same tokens but in its dtype. The profile counted in
+    # float32, in which a few neurons more or fewer fire.
     dead, neurons = sum(tour["runs"][WITH]["dead"]), sum(layer["d_ff"] for layer in tour["profile"]["layers"])
     return (
         f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
