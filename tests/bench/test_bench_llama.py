@@ -8,7 +8,7 @@ import torch
 
 from twell_lab import records
 from twell_lab.analysis.profile import profile
-from twell_lab.bench import drawn, workloads
+from twell_lab.bench import drawn, energy, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
 from twell_lab.core.errors import StackError
@@ -36,13 +36,19 @@ TINY = drawn.Shape(
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """No GPU: a clock that counts, graphs that call what they were made of, and models that are not compiled."""
+    """No GPU: a clock and a meter that count, graphs that call what they were made of, and models that are not
+    compiled."""
 
     def time_cuda(calls, rounds=0):
         return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
 
     monkeypatch.setattr(measure, "time_cuda", time_cuda)
-    monkeypatch.setattr(measure, "graphed", lambda call: call)
+    monkeypatch.setattr(measure, "graphed", lambda call, inputs=2: call)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0.0, ""))
+    monkeypatch.setattr(
+        energy, "millijoules", lambda read, calls, wait, samples: dict.fromkeys(calls, [600.0] * samples)
+    )
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(tables, "CLASSES", (1, 8))
 
@@ -109,6 +115,11 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
     assert paths["decode, compiled"] == 2 * [*compiled, *(f"{way} (graph)" for way in compiled)]
     assert [row["tokens"] for row in found["decode"]] == [1] * 6 + [16] * 6
     assert {row["cached"] for row in found["decode"]} == {16}
+    for name, each in found.items():  # energy is read where the GPU does not wait for the host
+        read = [row["path"] for row in each if "mj_per_token" in row]
+        busy = paths[name] if name.startswith("many") else [path for path in paths[name] if path.endswith("(graph)")]
+        assert read == (busy if name.startswith(("many", "decode")) else [])
+        assert all(row["mj_per_token"] == 600 / row["tokens"] for row in each if "mj_per_token" in row)
     rows = [row for each in found.values() for row in each]
     assert {row["workload"] for row in rows} == {
         "Llama, plan of 2 token classes",

@@ -1,6 +1,7 @@
 """tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
 
 import copy
+import itertools
 import json
 import time
 import warnings
@@ -333,9 +334,9 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
     """With clocks that count: energy of what has a head alone, and of graphs too."""
     seen = []
 
-    def spent(read, call, wait, samples):
-        seen.append(samples)
-        return [8.0, 16.0, 24.0]
+    def spent(read, calls, wait, samples):
+        seen.append((samples, [*calls]))
+        return {name: [8.0, 16.0, 24.0] for name in calls}
 
     def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
         names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= measure.GRAPH_TOKENS)]
@@ -360,7 +361,7 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
         for row in made.values():
             assert row.get("mj_per_token") == (16 / 32 if head == "all" else None)
             assert row.get("mj_spread") == (8 / 32 if head == "all" else None)
-    assert seen == [3] * 4
+    assert seen == [(3, ["dense eager", "planned", "dense eager (graph)", "planned (graph)"])]
     made = workloads.training_rows(found, 16, clocks)  # which is never captured, however few tokens there are
     assert [row["path"] for row in made] == ["dense eager", "planned"] and made[1]["mj_per_token"] == 1.0
 
@@ -384,33 +385,58 @@ def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
 
 
 class Counter:
-    """A counter of energy that moves every 20 ms, of a GPU that takes 300 W."""
+    """A counter of energy that moves every 20 ms, of a GPU that takes 300 W while it computes and 100 else. A call
+    takes so many seconds, reading the counter 1 ms."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, seconds=0.004):
+        self.now, self.spent, self.seconds, self.called = 0.0, [0.0], seconds, []
 
-    def call(self, turn):
-        self.now += 0.004
+    def pass_by(self, seconds, watts):
+        for _ in range(round(seconds / 0.001)):
+            self.now += 0.001
+            self.spent.append(self.spent[-1] + watts)  # millijoules, each millisecond
+
+    def call(self, turn, name="", watts=300):
+        self.called.append(name)
+        self.pass_by(self.seconds, watts)
 
     def read(self):
-        return 300_000.0 * (self.now // 0.02 * 0.02)
+        self.pass_by(0.001, 100)
+        return self.spent[(len(self.spent) - 1) // 20 * 20]
 
 
-def test_energy_is_read_where_the_counter_moves(monkeypatch):
+@pytest.mark.parametrize("seconds", [0.004, 0.7])
+def test_energy_is_read_where_the_counter_moves(monkeypatch, seconds):
+    """Also of calls that outlast what the counter needs to move, which only a longer measurement tells apart."""
+    counter = Counter(seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
+    found = energy.millijoules(counter.read, {"one": counter.call}, lambda: None, samples=3, seconds=0.5)
+    assert found["one"] == pytest.approx([300_000 * seconds] * 3, rel=0.05)
+    assert counter.now > 3 * (energy.WARM + (energy.LONG if seconds > 0.5 else 0.5))
+    made = energy.facts([1200.0, 1100.0, 1300.0], tokens=100)
+    assert made["mj_per_token"] == 12 and made["mj_samples"] == [12, 11, 13]
+
+
+def test_calls_that_are_compared_are_measured_in_turns(monkeypatch):
+    """So that a GPU that takes ever more for the same work takes more for both."""
     counter = Counter()
     monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    found = energy.millijoules(counter.read, counter.call, lambda: None, samples=4, seconds=0.5)
-    assert found == pytest.approx([300_000 * 0.004] * 4, rel=0.05)
-    made = energy.facts(counter.read, counter.call, lambda: None, tokens=100, samples=3)
-    assert made["mj_per_token"] == pytest.approx(12, rel=0.05) and len(made["mj_samples"]) == 3
-    assert counter.now > 0.5 * 4 + 3
+    calls = {
+        name: lambda turn, name=name: counter.call(turn, name, 300 + 10 * counter.now) for name in ("dense", "sparse")
+    }
+    found = energy.millijoules(counter.read, calls, lambda: None, samples=4, seconds=0.5)
+    order = [name for name, _ in itertools.groupby(counter.called)]
+    assert order == ["dense", "sparse", "dense", "sparse", "dense"]  # there, back, there and back
+    assert sum(found["sparse"]) == pytest.approx(sum(found["dense"]), rel=0.01)
+    assert found["dense"][-1] > 1.2 * found["dense"][0]
 
 
 def test_a_counter_that_stands_still_gives_no_energy(monkeypatch):
     counter = Counter()
     monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    assert energy.facts(lambda: 5.0, counter.call, lambda: None, tokens=1, samples=3) == {}
-    assert energy.facts(None, counter.call, lambda: None, tokens=1, samples=3) == {}
+    assert energy.millijoules(lambda: 5.0, {"one": counter.call}, lambda: None) == {} == energy.facts([], tokens=1)
+    clocks = workloads.Clocks(torch.device("cpu"), 3.0, watched=True)
+    assert clocks.energy(["one"], {"one": counter.call}, 1) == {}
     assert energy.meter(torch.device("cpu")) == (None, "it is read on an NVIDIA GPU alone")
 
 

@@ -66,7 +66,7 @@ def test_the_energy_of_calls_is_read():
     if read is None:
         pytest.skip(why)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    samples = energy.millijoules(read, lambda turn: x @ x, torch.cuda.synchronize, samples=3)
+    samples = energy.millijoules(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=3)["square"]
     median, spread = measure.quartiles(samples)
     # 137 GFLOP: no GPU takes less than 0.1 pJ, or more than 100, for each.
     assert len(samples) == 3 and 10 < median < 1e4 and spread < 0.3 * median

@@ -22,6 +22,7 @@ from ..ops.measure import device_name
 from . import saved
 
 FORMAT = "twell-lab plan"
+IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
 VERSION = 3
 COLUMNS = {  # of the table that a plan is printed as: field of a row, heading
     "layer": "layer",
@@ -133,7 +134,9 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
-        """The plan that `save` wrote. RecordError names the file and the field missing or wrong."""
+        """The plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file and
+        the field missing or wrong."""
+        path = Path(path) / IN_FOLDER if os.path.isdir(path) else path
         content, where, version = saved.load(path, "plan", FORMAT, _PLAN)
         layers = content.pop("layers")
         layers = [_layer_from(each, version, f"{where}, layer {number}") for number, each in enumerate(layers)]

@@ -14,11 +14,18 @@ from .options import add_device, number, path, positive, source
 from .terminal import Answer
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..analysis.plan import Plan
     from ..analysis.profile import FiringProfile
 
 
-def _add_model(parser: argparse.ArgumentParser, counts: str, kept: str, also: str = "") -> None:
-    """The model and the text. counts: what --windows says; kept: what --out saves; also: what else MODEL may be."""
+COUNTS = "how many windows to profile, and how many others to time on"  # what --windows says of a plan
+
+
+def add_model(parser: argparse.ArgumentParser, counts: str, kept: str = "", also: str = "") -> None:
+    """The model and the text. counts: what --windows says; kept: what --out saves, if it is a file; also: what else
+    MODEL may be."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -33,16 +40,23 @@ def _add_model(parser: argparse.ArgumentParser, counts: str, kept: str, also: st
         "[the held-out part of the source of Python's standard library]",
     )
     parser.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
-    parser.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
+    if kept:
+        parser.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
 
 
 def _add_profile_options(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, "how many windows", "counts", "; or a profile that --out saved")
+    add_model(parser, "how many windows", "counts", "; or a profile that --out saved")
     parser.add_argument("--against", metavar="FILE", type=path, help="compare with the profile that --out saved here")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, "how many windows to profile, and how many others to time on", "plan")
+    add_model(parser, COUNTS, "plan")
+    add_planning(parser)
+    parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+
+
+def add_planning(parser: argparse.ArgumentParser) -> None:
+    """How a plan is made."""
     parser.add_argument(
         "--tokens",
         type=positive,
@@ -73,12 +87,11 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
         "predicted [twell hot_cold]",
     )
-    parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
     add_device(parser)
 
 
 def _add_thresholds_options(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, "how many windows to calibrate on, and how many others to measure the loss on", "thresholds")
+    add_model(parser, "how many windows to calibrate on, and how many others to measure the loss on", "thresholds")
     parser.add_argument(
         "--sparsity", type=number, default=0.5, metavar="S", help="the share of values to set to zero [%(default)s]"
     )
@@ -182,22 +195,34 @@ def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
 
 
 def plan(options: argparse.Namespace) -> Answer:
+    if options.out is not None:
+        check_target(options.out)
+    _, part, windows, _ = read = model_and_windows(options, 2 * options.windows)
+    made = planned(options, read[0], windows)
+    if options.out is not None:
+        made.save(options.out)
+    shown = "\n\n".join(map(str, made.layers)) if options.all else made
+    return Answer(
+        made.table(),
+        f"{shown}\nplan: {how_planned(made, part.name, windows)}"
+        + (f"; the plan is in {options.out}" if options.out else ""),
+    )
+
+
+def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> Plan:
+    """The plan that `add_planning`'s options ask for. The model goes to their device and dtype."""
     import torch
 
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..ops.measure import present_device
 
-    if options.out is not None:
-        check_target(options.out)
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
-    firing = profile(model, windows[::2].split(32))
-    made = plan(
-        firing,
+    return plan(
+        profile(model, windows[::2].split(32)),
         model,
         tokens=options.tokens,
         device=device,
@@ -208,15 +233,12 @@ def plan(options: argparse.Namespace) -> Answer:
         reorder=options.reorder,
         paths=options.paths,
     )
-    if options.out is not None:
-        made.save(options.out)
-    shown = "\n\n".join(map(str, made.layers)) if options.all else made
+
+
+def how_planned(made: Plan, text: str, windows: Tensor) -> str:
+    """From how many tokens of the text, and what was timed."""
     timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
-    return Answer(
-        made.table(),
-        f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}"
-        + (f"; the plan is in {options.out}" if options.out else ""),
-    )
+    return f"from {windows[::2].numel():,} tokens of {text}; {timed}"
 
 
 def thresholds(options: argparse.Namespace) -> Answer:

@@ -27,6 +27,7 @@ from . import (
     analysis_commands,
     bench_command,
     course_command,
+    sparsify_command,
     speak_commands,
     submit_command,
     terminal,
@@ -228,6 +229,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     for name, run, add_options, text in analysis_commands.COMMANDS:
         add_options(command(name, run, text))
+
+    swapped = command("sparsify", sparsify_command.run, "Save a model with a plan of its layers beside it.")
+    sparsify_command.add_options(swapped)
 
     export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
     speak_commands.add_export_options(export)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.errors import InputError
+from ..core.errors import InputError, StackError
 
 
 def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
     """The model that the options ask for, on the CPU; the text; windows of its tokens (`_windows`): so many, or without
-    a count as many as hold so many `tokens`; and what spells a token. A model of transformers reads the text with its
-    own tokenizer."""
+    a count as many as hold so many `tokens`; and what spells a token. The model is the one that tl.load gives, whose
+    layers have the same names. One of transformers reads the text with its own tokenizer."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
     folder = published.folder_of(options.model)
-    try:
+    if (folder / "config.json").is_file() and "format" not in published.configuration(folder):
+        try:
+            return _theirs(options, folder, count, tokens)
+        except StackError:
+            if not (model := _exported(folder)):
+                raise
+    else:
         model = LanguageModel.load(folder)
-    except InputError:
-        if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
-            raise  # it is meant to be one of ours
-        return _theirs(options, folder, count, tokens)
     part, windows = _windows(options, count or -(-tokens // model.config.context), model.config)
 
     def spell(token: int) -> str:
@@ -31,6 +33,17 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
             return repr(written)
 
     return model, part, windows, spell
+
+
+def _exported(folder) -> Any:
+    """The model in a Llama's folder that `twell-lab export` wrote, which is read without transformers, too; None for
+    another one."""
+    from ..models.tiny import LanguageModel
+
+    try:
+        return LanguageModel.load(folder)
+    except InputError:
+        return None
 
 
 def _theirs(options, folder, count: int | None, tokens: int):

@@ -349,8 +349,9 @@ def see_training(without: dict, sparse: dict) -> str:
 
 
 def about_firing(tour: dict) -> str:
-    layers = tour["profile"]["layers"]
-    dead, neurons = sum(layer["dead"] for layer in layers), sum(layer["d_ff"] for layer in layers)
+    # As in the tables: counted at the end of the training, on the same tokens but in its dtype. The profile counted in
+    # float32, in which a few neurons more or fewer fire.
+    dead, neurons = sum(tour["runs"][WITH]["dead"]), sum(layer["d_ff"] for layer in tour["profile"]["layers"])
     return (
         f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
         f"model trained with L1 ({share(dead / neurons)}) never fired."

@@ -12,6 +12,7 @@ from ..analysis.costs import measure_rates
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import STEP, one_of_each
 from ..layers.sparse_ffn import SparseFFN
+from ..ops import measure
 from . import drawn, rows
 from .causal import Causal
 from .drawn import LLAMA, Shape
@@ -31,6 +32,7 @@ from .workloads import (
 
 CLASSES = (1, 16, 256, 2048, 131072)  # of token counts, for which the model is planned
 PLANS = PLANNED, FOR_GRAPHS
+ENERGY = 4.0  # seconds, as Clocks takes them: of many sequences, and of a step of decoding as a graph
 GPU = torch.device("cuda")
 # Samples of calls whose time is the host's, which varies from call to call, and of those that take a second.
 MANY, FEW = 25, 3
@@ -73,7 +75,9 @@ def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, grap
     a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled models alone."""
     work = forward(models.tokens, sequences, models.length, "last")
     paths = [DENSE, COMPILED, PLANNED + COMPILED_TOO] if compiled else [DENSE, *(PLANS if graphs else (PLANNED,))]
-    clocks = Clocks(GPU, graphs=graphs, rounds=FEW if sequences > 1 else MANY)
+    many = sequences > 1
+    clocks = _Clocks(GPU, ENERGY if many else 0.0, graphs=graphs, rounds=FEW if many else MANY, watched=many)
+    clocks.of = paths[1:] if compiled else paths  # whose rows are kept
     found = workload_rows(models, _expected(models, work), paths, clocks)
     return [row for row in found if "compiled" in row["path"]] if compiled else found
 
@@ -83,8 +87,20 @@ def decode_rows(models: Models, batch: int, cached: int, *, compiled: bool = Fal
     models alone."""
     work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (True,)))
     paths = [DENSE, COMPILED, FOR_GRAPHS + COMPILED_TOO] if compiled else [DENSE, *PLANS]
-    found = workload_rows(models, work, paths, Clocks(GPU, graphs=True, compiled=compiled, rounds=MANY))
+    clocks = _Clocks(GPU, ENERGY, graphs=True, compiled=compiled, rounds=MANY, watched=True)
+    clocks.of = paths[1:] if compiled else paths
+    found = workload_rows(models, work, paths, clocks)
     return [row for row in found if "compiled" in row["path"]] if compiled else found
+
+
+class _Clocks(Clocks):
+    """Clocks that read the energy of these paths (`of`) where they keep the GPU busy: in forwards of many tokens, and
+    in steps of decoding as graphs."""
+
+    of: list[str] = []
+
+    def reads_energy(self, path: str, tokens: int) -> bool:
+        return path.removesuffix(" (graph)") in self.of and (tokens > measure.GRAPH_TOKENS or path.endswith("(graph)"))
 
 
 @torch.no_grad()

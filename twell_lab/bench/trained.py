@@ -370,10 +370,8 @@ class _Clocks(Clocks):
     """Clocks that read the energy of steps of decoding as graphs, and of forwards of many tokens: where plain calls of
     few tokens wait for the host, so does their energy."""
 
-    def watch(self, path: str, calls: rows.Calls, tokens: int, with_energy: bool) -> dict:
-        graph = path.endswith("(graph)")
-        wanted = tokens > rows.LARGE or graph and tokens <= measure.GRAPH_TOKENS
-        return super().watch(path, calls, tokens, with_energy and wanted)
+    def reads_energy(self, path: str, tokens: int) -> bool:
+        return tokens > rows.LARGE or path.endswith("(graph)") and tokens <= measure.GRAPH_TOKENS
 
 
 def _alone(step: Callable[[], list[dict]]) -> Callable[[], list[dict]]:

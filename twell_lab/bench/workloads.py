@@ -371,16 +371,26 @@ class Clocks:
                 left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
         return rows.clock_gpu(calls, max(tokens, measure.GRAPH_TOKENS + 1), rounds=rounds)
 
-    def watch(self, path: str, calls: rows.Calls, tokens: int, with_energy: bool) -> dict:
-        """What else a row of this path says; tokens: those that a call computes, for the energy of one."""
-        if not self.watched:
+    def peak(self, path: str, calls: rows.Calls) -> dict:
+        """The peak memory of this path, which a row says where it is no graph."""
+        if not self.watched or path.endswith(" (graph)"):
             return {}
-        name, graph, _ = path.partition(" (graph)")
-        found = {} if graph else {"peak_bytes": measure.peak_bytes(calls[name])}
-        if with_energy and self.seconds and self.meter is not None:
-            call = measure.graphed(calls[name], inputs=1) if graph else calls[name]
-            found |= energy.facts(self.meter, call, rows.drain, tokens, max(1, round(self.seconds)))
-        return found
+        return {"peak_bytes": measure.peak_bytes(calls[path])}
+
+    def reads_energy(self, path: str, tokens: int) -> bool:
+        """Whether the energy of this path is read, if any is."""
+        return True
+
+    def energy(self, paths: Iterable[str], calls: rows.Calls, tokens: int) -> dict[str, dict]:
+        """What the row of each path says of its energy; tokens: those that a call computes."""
+        if not self.watched or not self.seconds or self.meter is None:
+            return {}
+        timed = {}
+        for path in [each for each in paths if self.reads_energy(each, tokens)]:
+            name, graph, _ = path.partition(" (graph)")
+            timed[path] = measure.graphed(calls[name], inputs=1) if graph else calls[name]
+        found = energy.millijoules(self.meter, timed, rows.drain, max(1, round(self.seconds)))
+        return {path: energy.facts(each, tokens) for path, each in found.items()}
 
 
 def clock_cpu(calls: rows.Calls, seconds: float) -> tuple[dict[str, list[float]], rows.Bursts]:
@@ -419,7 +429,11 @@ def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, timed: t
         path, rate = row["path"], tokens / row["wall_ms"]
         row |= says | ({"tokens_per_s": 1e3 * rate} if decodes else {"tokens_per_ms": rate})
         row |= {"gpu_ms": alone[path]} if path in alone else {}
-        row |= clocks.watch(path, calls, tokens, with_energy=says["head"])
+        row |= clocks.peak(path, calls)
+    if says["head"]:
+        spent = clocks.energy([row["path"] for row in found], calls, tokens)
+        for row in found:
+            row |= spent.get(row["path"], {})
     return found
 
 

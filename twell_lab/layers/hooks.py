@@ -110,11 +110,13 @@ def on_part(part: nn.Module, whole: bool = False, cuts: bool = False) -> str | N
     if any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__):
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
     split = split_of(part)
-    if split is None and ("_is_hooked" in own or "_hf_tp_plan" in own):
+    # Some releases of transformers mark every module of such a model, also those that they put nothing on.
+    marked = "_is_hooked" in own and (own_forward(part) is not None or any(own.get(kind) for kind in HOOKS))
+    if split is None and (marked or "_hf_tp_plan" in own):
         return (
             "is split over processes by transformers' tensor parallelism in a way that is not known here; accepted: "
-            "'colwise' before the activation and 'rowwise' after it, of transformers 5.23, or a model loaded without "
-            "tp_plan"
+            "'colwise' before the activation and 'rowwise' after it, of transformers 5.17 to 5.23, or a model loaded "
+            "without tp_plan"
         )
     if split is None and any(hasattr(each, "device_mesh") for each in part._parameters.values()):
         return "has sharded weights (DTensor); accepted: a model that is swapped first and sharded then"

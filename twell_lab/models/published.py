@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -263,14 +265,10 @@ def _foreign(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
 def _from_pretrained(kind, folder: Path, dtype: torch.dtype | None, **how):
     """What kind.from_pretrained gives, from safetensors alone, and without bars where nobody sees them."""
     _shards(folder)
-    bars = _transformers().utils.logging
-    quiet = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    how |= dict(use_safetensors=True, trust_remote_code=False, local_files_only=True)
     try:
-        if quiet:
-            bars.disable_progress_bar()
-        return kind.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True, **how
-        )
+        with quiet():
+            return kind.from_pretrained(folder, dtype=dtype or "auto", **how)
     except (
         OSError,
         ValueError,
@@ -281,9 +279,20 @@ def _from_pretrained(kind, folder: Path, dtype: torch.dtype | None, **how):
         safetensors.SafetensorError,
     ) as error:
         raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it transformers shows no bars, where stderr is no terminal."""
+    bars = _transformers().utils.logging
+    if not bars.is_progress_bar_enabled() or sys.stderr.isatty():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
     finally:
-        if quiet:
-            bars.enable_progress_bar()
+        bars.enable_progress_bar()
 
 
 def _sparse_relu(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:

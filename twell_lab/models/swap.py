@@ -84,8 +84,9 @@ def sparsify(
     Args:
         model: any module in which `feed_forwards` finds layers.
         plan: what each layer is to do, instead.
-            A Plan (`twell_lab.plan`), or the name of a file that holds one: its paths. Layers that it leaves dense
-            become SparseFFNs too, on the dense path and without extra memory (`Plan.dense_layers` names them).
+            A Plan (`twell_lab.plan`), or the name of a file that holds one, or of a folder that `twell-lab sparsify`
+            wrote: its paths. Layers that it leaves dense become SparseFFNs too, on the dense path and without extra
+            memory (`Plan.dense_layers` names them).
             The name of a path, or a Choice: this path for every layer and number of tokens, be it faster or not. Beside
             "twell" and "dense" there are those that `twell_lab.plan` knows as `paths`, which take layers whose weights
             fit, and lossy ones, which say so where they are printed.

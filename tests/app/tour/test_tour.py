@@ -542,3 +542,13 @@ def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, v
     told = capsys.readouterr().err
     assert status in (0, 2) and (status == 0 or told.count("\n") == 1 and "is not as a tour writes it" in told)
     assert files(tmp_path) == ({"tour.json"} if status else {"tour.json", "index.html"})
+
+
+def test_the_page_says_one_number_of_dead_neurons():
+    """A profile in float32 may count others than the training did in bfloat16, on the same tokens."""
+    notes = copy.deepcopy(next(each for each in records.load_all() if each.name == "tour").notes["tour"])
+    for layer in notes["profile"]["layers"]:
+        layer["dead"] += 1
+    dead = sum(notes["runs"][plain.WITH]["dead"])
+    assert f" {dead} of the " in page.about_firing(notes)
+    assert dead == sum(row["runs"][1][2] for row in page.layer_table(notes))

@@ -1,0 +1,98 @@
+"""`twell-lab sparsify`: a model and the plan of its layers in one folder, which tl.load and tl.sparsify take by name.
+Imports torch only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import Any
+
+from ..core.errors import InputError
+from ..core.files import check_folder
+from .analysis_commands import COUNTS, add_model, add_planning, how_planned, planned
+from .inputs import model_and_windows
+from .options import path
+from .terminal import Answer
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, COUNTS)
+    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="a folder without a model")
+    parser.add_argument("--plan", metavar="FILE", type=path, help="a plan that twell-lab plan --out wrote [a new one]")
+    parser.add_argument(
+        "--relufy",
+        action="store_true",
+        help="put a ReLU in the place of SiLU, GELU and the like first; the model has to be trained further",
+    )
+    add_planning(parser)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Plan the layers, or read a plan; swap them, compare the logits, and save the model and the plan."""
+    import torch
+
+    from ..analysis.plan import IN_FOLDER, Plan
+    from ..bench.causal import Causal
+    from ..models.relufy import relufy
+    from ..models.report import report
+    from ..models.swap import sparsify
+    from ..ops.measure import present_device
+
+    if (options.out / "config.json").exists():
+        raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
+    check_folder(options.out)
+    made = None if options.plan is None else Plan.load(options.plan)  # refused before the work
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
+    if options.relufy:
+        relufy(model)
+    if made is None:
+        made = planned(options, model, windows)
+        how = how_planned(made, part.name, windows)
+    else:
+        device = present_device("cpu" if made.device == "CPU" else "cuda")
+        model.to(device, getattr(torch, made.dtype)).requires_grad_(False)
+        how = f"as {options.plan} says"
+    ids = windows[1::2][:2].to(next(model.parameters()).device)
+    with torch.no_grad():
+        dense = Causal(model).reader()(ids).double()
+        sparsify(model, made, reorder=options.reorder)
+        off = float((Causal(model).reader()(ids).double() - dense).norm() / dense.norm())
+    told = report(model)
+    del model, dense
+    _save(options)
+    made.save(options.out / IN_FOLDER)
+    names = sorted(each.name for each in options.out.iterdir())
+    where = "" if made.device == "CPU" else ", device='cuda'"
+    loaded = f"tl.load({str(options.out)!r}, dtype=torch.{made.dtype}{where})"
+    return Answer(
+        {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows},
+        f"{told}\nsparsify: {how}\n"
+        f"sparsify: the logits of {ids.numel():,} other tokens are off the dense model's by {off:.2g} of their norm\n"
+        f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python: "
+        f"tl.sparsify({loaded}, {str(options.out)!r})",
+    )
+
+
+def _save(options: argparse.Namespace) -> None:
+    """The model in its own dtype, and what it reads text with."""
+    import safetensors
+
+    from ..models import published
+    from ..models.relufy import relufy
+    from ..models.tiny import LanguageModel
+
+    folder = published.folder_of(options.model)
+    model: Any = published.load(folder)
+    if options.relufy:
+        relufy(model)
+    try:
+        if isinstance(model, LanguageModel):
+            model.save(options.out)
+            if (own := folder / "tokenizer.json").is_file():
+                shutil.copyfile(own, options.out / own.name)
+            return
+        with published.quiet():
+            model.save_pretrained(options.out)
+        published.tokenizer_of(folder).save_pretrained(options.out)
+    except safetensors.SafetensorError as error:
+        raise InputError(f"the model cannot be written into {str(options.out)!r}: {error}") from error
