@@ -42,6 +42,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("course", "the notebooks elsewhere than in this environment")
     group.addoption("--colab", action="store_true", help="with the versions that Colab has, as `make test-colab`")
     group.addoption("--browser", action="store_true", help="in JupyterLab in a browser, as `make test-browser`")
+    group.addoption("--browser-report", metavar="FILE", help="write what each widget's moves took there, as JSON")
 
 
 def why_no_gpu() -> str | None:

@@ -1,6 +1,8 @@
 """Notebooks in a real JupyterLab in a headless Chromium, their widgets moved by keyboard: `make test-browser`.
 
-Notebook 00 runs whole; of the others, what their first widget needs: the cells up to it.
+Notebook 00 runs whole; of the others, what their widgets need: the cells up to the still figure that follows the last.
+What a move takes, from the key to the figure that is drawn, is not judged here, since it depends on the machine;
+`--browser-report` keeps it, and `twell-lab record widgets` makes a record of it.
 """
 
 import json
@@ -28,15 +30,38 @@ READY = """name => {
 }"""
 # Of the figure that a widget draws: all that is drawn, and its texts.
 DRAWN = "figure => JSON.stringify([figure.data, figure.layout.title, figure.layout.annotations])"
+# Notes when a key is pressed, and when the frame is painted that has what plotly drew after it.
+WATCH = """figure => {
+    const moves = (figure.moves = []);
+    document.addEventListener("keydown", event => moves.push({pressed: event.timeStamp, drawn: null, plots: 0}), true);
+    figure.on("plotly_afterplot", () => requestAnimationFrame(() => setTimeout(() => {
+        const move = moves.at(-1);
+        if (move) Object.assign(move, {drawn: performance.now(), plots: move.plots + 1});
+    })));
+}"""
+WIDTH = "figure => figure.querySelector('.main-svg').getBoundingClientRect().width"
+MOVES = 12  # of each widget, of which the first is not counted: it also loads and compiles
+PAUSE = 600  # ms between them, in which the last one's figure is drawn
+FIGURE = "application/vnd.plotly.v1+json"
 
 
 def cells(name: str) -> list[dict]:
     return json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
 
 
+def shows(name: str) -> list[int]:
+    """Which cells of a notebook show a widget."""
+    return [i for i, cell in enumerate(cells(name)) if "".join(cell["source"]).endswith(SHOWN)]
+
+
+def still(name: str, shown: int) -> int:
+    """The cell that draws the still figure of the widget that this one shows: the next one with a stored figure."""
+    later = enumerate(cells(name)[shown + 1 :], shown + 1)
+    return next(i for i, cell in later if any(FIGURE in each.get("data", {}) for each in cell.get("outputs", [])))
+
+
 def with_a_widget() -> list[str]:
-    names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return [name for name in names if any("".join(cell["source"]).endswith(SHOWN) for cell in cells(name))]
+    return [name for name in sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb")) if shows(name)]
 
 
 def test_no_widget_is_shown_in_a_way_that_these_tests_would_not_see():
@@ -46,11 +71,10 @@ def test_no_widget_is_shown_in_a_way_that_these_tests_would_not_see():
 
 
 def bare(name: str) -> dict:
-    """The notebook without outputs and, if it is not WHOLE, without what follows its first widget."""
+    """The notebook without outputs and, if it is not WHOLE, without what follows its last widget's still figure."""
     kept = cells(name)
     if name != WHOLE:
-        shows = next(i for i, cell in enumerate(kept) if "".join(cell["source"]).endswith(SHOWN))
-        kept = kept[: shows + 1]
+        kept = kept[: still(name, shows(name)[-1]) + 1]
     for cell in kept:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}
@@ -70,6 +94,15 @@ def browser(request):
         found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+@pytest.fixture(scope="module")
+def report(request):
+    """report(row): keeps a row for --browser-report."""
+    rows = []
+    yield rows.append
+    if path := request.config.getoption("--browser-report"):
+        Path(path).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -138,21 +171,37 @@ def changes(page, figure, before: str, key: str) -> bool:
     return False
 
 
+def milliseconds(page, figure, key: str) -> list[float]:
+    """What moves by this key, and back by the other one, took, from the key to the painted figure."""
+    figure.evaluate(WATCH)
+    back = {"ArrowRight": "ArrowLeft", "ArrowLeft": "ArrowRight"}[key]
+    for i in range(MOVES):
+        page.keyboard.press((key, back)[i % 2])
+        page.wait_for_timeout(PAUSE)
+    moves = figure.evaluate("figure => figure.moves")
+    return [move["drawn"] - move["pressed"] for move in moves[1:] if move["drawn"] is not None]
+
+
 @pytest.mark.parametrize("name", with_a_widget())
-def test_a_widget_is_moved_by_keyboard_and_its_figure_changes(opened, name):
+def test_a_widget_is_moved_by_keyboard_and_its_figure_changes(opened, name, report):
     page = opened(name)
-    widget = page.locator(".jp-OutputArea-output .widget-vbox:has(.js-plotly-plot)").first
-    widget.wait_for()
+    page.locator(f".jp-Cell:nth-child({still(name, shows(name)[-1]) + 1}) .js-plotly-plot").wait_for()
     if name == WHOLE:  # its last cell has run
         page.wait_for_function(
             "() => /\\d/.test([...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].at(-1).innerText)"
         )
     errors = page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]')
     assert errors.count() == 0, errors.first.inner_text()
-    handle, figure = widget.locator('[role="slider"]').first, widget.locator(".js-plotly-plot")
-    handle.scroll_into_view_if_needed()
-    before, at = figure.evaluate(DRAWN), handle.evaluate(PLACE)
-    handle.focus()
-    # One of them moves it wherever it stands.
-    assert any(changes(page, figure, before, key) for key in ("ArrowRight", "ArrowLeft"))
-    assert handle.evaluate(PLACE) != at
+    for shown in shows(name):
+        widget = page.locator(f".jp-Cell:nth-child({shown + 1}) .widget-vbox:has(.js-plotly-plot)").first
+        handle, figure = widget.locator('[role="slider"]').first, widget.locator(".js-plotly-plot")
+        handle.scroll_into_view_if_needed()
+        before, at = figure.evaluate(DRAWN), handle.evaluate(PLACE)
+        handle.focus()
+        # One of them moves it wherever it stands.
+        key = next((key for key in ("ArrowRight", "ArrowLeft") if changes(page, figure, before, key)), None)
+        assert key is not None
+        assert handle.evaluate(PLACE) != at
+        drawn = page.locator(f".jp-Cell:nth-child({still(name, shown) + 1}) .js-plotly-plot").first
+        widths = {"live": figure.evaluate(WIDTH), "still": drawn.evaluate(WIDTH)}
+        report({"path": name, "cell": shown, "samples": milliseconds(page, figure, key), **widths})

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -456,6 +457,28 @@ def course(at_once: int = 1) -> Record:
     return Record.new("course", "the notebooks of the course, run from first cell to last", rows, notes)
 
 
+def widgets() -> Record:
+    """Each widget of the course moved by keyboard in JupyterLab in a headless Chromium, by
+    tests/notebooks/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
+    of it and of its still figure.
+
+    Raises TestsFailed, also where the tests are left out for want of playwright or a browser.
+    """
+    file = _gpu_tests_folder().parent / "notebooks" / "test_browser.py"
+    with tempfile.TemporaryDirectory() as temporary:
+        moves = Path(temporary, "moves.json")
+        suite = _suite("widgets", [str(file), "--browser", f"--browser-report={moves}"])
+        if suite["skipped"]:
+            raise TestsFailed(
+                f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why"
+            )
+        rows = [{"kind": "widget", "device": "CPU", **row} for row in json.loads(moves.read_text())]
+    for row in rows:
+        row["ms"] = statistics.median(row["samples"])
+    purpose = "what a move of each widget takes in a browser, from the key to the painted figure"
+    return Record.new("widgets", purpose, rows, {"browser": "headless Chromium, painting on the CPU"})
+
+
 RECORDINGS = {
     "portable": portable,
     "inference": inference,
@@ -476,6 +499,7 @@ RECORDINGS = {
     "two-gpus": two_gpus,
     "sweep": sweep,
     "course": course,
+    "widgets": widgets,
     "attack": attack,
     "gpu-outputs": evidence.outputs_record,
     "gpu-counters": evidence.counters_record,

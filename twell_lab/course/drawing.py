@@ -64,13 +64,6 @@ def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
     return figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=name)
 
 
-def become(figure: go.Figure, other: go.Figure) -> None:
-    """Give a figure (a FigureWidget too) the traces and the layout of another with as many traces of the same kinds."""
-    for shown, new in zip(figure.data, other.data, strict=True):
-        shown.update(new.to_plotly_json(), overwrite=True)
-    figure.update_layout(other.layout.to_plotly_json(), overwrite=True)
-
-
 def note(figure: go.Figure, text: str, **looks) -> go.Figure:
     """Write a text into the middle of a figure that has nothing to show."""
     return figure.add_annotation(text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, **looks)

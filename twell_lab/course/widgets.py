@@ -30,13 +30,38 @@ def live_figure(figure: go.Figure) -> go.Figure:
         return figure
 
 
+# Plotly draws such a figure before the page has given it a place, 700 pixels wide, and looks again only when the window
+# changes. This tells it so when there is a place, or another one, and when it has drawn for the first time.
+_FIT = """
+export default { render({ el }) {
+    el.style.width = "100%";
+    const fit = () => window.dispatchEvent(new Event("resize"));
+    const drawn = event => el.parentElement?.contains(event.detail.element) && fit();
+    document.addEventListener("plotlywidget-after-render", drawn);
+    const watching = new ResizeObserver(fit);
+    watching.observe(el);
+    return () => { watching.disconnect(); document.removeEventListener("plotlywidget-after-render", drawn); };
+} }
+"""
+
+
+def _fitted(figure: go.FigureWidget) -> list[ipywidgets.Widget]:
+    """What stands in a box so that this figure in it is as wide as the box."""
+    try:
+        import anywidget
+    except ImportError:  # plotly before 6, whose figures see to it themselves
+        return [figure]
+    figure._config = {**figure._config, "responsive": True}
+    return [figure, anywidget.AnyWidget(_esm=_FIT)]
+
+
 class Drawn(ipywidgets.VBox):
-    """Controls above a figure, which is `.figure`."""
+    """Controls above a figure, which is `.figure` and as wide as the notebook."""
 
     def __init__(self, controls: list, figure: go.Figure) -> None:
         self.figure = live_figure(figure)
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
-        super().__init__([*controls, self.figure if self._canvas is None else self._canvas])
+        super().__init__([*controls, *(_fitted(self.figure) if self._canvas is None else [self._canvas])])
 
     def redraw(self, change: Callable[[], None]) -> None:
         """Call `change`, which updates the figure, and show it: in place where that works, otherwise drawn anew."""

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +142,20 @@ def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):
     assert set(made) == {"inference", "training", "model"}
     assert all(record.notes["left_out"] == {"decode": "all"} for record in made.values())
     assert made["inference"].notes["startup_seconds"] == {"first call, 1 tokens": 0.2}
+
+
+def test_widgets_are_recorded_from_what_the_browser_test_reports(monkeypatch):
+    """Rows with a median; where the tests with a browser are left out, there is no record."""
+    said, skipped = [{"path": "a.ipynb", "cell": 3, "samples": [80.0, 90.0, 200.0], "live": 968, "still": 968}], 0
+
+    def suite(name, targets):
+        (report,) = (each.partition("=")[2] for each in targets if each.startswith("--browser-report="))
+        Path(report).write_text(json.dumps(said))
+        return {"suite": name, "passed": 2, "failed": 0, "skipped": skipped, "seconds": 1.0}
+
+    monkeypatch.setattr(recordings, "_suite", suite)
+    (row,) = recordings.widgets().rows
+    assert row["ms"] == 90.0 and row["device"] == "CPU" and row["live"] == row["still"] == 968
+    skipped = 9
+    with pytest.raises(recordings.TestsFailed, match="9 of the tests with a browser were skipped"):
+        recordings.widgets()

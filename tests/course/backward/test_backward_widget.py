@@ -16,3 +16,8 @@ def test_the_figure_follows_the_room(draws):
             "lost"
         ]
         assert list(figure.data[3].x) == [room] and figure.data[3].y[0] == row["stored_rows"] + row["lost_rows"]
+
+
+def test_a_move_is_light(light):
+    explorer = widget.capacity_explorer(SWEEP)
+    light(explorer, [lambda: setattr(explorer.slider, "index", 1), lambda: setattr(explorer.slider, "index", 0)])

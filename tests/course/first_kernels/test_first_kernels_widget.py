@@ -88,3 +88,8 @@ def test_the_slider_of_the_notebook_stops_where_words_are_written(draws):
         explorer.slider.value = stop
         assert explorer.trace[stop].line.text.split("(")[0] in explorer.figure.layout.title.text
     assert same_words(torch.from_numpy(explorer.trace.at(writes[-1])["packed"].data), tile)
+
+
+def test_a_move_is_light(light):
+    explorer = StepExplorer(trace())
+    light(explorer, [lambda step=step: setattr(explorer.slider, "index", step) for step in (5, 1, 9)])

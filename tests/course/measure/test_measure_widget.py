@@ -80,3 +80,8 @@ def test_without_ipywidgets_a_sentence_says_what_to_install():
     hide = "import sys; sys.modules['ipywidgets'] = None; from twell_lab.course import widgets"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
     assert done.returncode and "StackError: widgets need ipywidgets" in done.stderr
+
+
+def test_a_move_is_light(light, sweep):
+    explorer = widget.threshold_explorer(sweep)
+    light(explorer, [lambda: setattr(explorer.slider, "index", 1), lambda: setattr(explorer.slider, "index", 0)])

@@ -126,3 +126,16 @@ def test_a_gate_that_is_being_trained_is_drawn_and_left_alone():
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         TileExplorer(**({"gate": gate()} | wrong))
+
+
+def test_a_move_is_light(light):
+    """Also where the tile's size changes, and with it that of the figure."""
+    explorer = TileExplorer(gate())
+    sliders = [
+        (explorer.words, 20),
+        (explorer.tile, 64),
+        (explorer.threshold, 0.5),
+        (explorer.row, 2),
+        (explorer.part, 1),
+    ]
+    light(explorer, [lambda slider=slider, at=at: setattr(slider, "value", at) for slider, at in sliders])

@@ -259,3 +259,8 @@ def test_the_widget_draws_what_the_view_says(weighed):
         )
     with pytest.raises(InputError, match="weigh returned"):
         widget.WeightExplorer(weighed.weight)
+
+
+def test_a_move_is_light(light, weighed):
+    explorer = widget.WeightExplorer(weighed, 0.5)
+    light(explorer, [lambda at=at: setattr(explorer.slider, "value", at * explorer.slider.max) for at in (0.1, 0.3)])

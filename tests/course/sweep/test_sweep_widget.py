@@ -16,3 +16,8 @@ def test_the_figure_follows_the_slider(draws):
         assert made.index == number
         assert list(made.figure.data[-1].y) == [layer["nnz"] for layer in RUNS[number]["layers"]]
         assert "recorded somewhere" in made.figure.layout.title.text
+
+
+def test_a_move_is_light(light):
+    explorer = widget.run_explorer(ROWS, "recorded somewhere")
+    light(explorer, [lambda: setattr(explorer.slider, "index", 1), lambda: setattr(explorer.slider, "index", 0)])

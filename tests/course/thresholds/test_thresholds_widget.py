@@ -1,7 +1,6 @@
 """The slider of thresholds without a browser: moves run no model and are quick, the button measures a point."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -43,16 +42,12 @@ def test_the_figure_follows_the_slider(explorer):
         assert f"sparsity {value:.0%} (lossy)<br>" in explorer.figure.layout.title.text
 
 
-def test_a_move_runs_no_model_and_takes_less_than_a_tenth_of_a_second(explorer, model):
+def test_a_move_runs_no_model(explorer, model):
     ran = []
     hooks = [each.register_forward_pre_hook(lambda m, args: ran.append(m)) for each in model.modules()]
-    took = []
     for value in torch.linspace(0, 0.95, 39).tolist():
-        start = time.perf_counter()
         explorer.slider.value = value
-        took.append(time.perf_counter() - start)
     assert not ran
-    assert sorted(took)[len(took) // 2] < 0.1, took  # the middle one: a busy machine pauses at times
     explorer.button.click()
     assert ran
     for hook in hooks:
@@ -133,3 +128,8 @@ def test_a_measurement_that_fails_leaves_the_button_as_it_was(explorer, monkeypa
 def test_what_is_no_count_is_refused():
     with pytest.raises(InputError, match="counted is a dict"):
         ThresholdExplorer({})
+
+
+def test_a_move_is_light(light, once):
+    explorer = ThresholdExplorer(dataclasses.replace(once, losses=dict(once.losses), steps={}))
+    light(explorer, [lambda at=at: setattr(explorer.slider, "value", at) for at in (0.3, 0.8)])

@@ -30,3 +30,8 @@ def test_the_figure_follows_the_slider(draws):
 def test_no_runs_are_refused():
     with pytest.raises(InputError):
         widget.run_explorer({})
+
+
+def test_a_move_is_light(light):
+    explorer = widget.run_explorer(RUNS)
+    light(explorer, [lambda: setattr(explorer.slider, "index", 1), lambda: setattr(explorer.slider, "index", 0)])

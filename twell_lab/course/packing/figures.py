@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core.errors import InputError
-from ..drawing import become, squares
+from ..drawing import squares
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 
 ACROSS = 32  # columns of a tile on one line
@@ -173,31 +174,64 @@ def tile_view(view: dict) -> go.Figure:
     view: what `data.view` returned. Traces: 0 and 1 are the row's tiles (in words, in the tail), 2 the columns, 3 the
     words, 4 the tail.
     """
-    down = -(-view["width"] // ACROSS)
-    word_lines = -(-(view["slots"] + 1) // EACH)
-    tail_lines = min(TAIL_LINES, max(1, -(-len(view["tail"]) // EACH)))
-    heights = [96, 15 * down + 4, 38 * word_lines, 38 * tail_lines]
-    gap = 44
-    whole = sum(heights) + 3 * gap
-    figure = make_subplots(
-        rows=4, cols=1, row_heights=heights, vertical_spacing=gap / whole, subplot_titles=_captions(view)
-    )
-    _tiles(figure, view)
-    _cells(figure, 2, _columns(view), down, ACROSS)
-    _cells(figure, 3, _words(view), word_lines, EACH)
-    _cells(figure, 4, _tail(view), tail_lines, EACH)
+    captions = _captions(view)
+    figure = make_subplots(rows=len(captions), cols=1, subplot_titles=captions)
+    for name, colour in (("in words", SORTS[IN_WORDS]), ("in the tail", SORTS[IN_TAIL])):
+        figure.add_bar(
+            showlegend=False,
+            row=1,
+            col=1,
+            marker={"color": colour, "line": {"width": 2}},
+            textposition="inside",
+            textangle=0,
+            insidetextanchor="middle",
+            constraintext="none",
+            textfont={"size": 11},
+            hovertemplate=f"tile %{{x}}: %{{y}} {name}<extra></extra>",
+        )
+    for row in (2, 3, 4):
+        squares(
+            figure,
+            [],
+            SORTS.values(),
+            texttemplate="%{text}",
+            textfont={"size": 10},
+            xgap=2,
+            ygap=2,
+            hovertemplate="%{customdata}<extra></extra>",
+            row=row,
+            col=1,
+        )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
-    figure.update_xaxes(visible=True, showgrid=False, dtick=max(1, len(view["counts"]) // 16), row=1, col=1)
+    figure.update_xaxes(visible=True, showgrid=False, row=1, col=1)
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     figure.add_hline(y=view["slots"], line={"color": plots.INK, "width": 1, "dash": "dot"}, row=1, col=1)
-    figure = plots.styled(figure, _title(view), height=whole + 120)
-    return figure.update_layout(bargap=0.15, barmode="stack", margin={"t": 96, "b": 24, "l": 30})
+    figure = plots.styled(figure, "").update_layout(
+        bargap=0.15,
+        barmode="stack",
+        margin={"t": 96, "b": 24, "l": 30},
+    )
+    move_tile_view(figure, view)
+    return figure
 
 
 def move_tile_view(figure: go.Figure, view: dict) -> None:
-    """Show another view in a figure that `tile_view` made (a FigureWidget of it too)."""
-    become(figure, tile_view(view))
+    """Show another view in a figure that `tile_view` made (a FigureWidget of it too). What is as it was is not sent."""
+    down = -(-view["width"] // ACROSS)
+    word_lines = -(-(view["slots"] + 1) // EACH)
+    tail_lines = min(TAIL_LINES, max(1, -(-len(view["tail"]) // EACH)))
+    layout = figure.layout
+    layout.title.text = _title(view)
+    _place(layout, [96, 15 * down + 4, 38 * word_lines, 38 * tail_lines])
+    for annotation, caption in zip(layout.annotations, _captions(view), strict=True):
+        annotation.text = caption
+    layout.xaxis.dtick = max(1, len(view["counts"]) // 16)
+    layout.shapes[0].y0 = layout.shapes[0].y1 = view["slots"]
+    _tiles(figure.data[:2], view)
+    _cells(figure.data[2], layout.yaxis2, _columns(view), down, ACROSS)
+    _cells(figure.data[3], layout.yaxis3, _words(view), word_lines, EACH)
+    _cells(figure.data[4], layout.yaxis4, _tail(view), tail_lines, EACH)
 
 
 # ---- parts of tile_view ----
@@ -231,31 +265,29 @@ def _captions(view: dict) -> list[str]:
     ]
 
 
-def _tiles(figure: go.Figure, view: dict) -> None:
+def _place(layout: go.Layout, heights: list[int]) -> None:
+    """Give the panels these heights in pixels, from the first above to the last below, and each its caption."""
+    gap, above, below = 44, 96, 24
+    whole = sum(heights) + gap * (len(heights) - 1)
+    layout.height = whole + above + below
+    top = whole
+    for number, (height, annotation) in enumerate(zip(heights, layout.annotations, strict=True), 1):
+        layout[f"yaxis{number if number > 1 else ''}"].domain = (max(0, top - height) / whole, top / whole)
+        annotation.y = top / whole
+        top -= height + gap
+
+
+def _tiles(bars: Sequence[go.Bar], view: dict) -> None:
+    """The row's tiles: in words, and above it in the tail; the chosen one with an edge."""
     numbers = list(range(len(view["counts"])))
     edge = [plots.INK if number == view["part"] else "rgba(0,0,0,0)" for number in numbers]
     readable = 0.12 * max(max(view["counts"]), view["slots"])  # a number needs a bar of some height
     few = len(numbers) <= 16
-    for name, heights, colour in (
-        ("in words", [min(count, view["slots"]) for count in view["counts"]], SORTS[IN_WORDS]),
-        ("in the tail", [max(0, count - view["slots"]) for count in view["counts"]], SORTS[IN_TAIL]),
-    ):
-        figure.add_bar(
-            x=numbers,
-            y=heights,
-            name=name,
-            showlegend=False,
-            row=1,
-            col=1,
-            marker={"color": colour, "line": {"color": edge, "width": 2}},
-            text=[f"{height}" if few and height >= readable else "" for height in heights],
-            textposition="inside",
-            textangle=0,
-            insidetextanchor="middle",
-            constraintext="none",
-            textfont={"size": 11},
-            hovertemplate=f"tile %{{x}}: %{{y}} {name}<extra></extra>",
-        )
+    held = [min(count, view["slots"]) for count in view["counts"]]
+    beyond = [max(0, count - view["slots"]) for count in view["counts"]]
+    for bar, heights in zip(bars, (held, beyond), strict=True):
+        bar.x, bar.y, bar.marker.line.color = numbers, heights, edge
+        bar.text = [f"{height}" if few and height >= readable else "" for height in heights]
 
 
 # A cell is (its sort, its text, its hover text).
@@ -286,28 +318,14 @@ def _tail(view: dict) -> list[tuple]:
     ]
 
 
-def _cells(figure: go.Figure, row: int, cells: list[tuple], lines: int, across: int) -> None:
+def _cells(shown: go.Heatmap, axis: go.layout.YAxis, cells: list[tuple], lines: int, across: int) -> None:
     """Draw cells on so many lines, `across` on each; where there are no more, nothing is drawn."""
     cells = cells + [(None, "", "")] * (lines * across - len(cells))
-    sorts, texts, hover = (
+    shown.z, shown.text, shown.customdata = (
         [list(column[first : first + across]) for first in range(0, len(cells), across)]
         for column in zip(*cells, strict=True)
     )
-    squares(
-        figure,
-        sorts,
-        SORTS.values(),
-        text=texts,
-        texttemplate="%{text}",
-        textfont={"size": 10},
-        customdata=hover,
-        xgap=2,
-        ygap=2,
-        hovertemplate="%{customdata}<extra></extra>",
-        row=row,
-        col=1,
-    )
-    figure.update_yaxes(autorange="reversed", row=row, col=1)
+    axis.range = (lines - 0.5, -0.5)
 
 
 def _value(value: float) -> str:

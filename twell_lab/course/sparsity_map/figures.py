@@ -177,7 +177,9 @@ def picture(view: dict) -> go.Figure:
         ],
     )
     squares(figure, [[0]], (SILENT, KEPT), row=1, col=1, hoverinfo="skip")
-    figure.add_scatter(mode="lines", line={"color": plots.BLUE}, showlegend=False, row=1, col=2, hoverinfo="skip")
+    places = [*range(len(view["by_row"]))]
+    line = {"x": places, "mode": "lines", "line": {"color": plots.BLUE}, "hoverinfo": "skip"}
+    figure.add_scatter(**line, showlegend=False, row=1, col=2)
     bars = (
         (["fours", *(f"blocks {size}" for size in BLOCK_SIZES)], plots.RED, 1, 3),
         (FORMATS, plots.SKY, 2, 1),
@@ -217,7 +219,7 @@ def move(figure: go.Figure, view: dict) -> None:
     does not take this weight, or this machine not the format."""
     corner, rows, broken, size, took, error = figure.data
     corner.z = view["kept"].int().tolist()
-    rows.x, rows.y = [*range(len(view["by_row"]))], [100 * each for each in view["by_row"]]
+    rows.y = [100 * each for each in view["by_row"]]
     in_the_way = [view["violations"], *view["filled"].values()]
     broken.y, broken.text = [100 * each for each in in_the_way], [f"{each:.0%}" for each in in_the_way]
     dense = view["bytes"]["dense"]
