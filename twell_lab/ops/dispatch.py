@@ -212,8 +212,8 @@ class _Hopper(Call):
         y = None
         if self.hidden is not None:  # nothing but what has to be done: a host that is behind feels each step
             h = self.hidden.replayed((x,))
-            if h is not None:
-                y = self.alone.replayed((x, None, _start(h, weights[3][: self.hot]), stats))
+            if h is not None:  # of the shape of x, where that is as wide
+                y = self.alone.replayed((x, None, _start(h.view(-1, self.hot), weights[3][: self.hot]), stats))
         elif self.alone is not None:
             y = self.alone.replayed((x, None, None, stats))
         return super().again(x, weights, stats) if y is None else y
@@ -273,6 +273,14 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, p
     return _kept(key, lambda: _Hopper(x, gate, up, hot, packs)).run(x, weights, stats)
 
 
+def _first(x, weights, acts: Activation) -> Tensor:
+    """What is packed or listed: the gate, or in a plain layer up, with what the activation makes of it. x may have any
+    number of dimensions."""
+    gate, up, _, _, gate_bias, up_bias, _ = weights
+    g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+    return g if acts.kind == "relu" else acts.applied(g)
+
+
 def _lists(x, weights, acts: Activation) -> bool:
     _, up, _, down_t, _, _, down_bias = weights
     return x.is_cuda and not acts.both and not acts.falls_back and listed.takes(x, up, down_t, down_bias)
@@ -288,16 +296,11 @@ class _Listed(Call):
     def run(self, x, weights, stats):
         _, up, _, down_t, _, up_bias, down_bias = weights
         left = (None, down_t, None, down_bias) if weights[0] is None else (up, down_t, up_bias, down_bias)
-        return self.tape.play(listed.listed, (x, self._gate(x, weights)), left)
+        return self.tape.play(listed.listed, (x, _first(x, weights, self.acts)), left)
 
     def again(self, x, weights, stats):
-        y = self.tape.replayed((x, self._gate(x, weights))) if self.tape.recorded else None
+        y = self.tape.replayed((x, _first(x, weights, self.acts))) if self.tape.recorded else None
         return super().again(x, weights, stats) if y is None else y
-
-    def _gate(self, x, weights) -> Tensor:
-        gate, up, _, _, gate_bias, up_bias, _ = weights
-        g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
-        return g if self.acts.kind == "relu" else self.acts.applied(g)
 
 
 class _Portable(Call):
@@ -310,32 +313,15 @@ class _Portable(Call):
     def __init__(self, hot: int, tile: int, words: int, acts: Activation = RELU) -> None:
         self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
         self.acts, self.how = acts, {"signed": acts.falls_back}
-        self.counts = True  # whether the first call did; all with its key do, or none
 
     def run(self, x, weights, stats):
         gate, up, _, down_t, _, up_bias, down_bias = weights
-        kernels, left = self._plain, (down_t, down_bias)
-        if gate is not None:
-            kernels, left = self._gated, (up, down_t, up_bias, down_bias)
-        self.counts = stats is not None and x.shape[0] >= LEAST_COUNTED
-        if not self.counts:  # what is packed is nobody's then, and need not be a tensor
-            return self.tape.play(lambda *of: kernels(*of)[0], (x, self._first(x, weights)), left)
-        y, packed = self.tape.play(kernels, (x, self._first(x, weights)), left)
-        _count(packed[:, self.hot // self.tile :], stats, self.words)
+        left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
+        made = (x, _first(x, weights, self.acts))
+        y, packed = self.tape.play(self._plain if gate is None else self._gated, made, left)
+        if stats is not None and x.shape[0] >= LEAST_COUNTED:
+            _count(packed[:, self.hot // self.tile :], stats, self.words)
         return y
-
-    def again(self, x, weights, stats):
-        if self.counts or not self.tape.recorded:
-            return super().again(x, weights, stats)
-        # torch's product takes an x of any number of dimensions, and y is made like x
-        y = self.tape.replayed((x, self._first(x, weights)))
-        return super().again(x, weights, stats) if y is None else y
-
-    def _first(self, x, weights) -> Tensor:
-        """What is packed: the gate, or in a plain layer up, with what the activation makes of it."""
-        gate, up, _, _, gate_bias, up_bias, _ = weights
-        g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-        return g if self.acts.kind == "relu" else self.acts.applied(g)
 
     def _plain(self, x, g, down_t, down_bias) -> tuple[Tensor, Tensor]:
         packed = portable.pack(g, self.tile, self.words, **self.how)
