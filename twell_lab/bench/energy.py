@@ -15,7 +15,7 @@ import torch
 from ..ops import measure
 
 SECONDS = 1.0  # of one measurement, at least
-LONG = 3.0  # the same of calls that take longer than a chunk: they end where they will, not where the counter moves
+CALLS = 3  # of one measurement, at least: of calls that take a second, a single one says little
 WARM = 0.5  # seconds of calls before each measurement
 _CHUNK = 0.02  # seconds of calls between two looks at the counter
 _STILL = 2.0  # seconds after which a counter that has not moved counts as standing still
@@ -49,8 +49,7 @@ def millijoules(
     seconds: float = SECONDS,
 ) -> dict[str, list[float]]:
     """Millijoules of one call, for each of these calls: measured in turns, `samples` times each, over at least so many
-    seconds (LONG of calls that take long). {} where the counter stands still. wait: returns once the device has
-    finished."""
+    seconds and CALLS calls. {} where the counter stands still. wait: returns once the device has finished."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     try:
         for turn in range(samples):
@@ -90,8 +89,8 @@ def _measured(read: Meter, call: Callable[[int], object], wait: Callable[[], obj
     while time.perf_counter() < end:
         chunk()
     begun, _ = until_moved()
-    made, end = 0, time.perf_counter() + (max(seconds, LONG) if long else seconds)
-    while time.perf_counter() < end:
+    made, end = 0, time.perf_counter() + seconds
+    while time.perf_counter() < end or made < CALLS:
         made += chunk()
     ended, rest = until_moved()
     return (ended - begun) / (made + rest)

@@ -94,7 +94,7 @@ class Shape:
     together: int = 32
     questions: tuple[int, int, int] = (800, 192, 16)
     seconds: float = 2.0
-    reserve: float = 115.0
+    reserve: float = 130.0
 
 
 def small() -> Shape:

@@ -222,7 +222,7 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     check_model(model)
     found = [*_layers(model)]
     if not found:
-        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {_seen(model)}; {accepted()}")
+        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen(model)}; {accepted()}")
     chosen = [f for f in found if selected(only, f.name, f.module)]
     if not chosen:
         raise InputError(
@@ -232,7 +232,7 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     return chosen
 
 
-def _seen(model: nn.Module) -> str:
+def seen(model: nn.Module) -> str:
     """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
     own = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
     kinds = own | {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}

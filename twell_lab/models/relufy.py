@@ -89,7 +89,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
         if not isinstance(module, SparseFFN) and (stored(module) or (family := family_of(module)))
     ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
-        raise InputError(f"no feed-forward layer in {type(model).__name__}; {accepted()}")
+        raise InputError(f"no feed-forward layer in {type(model).__name__}: {anatomy.seen(model)}; {accepted()}")
     layers = [
         (name, module, at)
         for name, module, at in layers

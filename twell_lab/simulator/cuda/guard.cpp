@@ -43,6 +43,13 @@ static volatile bool passed_on[NSIG];
 static uint64_t counter_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RIP]; }
 static uint64_t stack_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RSP]; }
 static uint64_t frame_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RBP]; }
+// Whether the frame at REG_RBP is that of the code at pc: it is not yet where a function begins, and no more where it
+// returns. There a function of the header would be taken for its caller, and the place have no line.
+static bool has_its_frame(uint64_t pc) {
+    static constexpr uint8_t ENDBR[] = {0xf3, 0x0f, 0x1e, 0xfa}, PUSH_RBP = 0x55, SET_RBP[] = {0x48, 0x89, 0xe5}, RET = 0xc3;
+    const uint8_t* at = (const uint8_t*)pc;
+    return *at != PUSH_RBP && *at != RET && memcmp(at, SET_RBP, sizeof SET_RBP) && memcmp(at, ENDBR, sizeof ENDBR);
+}
 static int how_of(const ucontext_t& c) { return c.uc_mcontext.gregs[REG_ERR] & 2 ? WRITE : READ; }
 static void continue_at(ucontext_t& c, void* sp) {
     c.uc_mcontext.gregs[REG_RIP] = (greg_t)&sim_resume;
@@ -53,6 +60,7 @@ static void continue_at(ucontext_t& c, void* sp) {
 static uint64_t counter_of(const ucontext_t& c) { return c.uc_mcontext.pc; }
 static uint64_t stack_of(const ucontext_t& c) { return c.uc_mcontext.sp; }
 static uint64_t frame_of(const ucontext_t& c) { return c.uc_mcontext.regs[29]; }
+static bool has_its_frame(uint64_t) { return true; }
 static int how_of(const ucontext_t&) { return -1; }
 static void continue_at(ucontext_t& c, void* sp) {
     c.uc_mcontext.pc = (uint64_t)&sim_resume;
@@ -99,7 +107,8 @@ static void on_signal(int number, siginfo_t* info, void* context) {
         const uint64_t pc = counter_of(c);
         bool leaves = !tick;
         if (tick && (*g->cancel || now() > g->deadline)) {
-            leaves = pc >= g->begin && pc < g->end;  // else it may hold a lock, of malloc's for example
+            // Elsewhere it may hold a lock, of malloc's for example.
+            leaves = pc >= g->begin && pc < g->end && has_its_frame(pc);
             if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
         }
         if (leaves) {

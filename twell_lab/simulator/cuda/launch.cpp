@@ -97,12 +97,13 @@ static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& fi
     w.shared_begin = thread_local_block();
     const GuardedThread guarded(w);
     if (l.watch) w.shared.assign((size_t)l.thread_local_bytes, SharedByte{});
-    for (;;) {
+    // A first block begins even when the time is over, as it may be where the computer is busy: so it is known where.
+    for (bool first = true;; first = false) {
         const int64_t block = next.fetch_add(1);
         if (block >= blocks || block > first_fault.load()) return;
         // No block sees what the one before it left: all bits set are a NaN in every floating type.
         for (int i = 0; i < l.n_shared; ++i) memset(w.shared_begin + l.shared[i].offset, 0xff, (size_t)l.shared[i].bytes);
-        if (out_of_time(w)) {
+        if (first ? l.cancel : out_of_time(w)) {
             w.fault = SimFault{};
             w.fault.kind = TOO_LONG, w.fault.block = block, w.fault_found = true;
         } else {
