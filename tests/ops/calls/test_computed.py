@@ -178,6 +178,28 @@ def test_dense_layers(driver, gated):
     assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, path, hot", [(70, "twell", 0), (70, "hot_cold", 256), (514, "hot_cold", 256)])
+def test_calls_seen_before_keep_the_shape_of_x(driver, monkeypatch, gated, tokens, path, hot):
+    """After torch's product, and with a hot part, for an x of two dimensions and of three: the same bits."""
+    product = lambda *of: pretend(torch.mm(*plain(of)))  # noqa: E731
+    monkeypatch.setattr(dispatch, "_start", product)
+    made = drawn(tokens, gated, -1.0)
+    stats, down_t = pretend(torch.zeros(4, dtype=torch.int64)), made[3].t().contiguous()
+    how = {"down_t": down_t, "stats": stats, "path": path, "hot": hot}
+    for seed in range(3):
+        x = drawn(tokens, gated, -1.0, seed=seed)[0]
+        made[0] = x
+        y = inference.infer(*made, **how)
+        close(y, layer(*plain(made))[0])
+        made[0] = pretend(x.as_subclass(torch.Tensor).view(2, tokens // 2, -1))
+        again = inference.infer(*made, **how)
+        assert again.shape == made[0].shape and torch.equal(again.flatten(0, 1), y)
+    (call,) = dispatch.calls._kept.values()
+    assert all(tape.recorded for tape in tapes_of(call))
+
+
 def turned(down):
     """The same matrix in the storage of its transpose."""
     return down.t().contiguous().t()
