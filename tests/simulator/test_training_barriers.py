@@ -27,8 +27,15 @@ SPARE = {
     (
         "smxx_train_lost.cu",
         "kept[place] = all;\n    }\n    ",
-    ): "the next group begins with two barriers before what this one guards is written"
+    ): "the next group begins with two barriers before what this one guards is written",
+    (
+        "smxx_listed.cu",
+        "for (int c = first; c < end; c += LIST) {\n            ",
+    ): "list_kept has a barrier of its own before it writes the list",
 }
+# Barriers that tell every thread whether something holds in any: without one its value would be missing, and the kernel
+# would not compile.
+TELLING = {"smxx_listed.cu": 4}
 
 
 def barriers():
@@ -46,7 +53,7 @@ def test_every_barrier_is_found():
     assert len(barriers()) > 20
     for file in FILES:  # one of another kind, such as __syncthreads_or, needs a rule of its own
         text = (folders.kernels_dir() / file).read_text()
-        assert text.count("__syncthreads") == text.count(BARRIER), file
+        assert text.count("__syncthreads") == text.count(BARRIER) + TELLING.get(file, 0), file
 
 
 @pytest.mark.parametrize("kernel", FILES)
