@@ -20,7 +20,7 @@ from twell_lab.ops import decode as launch_decode
 from twell_lab.ops.activation import Activation
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
 KINDS = [
     Activation("above", 0.5),
@@ -34,13 +34,6 @@ SHAPES = [(2048, 5632), (768, 3072), (64, 333), (2056, 1000), (8, 5)]
 # Each kind, shape and type is compiled by itself: one kind has all shapes, one shape all kinds and types.
 DECODED = [(acts, 768, 3072, dtype) for acts in KINDS for dtype in DTYPES]
 DECODED += [(KINDS[2], *shape, torch.bfloat16) for shape in SHAPES if shape != (768, 3072)]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Layer:

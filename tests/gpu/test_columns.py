@@ -8,14 +8,7 @@ from tests.ops.columns.layers import Layer, bits, pattern
 from twell_lab import simulator
 from twell_lab.ops import measure, train_columns
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,20 +16,13 @@ from twell_lab.sparsities import quantised
 from twell_lab.sparsities.quantised import Rows, int8_linear, quantise
 
 pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
     pytest.mark.gpu,
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < int8_products.OLDEST,
         reason="needs compute capability 8.0",
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that torch.empty gives holds NaN and large numbers, so that what is not written is noticed."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -12,16 +12,9 @@ from twell_lab import formats
 from twell_lab.formats import TwELL
 from twell_lab.ops import accuracy, portable, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NO_TAIL = (None, None, None)
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def gate_of(pattern: str, rows: int, columns: int, dtype, tile: int = 256, words: int = 32) -> torch.Tensor:

@@ -9,14 +9,7 @@ from tests.ops.listed.cases import HEAVY, Case
 from twell_lab.ops import accuracy, decode, dispatch, infer, listed
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,19 +9,11 @@ from twell_lab.ops import accuracy, microtiles
 from twell_lab.sparsities.experts import WAYS, ExpertsLayer, routed_by_firing, takes_grouped
 from twell_lab.sparsities.microtiles import add_padding, find_microtiles, product, remove_padding, unpadded
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
 tensor_cores = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0"
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that torch.empty gives holds NaN and large numbers, so that what is not written is noticed."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

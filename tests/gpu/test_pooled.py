@@ -11,16 +11,9 @@ from twell_lab import simulator
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import portable
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
 EVERY = [("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

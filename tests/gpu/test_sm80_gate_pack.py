@@ -14,16 +14,9 @@ from twell_lab.formats.pool import packed_and_pool, pool_used
 from twell_lab.ops import ampere
 from twell_lab.ops.ampere import Setup, setup_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 SEED = random.SystemRandom().randrange(2**31)
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def setups(dtype):

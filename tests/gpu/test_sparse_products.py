@@ -11,17 +11,9 @@ from twell_lab.ops.spmm import SparseOperand, spmm
 from twell_lab.ops.spmm import every_version as spmm_versions
 from twell_lab.sparsities.blocks import to_bsr, to_bsr_linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Sparse ")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), pytest.mark.filterwarnings("ignore:Sparse ")]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = [(16, 16), (16, 32), (32, 32), (64, 64), (128, 128), (48, 96), (32, 16), (128, 32), (64, 16)]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """What torch.empty returns is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

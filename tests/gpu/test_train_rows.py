@@ -19,15 +19,8 @@ from twell_lab import simulator
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import train_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(tokens: int, d_model: int, d_ff: int, dtype=torch.bfloat16, **more) -> RowCase:

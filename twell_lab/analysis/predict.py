@@ -24,7 +24,7 @@ from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import fused
-from ..ops import decode, dispatch, listed, measure
+from ..ops import decode, dispatch, measure
 from ..simulator import H100
 from . import costs
 from .costs import Firing, Rates
@@ -261,7 +261,7 @@ def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize
     if tokens <= decode.MOST_TOKENS:
         return tokens * tiles * (4 * TILE + 2)
     if not work.fuses(dispatch.LEAST_PACKED):
-        return wide + (tokens * tiles * WORDS * 4 if tokens > listed.MOST_TOKENS else 0)
+        return wide + (0 if work.lists(dispatch.LEAST_PACKED) else tokens * tiles * WORDS * 4)
     some = min(tokens, _PASS)
     packed = some * tiles * 4 * (WORDS + POOL_WORDS / POOL_ROWS) + some * firing.d_model * itemsize
     return int(packed + (some * (choice.hot * itemsize + firing.d_model * 4) if choice.hot else 0))

@@ -104,12 +104,10 @@ def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
     """The path that `switching` chooses for a layer in which so many neurons fire at each token: what "planned" means
     in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
     d_ff, d_model = first.shape
-    heavy, fired = fired > learner.HEAVY * d_ff, fired.float()
-    seen = fired.mean(), None, fired.masked_fill(heavy, 0).mean(), heavy.float().mean()
-    spent = switching.cost(learner.LayerTerm("", fired.mean(), *seen), first)
-    return (
-        learner.SPARSE if spent < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
-    )
+    nnz = fired.float().mean()
+    spent = switching.cost(learner.LayerTerm("", nnz, nnz, None, *learner.light_and_heavy(fired, d_ff)), first)
+    limit = switching.break_even(inference.rates_here(), d_model, d_ff, gated)
+    return learner.SPARSE if spent < limit else learner.DENSE
 
 
 def compare(

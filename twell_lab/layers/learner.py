@@ -48,6 +48,12 @@ class LayerTerm(NamedTuple):
     heavy: Tensor | None = None
 
 
+def light_and_heavy(fired: Tensor, d_ff: int) -> tuple[Tensor, Tensor]:
+    """`light` and `heavy` of a LayerTerm. fired: how many of d_ff neurons fire at each token, [tokens], any type."""
+    heavy = fired > HEAVY * d_ff
+    return fired.masked_fill(heavy, 0).float().mean(), heavy.float().mean()
+
+
 def layer_l1(h: Tensor) -> Tensor:
     """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
     return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
@@ -112,9 +118,7 @@ class Learner:
         y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=path)
         if self._told is not None:
             lost = None if lost is None else lost.float() / kept.numel()
-            heavy = kept > HEAVY * weights.up.shape[0]
-            light = kept.masked_fill(heavy, 0).float().mean()
-            self._told.append(Told(l1.mean(), kept.float().mean(), lost, light, heavy.float().mean()))
+            self._told.append(Told(l1.mean(), kept.float().mean(), lost, *light_and_heavy(kept, weights.up.shape[0])))
         return y
 
     def _skips(self, weights: Weights) -> Path | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.errors import InputError
 from ...formats.twell import TILE, WORDS
+from ...ops import decode, listed
 
 _CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to keep
 
@@ -126,6 +127,12 @@ class Work:
     def fuses(self, least: int) -> bool:
         """Whether fused kernels run, which are taken from `least` tokens on."""
         return self.rates.fuses and self.tokens >= least
+
+    def lists(self, least: int) -> bool:
+        """Whether the kept values are read from the dense gate as it is, so that nothing is packed (ops.listed); least:
+        as `fuses` has it."""
+        some = decode.MOST_TOKENS < self.tokens <= listed.MOST_TOKENS
+        return some and self.itemsize == 2 and not self.fuses(least)
 
     def gemm(self, n: int, k: int, count: float = 1.0) -> float:
         """Seconds of `count` products of the tokens with weights [n, k]."""

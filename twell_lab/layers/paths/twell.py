@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from ...formats.twell import TILE, WORDS
-from ...ops import decode, dispatch, listed
+from ...ops import decode, dispatch
 from ...ops.copies import TRANSPOSED
 from .cost import Work
 from .dense import dense_parts
@@ -37,7 +37,7 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     cold, few = firing.d_ff - hot, tokens <= decode.MOST_TOKENS
     packed = tokens * math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
     values = 0 if fused or few else 2 * tokens * cold * itemsize
-    if not (fused or few) and tokens <= listed.MOST_TOKENS and itemsize == 2:  # nothing is packed (ops.listed)
+    if work.lists(dispatch.LEAST_PACKED):
         packed = 0
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
