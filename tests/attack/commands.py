@@ -310,6 +310,20 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "--out": _new,
             },
         ),
+        "sparsify": (
+            [model, "--out", str(home / "hollow" / "swapped"), "--text", words, "--windows", "2", "--tokens", "1"]
+            + ["--device", "cpu", "--predict-only"],
+            {
+                "": _paths,
+                "--text": _paths,
+                "--windows": _number,
+                "--tokens": _number,
+                "--device": _word,
+                "--dtype": _word,
+                "--plan": _files,
+                "--out": _new,
+            },
+        ),
         "thresholds": (
             [model, "--text", words, "--windows", "2"],
             {
@@ -397,6 +411,7 @@ COMMANDS = (
     "profile",
     "profile",
     "plan",
+    "sparsify",
     "thresholds",
     "sample",
     "export",
