@@ -71,11 +71,12 @@ def compare(
     chosen = plan.layers[0].choice(inputs[0].shape[0])
     planned = sparsify(copy.deepcopy(layer), plan, memory=math.inf)  # one layer, whatever it copies
     torch._dynamo.reset()
+    # Both compiled alike: a call of what was compiled with fullgraph=True takes the host longer (docs/calls.md).
     calls = {
         DENSE: layer,
         COMPILED: torch.compile(layer, dynamic=False),
         "planned": planned,
-        "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False),
+        "planned compiled": torch.compile(planned, dynamic=False),
     }
     if forced:  # each path, whatever the number of tokens: the planner's choice is compared with these
         for choice in one_of_each(layer.up_proj.weight.shape[0], chosen.hot or _usual_hot(layer)):
