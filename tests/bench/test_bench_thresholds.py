@@ -5,7 +5,7 @@ import math
 import pytest
 from torch import nn
 
-from twell_lab.bench import thresholds
+from twell_lab.bench import cut_checks, thresholds
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import measure
 
@@ -49,7 +49,9 @@ def test_rows_say_what_a_cut_costs_and_what_a_step_takes(trained, method, path):
         low, change, high = row.get("loss_change", (0, 0, 0))
         assert ("loss_change" in row) == (row["path"] != "dense eager") and low <= change <= high
         assert row.get("loss", 0) == pytest.approx(row.get("dense_loss", 0) + change, abs=2e-5)
-    assert all(row["error_over_allowed"] <= 1 for row in made if row["path"] == paths[-1])
+    for row in made[2::3]:
+        assert 0 <= row["layer_over_allowed"] <= 1 and 0 < row["error_over_allowed"] <= 1
+        assert row["compared_tokens"] >= cut_checks.LEAST
 
 
 def test_more_is_cut_for_more_loss(trained):
@@ -58,23 +60,41 @@ def test_more_is_cut_for_more_loss(trained):
     assert all(one.thresholds["activation"] < two.thresholds["activation"] for one, two in zip(few.layers, many.layers))
 
 
-def test_wrong_logits_are_not_timed(trained, monkeypatch):
-    real = thresholds.sparsify
+def broken(model, *plan, **how):
+    model.layers[0].mlp.down_proj.weight.data *= 100
+    return model
 
-    def broken(model, *plan, **how):
-        model.layers[0].mlp.down_proj.weight.data *= 100
-        return real(model, *plan, **how)
 
+def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
     monkeypatch.setattr(thresholds, "sparsify", broken)
     monkeypatch.setattr(thresholds, "_timed", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(measure.WrongResult, match=r"decode step, batch 1, sparsity 0.5: the logits are off by"):
+    with pytest.raises(measure.WrongResult, match=r"CATS 50%, decode step, batch 1: layers.0.mlp is off by .* times"):
+        thresholds.cut_rows(trained, 0.5)
+
+
+def test_it_costs_the_record_no_other_row(trained, monkeypatch):
+    monkeypatch.setattr(thresholds, "sparsify", broken)
+    refused = {}
+    made = thresholds.cut_rows(trained, 0.5, "teal", refused)
+    assert [row["path"] for row in made] == 2 * ["dense eager", "thresholds, dense"]
+    assert [*refused] == [f"TEAL 50%, decode step, batch {batch}, thresholds, forced kept_inputs" for batch in (1, 3)]
+    assert all("layers.0.mlp is off by" in why for why in refused.values())
+
+
+def test_layers_that_are_right_in_a_model_that_is_not(trained, monkeypatch):
+    def swapped(model, *plan, **how):
+        model.norm.weight.data *= 1.5
+        return model
+
+    monkeypatch.setattr(thresholds, "sparsify", swapped)
+    with pytest.raises(measure.WrongResult, match=r"the logits of .* tokens are off by .* times what is allowed"):
         thresholds.cut_rows(trained, 0.5)
 
 
 def test_there_is_a_step_for_each_method_and_sparsity(monkeypatch):
-    made = []
+    made, refused = [], {}
     monkeypatch.setattr(thresholds, "Trained", lambda shape: made.append(shape) or "model")
     monkeypatch.setattr(thresholds, "cut_rows", lambda *given: [given])
-    steps = thresholds.sections(TINY)["thresholds"]
-    every = [("model", sparsity, method) for method in ("cats", "teal") for sparsity in TINY.sparsities]
+    steps = thresholds.sections(refused, TINY)["thresholds"]
+    every = [("model", sparsity, method, refused) for method in ("cats", "teal") for sparsity in TINY.sparsities]
     assert [step() for step in steps] == [[each] for each in every] and made == [TINY]

@@ -350,11 +350,13 @@ def sweep() -> Record:
 def thresholds(seconds: float = SECONDS) -> Record:
     """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS,
     TEAL): what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, and the
-    notes: as for `inference`."""
+    notes: as for `inference`; under "refused" they say where kernels computed something else, which was not timed."""
     need_gpu()
     from ..bench import thresholds as tables
 
-    rows, notes = _sections(tables.sections(), seconds)
+    refused: dict[str, str] = {}
+    rows, notes = _sections(tables.sections(refused), seconds)
+    notes |= {"refused": refused} if refused else {}
     return Record.new("thresholds", "a SiLU model with thresholds beside the model without", rows, notes)
 
 

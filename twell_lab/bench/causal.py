@@ -32,9 +32,9 @@ class Kept:
         self.place = torch.tensor([self.length - 1], device=keys.device)
         self.mask = torch.ones(len(keys), 1, 1, self.length, dtype=torch.bool, device=keys.device)
 
-    def first(self, some: int, dtype: torch.dtype) -> Kept:
-        """A copy of the first sequences, in this dtype."""
-        return Kept((keys[:some, :, :-1].to(dtype), values[:some, :, :-1].to(dtype)) for keys, values in self.kept)
+    def part(self, some: slice, dtype: torch.dtype) -> Kept:
+        """A copy of some of the sequences, in this dtype."""
+        return Kept((keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.kept)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """What the attention of a layer calls: take its new keys and values, and give all."""

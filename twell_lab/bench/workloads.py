@@ -149,7 +149,7 @@ def decode(
                 f"a step of {type(model.model).__name__} with a static cache gives something else than its whole "
                 "sequence; accepted: a model whose layers keep all tokens"
             )
-        return step(some[:, -1:], kept.first(_CHECKED, dtype))
+        return step(some[:, -1:], kept.part(slice(_CHECKED), dtype))
 
     label, says = f"decode step, batch {batch}", {"cached": cached}
     return [

@@ -1,0 +1,214 @@
+"""What is asked of kernels for layers with thresholds before they are timed, with stand-ins for the kernels: right ones,
+which round less often than torch does, and ones with a fault each."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from twell_lab.bench import cut_checks
+from twell_lab.bench.causal import Causal
+from twell_lab.bench.cut_checks import CutLayer, hard_inputs, inputs_of, model_ratio
+from twell_lab.bench.workloads import MARGIN, SLACK, Tokens
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.models.thresholds import calibrate
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import measure
+
+SIZES = ModelConfig(d_model=48, layers=3, heads=2, d_ff=200, context=24, vocabulary=64)
+CACHED = 8
+
+
+class Standin(nn.Module):
+    """A layer with thresholds as a kernel may compute it: in float32, with hidden values rounded once. So of the values
+    at the threshold it keeps others than torch does. fault: what it does wrong."""
+
+    def __init__(self, layer, fault=""):
+        super().__init__()
+        self.layer, self.fault = layer, fault
+
+    def forward(self, x):
+        layer, cut = self.layer, self.layer.cut
+        act, bound = (layer.acts, cut.hidden) if cut else (layer.acts.activation, layer.acts.threshold)
+        if self.fault == "another threshold":
+            bound = bound * 1.1
+        bound = torch.tensor(bound, dtype=x.dtype)
+        if cut:
+            x = self.dropped(cut.of_input(x), "an input more")
+            if self.fault == "ties dropped":
+                x = x.masked_fill(x.abs() == torch.tensor(cut.input, dtype=x.dtype), 0)
+        if self.fault == "NaN dropped":
+            x = x.nan_to_num(nan=0.0)
+        kind, x = x.dtype, x.float()
+        value = act(linear(x, layer.gate.weight.float()))
+        if not cut:
+            value = value.masked_fill(value.abs() < bound, 0)
+        up = linear(x, layer.up.weight.float())
+        hidden = (value * (up * 1.02 if self.fault == "wrong scale" else up)).to(kind)
+        if cut:
+            hidden = hidden.masked_fill(hidden.abs() < bound, 0)
+        hidden = self.dropped(hidden, "a hidden value more")
+        return linear(hidden.float(), layer.down.weight.float()).to(kind)
+
+    def dropped(self, values, fault):
+        """Without the value of the first token that is half as large as the largest."""
+        if self.fault != fault:
+            return values
+        values = values.clone()
+        first = values.view(-1, values.shape[-1])[0]
+        if first.isfinite().all():
+            first[(first.abs() - first.abs().max() / 2).abs().argmin()] = 0
+        return values
+
+
+class Cut:
+    """A random SiLU model with thresholds: in float32, in bfloat16, and that with stand-ins."""
+
+    def __init__(self, method, sparsity, seed=0):
+        torch.manual_seed(seed)
+        self.plain = LanguageModel(SIZES).eval().requires_grad_(False)
+        for layer in self.plain.layers:
+            layer.mlp.act_fn = nn.SiLU()
+            for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                nn.init.normal_(part.weight, std=1.5 / part.in_features**0.5)
+        text = torch.randint(64, (20_000,), generator=torch.Generator().manual_seed(seed))
+        found = calibrate(self.plain, text[:960].view(40, 24).split(8), method=method).at(sparsity)
+        self.exact = Causal(found.apply(copy.deepcopy(self.plain)))
+        self.dense = Causal(found.apply(copy.deepcopy(self.plain).bfloat16()))
+        self.cache = Causal(copy.deepcopy(self.plain).bfloat16())
+        self.tokens = Tokens(64, torch.device("cpu"), text)
+        self.layers = feed_forwards(self.dense.model)
+
+    def sparse(self, fault=""):
+        model = copy.deepcopy(self.dense.model)
+        for found, layer in zip(feed_forwards(model), model.layers):
+            layer.mlp = Standin(found, fault)
+        return Causal(model)
+
+    def steps(self, count, batch=1):
+        ids = self.tokens.windows(self.tokens.MEASURED, count * batch, CACHED).split(batch)
+        return [(some[:, -1:], self.cache.keep(some[:, :-1])) for some in ids]
+
+    def ratio(self, sparse, batch=4):
+        return model_ratio(self.exact, self.dense, sparse, self.cache, self.tokens, batch, CACHED)
+
+
+def layer_ratios(cut, fault, batch=1):
+    steps = cut.steps(6, batch)
+    entered = inputs_of(cut.layers, lambda: [cut.dense.stepper()(*each) for each in steps])
+    for layer in cut.layers:
+        xs = entered[layer.name]
+        assert len(xs) == 6 and xs[0].shape == (batch, 1, 48)
+        yield CutLayer(layer).ratio(Standin(layer, fault), [*xs, *hard_inputs(layer, xs[0])])
+
+
+METHODS = [("cats", 0.5), ("cats", 0.9), ("teal", 0.3), ("teal", 0.9)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_right_layer_passes(method, sparsity, seed):
+    assert max(layer_ratios(Cut(method, sparsity, seed), "", batch=1 + seed)) <= 1
+
+
+FAULTS = ["a hidden value more", "wrong scale", "another threshold", "NaN dropped"]
+OF_TEAL = ["an input more", "ties dropped"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "method, fault", [*((m, f) for m in ("cats", "teal") for f in FAULTS), *(("teal", f) for f in OF_TEAL)]
+)
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_a_fault_in_a_layer_is_found(method, fault, sparsity):
+    assert min(layer_ratios(Cut(method, sparsity), fault)) > 1
+
+
+@torch.no_grad()
+def test_what_a_layer_kept_is_free_at_the_threshold_and_nowhere_else(monkeypatch):
+    cut = Cut("teal", 0.3)
+    real = CutLayer._hidden
+    monkeypatch.setattr(CutLayer, "_hidden", lambda own, x: (*real(own, x)[:2], torch.zeros_like(real(own, x)[2])))
+    assert max(layer_ratios(cut, "")) > 1
+
+
+@torch.no_grad()
+def test_a_dense_layer_that_is_off_itself_is_no_measure():
+    cut = Cut("teal", 0.5)
+    (ids, kept), layer = cut.steps(1)[0], cut.layers[0]
+    (x,) = inputs_of([layer], lambda: cut.dense.stepper()(ids, kept))[layer.name]
+    judge, sparse = CutLayer(layer), Standin(copy.deepcopy(layer))
+    layer.down.weight.mul_(1.1)
+    with pytest.raises(measure.WrongResult, match="layers.0.mlp: the dense layer itself is off"):
+        judge.ratio(sparse, [x])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS)
+def test_a_right_model_passes_though_single_tokens_do_not(method, sparsity, monkeypatch):
+    """What was asked before: each token's error at most MARGIN times the dense model's, and SLACK of the logits."""
+    cut, single = Cut(method, sparsity), []
+    real = cut_checks._mean
+    monkeypatch.setattr(cut_checks, "_mean", lambda found: real(single.append(found[:]) or found))
+    ratio, read = cut.ratio(cut.sparse(), 32)
+    assert ratio <= 1 and read == len(single[-1]) >= cut_checks.LEAST
+    over = torch.tensor(single[-1]).exp() > 1.2 * MARGIN
+    assert over.float().mean() > 0.05
+
+
+@torch.no_grad()
+def test_one_token_is_far_off_where_one_input_more_is_kept():
+    cut = Cut("teal", 0.9)
+    found = []
+    for ids, kept in cut.steps(60):
+        right = cut.exact.stepper()(ids, kept.part(slice(None), torch.float32))
+        ours, theirs = (float((m.stepper()(ids, kept).float() - right).norm()) for m in (cut.sparse(), cut.dense))
+        found.append(ours / (MARGIN * theirs + SLACK * float(right.norm())))
+    assert max(found) > 2 and min(found) < 0.5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS)
+@pytest.mark.parametrize("where", ["the last norm", "attention"])
+def test_a_fault_outside_the_layers_is_found(method, sparsity, where):
+    cut = Cut(method, sparsity)
+    sparse = cut.sparse()
+    if where == "attention":
+        sparse.model.layers[1].attention.out_proj.weight.mul_(1.5)
+    else:
+        sparse.model.norm.weight.mul_(1.05)
+    assert cut.ratio(sparse, 32)[0] > 1.2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS[1:])
+def test_a_wrong_scale_is_found_in_the_logits_too(method, sparsity):
+    cut = Cut(method, sparsity)
+    assert cut.ratio(cut.sparse("wrong scale"), 32)[0] > 1.2
+
+
+@torch.no_grad()
+def test_the_dense_model_itself_is_as_far_off_as_it_is():
+    cut = Cut("teal", 0.9)
+    assert cut.ratio(cut.dense, 32) == (pytest.approx(1 / MARGIN), cut_checks.LEAST)
+
+
+@torch.no_grad()
+def test_logits_that_are_no_number_are_wrong():
+    cut = Cut("cats", 0.5)
+    sparse = cut.sparse()
+    sparse.model.norm.weight[0] = math.nan
+    assert cut.ratio(sparse, 32)[0] == math.inf
+
+
+@torch.no_grad()
+def test_what_too_few_tokens_do_not_say_is_refused(monkeypatch):
+    monkeypatch.setattr(cut_checks, "MOST", 64)
+    monkeypatch.setattr(cut_checks, "ERRORS", 1e6)
+    cut = Cut("teal", 0.9)
+    with pytest.raises(measure.WrongResult, match="64 tokens do not say whether the logits are right"):
+        cut.ratio(cut.sparse(), 32)

@@ -1,0 +1,217 @@
+"""Whether layers with thresholds, and a model of them, are computed right: what bench.thresholds asks before it times.
+
+A value at a threshold is kept or dropped by its last bit, and two right computations that add in another order differ
+there: so in a model they soon keep different values, and the logits of one step may be off by much more than roundings
+make. One step, or the few sequences of a batch, say nothing: whichever of two right models dropped the weightier value
+is further from float32 there. So two things are asked.
+
+1. Each layer, of the inputs that it gets in the model (`CutLayer`): the same input to both, so that the same of it is
+   kept, and float64 beside them with the values kept that the layer under test kept. Of the hidden values the layer
+   shows only the sum; which ones it kept is free where roundings can carry a value across the threshold (`doubtful`),
+   and nowhere else. With these given, its error may be what the library promises (ops.accuracy): twice that of torch's
+   layer plus a unit in the last place. A value more that is dropped or kept, a wrong scale or a wrong threshold is off
+   by more. Where an input is no number, so is the result where torch's is.
+2. The whole model (`model_ratio`): the distance of its logits from those of the float32 model with the same thresholds,
+   over that of the dense model in the same dtype, token by token. If both are right, either is as likely to be the
+   further one: the logarithm of the ratio has a mean of zero, over tokens. That mean may be the logarithm of MARGIN, as
+   for other models. One token says little of it, so tokens are read until it is three standard errors away from that
+   limit, on whichever side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..layers.anatomy import FeedForward
+from ..ops import accuracy, measure
+from .causal import Causal
+from .workloads import MARGIN, Tokens
+
+ERRORS = 3.0  # standard errors between a mean and its limit
+LEAST, MOST = 128, 8192  # tokens that are read before the mean is looked at, and at most
+_WINDOWS = 64  # windows of which keys and values are held at a time
+_SLOPE = 1.13  # the steepest that a SiLU or GELU is; a ReLU is less
+_SUMS = torch.finfo(torch.float32).eps  # an addition's rounding: sums are float32, at worst
+
+
+class CutLayer:
+    """A dense layer with thresholds, and its weights in float64, to judge another layer that computes the same.
+
+    layer: as `feed_forwards` lists it, of a model on which models.thresholds put them: on the activation (CATS), or on
+    the inputs and hidden values (TEAL)."""
+
+    def __init__(self, layer: FeedForward) -> None:
+        self.layer, self.cut = layer, layer.cut
+        acts = layer.acts
+        self.act, self.threshold = (acts, layer.cut.hidden) if layer.cut else (acts.activation, acts.threshold)
+        self._gate, self._up, self._down = (
+            None if part is None else tuple(None if t is None else t.double() for t in (part.weight, part.bias))
+            for part in (layer.gate, layer.up, layer.down)
+        )
+
+    @torch.no_grad()
+    def ratio(self, sparse, xs: list[Tensor]) -> float:
+        """The worst error of sparse(x) for these inputs [..., d_model], over what is allowed: at most 1.0 where the
+        layer is right.
+
+        Raises measure.WrongResult where the dense layer itself is not, since its error is what is allowed."""
+        worst = 0.0
+        for x in xs:
+            entered: list[Tensor] = []
+            hook = self.layer.down.register_forward_pre_hook(lambda _, args, into=entered: into.append(args[0]))
+            try:
+                dense = self.layer.module(x)
+            finally:
+                hook.remove()
+            rows = [t.reshape(-1, t.shape[-1]) for t in (x, sparse(x), dense, entered[0])]
+            worst = max(worst, self._worst(*rows))
+        return worst
+
+    def _worst(self, x: Tensor, y: Tensor, dense: Tensor, hidden: Tensor) -> float:
+        finite = x.isfinite().all(1)
+        if not torch.equal(y.isnan(), dense.isnan()) or not torch.equal(y[~finite].isinf(), dense[~finite].isinf()):
+            return math.inf
+        x, y, dense, hidden = x[finite], y[finite], dense[finite], hidden[finite]
+        if torch.equal(y, dense) or not len(x):
+            return 0.0
+        decides, worth, doubtful = self._hidden(x)
+        own = hidden != 0
+        off = dense.double() - self._result(worth, own)
+        if not off.norm() <= 0.05 * dense.double().norm():  # 16-bit values make a few thousandths
+            raise measure.WrongResult(f"{self.layer.name}: the dense layer itself is off: nothing was timed")
+        exact = ~(decides.abs() < self._bound(x.dtype))
+        starts = torch.where(doubtful, own, exact), exact
+        return max(
+            min(self._row(worth[i], start[i], doubtful[i], y[i], off[i]) for start in starts) for i in range(len(x))
+        )
+
+    def _bound(self, dtype: torch.dtype) -> float:
+        """The hidden values' threshold, which torch rounds to the type of what it compares it with."""
+        return torch.tensor(self.threshold, dtype=dtype).item()
+
+    def _hidden(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By neuron, float64 or boolean [tokens, d_ff]: what its threshold looks at, what it adds to the hidden values
+        if it is kept, and whether roundings may decide that.
+
+        A projection is off by the roundings of its sums and its own one; behind the activation by _SLOPE times that and
+        another one; a product of two by each times the other, and another one."""
+        inputs = (self.cut.of_input(x) if self.cut else x).double()
+        one = torch.finfo(x.dtype).eps / 2
+
+        def projected(part: tuple) -> tuple[Tensor, Tensor]:
+            weight, bias = part
+            size = linear(inputs.abs(), weight.abs(), None if bias is None else bias.abs())
+            value = linear(inputs, weight, bias)
+            return value, weight.shape[1] * _SUMS * size + one * value.abs()
+
+        first, off = projected(self._up if self._gate is None else self._gate)
+        value, off = self.act(first.clone()), _SLOPE * off
+        off = off + one * (value.abs() + off)
+        worth = value
+        if self._gate is not None:
+            up, of_up = projected(self._up)
+            worth = value * up
+            both = off * up.abs() + value.abs() * of_up + off * of_up
+            both = both + one * (worth.abs() + both)
+        decides, off = (worth, both if self._gate is not None else off) if self.cut else (value, off)
+        return decides, worth, (decides.abs() - self._bound(x.dtype)).abs() <= off
+
+    def _result(self, worth: Tensor, keep: Tensor) -> Tensor:
+        return linear(torch.where(keep, worth, 0.0), *self._down)
+
+    def _row(self, worth: Tensor, keep: Tensor, doubtful: Tensor, y: Tensor, off: Tensor) -> float:
+        """The ratio of one token, for the best way that is found to keep its doubtful neurons: those that bring the
+        exact result closest to y are counted the other way, one after the other, until it keeps the bound."""
+        keep, which = keep.clone(), doubtful.nonzero()[:, 0]
+        adds = worth[which, None] * self._down[0].t()[which]  # [doubtful, d_model]: what each adds to y
+        square, best = adds.square().sum(1), math.inf
+        for _ in range(len(which) + 1):
+            exact = self._result(worth, keep)
+            # The dense layer's error, with the values that it kept itself.
+            ratio, _ = accuracy.worst_row(y[None], (exact + off)[None], exact[None])
+            best = min(best, ratio)
+            if best <= 1.0 or not len(which):
+                break
+            change = torch.where(keep[which], -1.0, 1.0)
+            gain = 2 * change * (adds @ (y.double() - exact)) - square  # by how much each lowers the distance, squared
+            i = int(gain.argmax())
+            if not gain[i] > 0:
+                break
+            keep[which[i]] = ~keep[which[i]]
+        return best
+
+
+def hard_inputs(layer: FeedForward, x: Tensor) -> list[Tensor]:
+    """Two more inputs like this one [..., d_model]: with values at the threshold of inputs (0 if the layer has none),
+    and with one that is no number."""
+    at = layer.cut.input if layer.cut else 0.0
+    tied, spoilt = x.clone(), x.clone()
+    tied[..., ::3], tied[..., 1::5] = at, -at
+    spoilt.view(-1, spoilt.shape[-1])[0, 1] = math.nan
+    return [tied, spoilt]
+
+
+@torch.no_grad()
+def model_ratio(
+    exact: Causal, dense: Causal, sparse: Causal, cache: Causal, tokens: Tokens, batch: int, cached: int
+) -> tuple[float, int]:
+    """How much further the sparse model's logits are from the float32 one's than the dense model's, over MARGIN: at
+    most 1.0 where it is right; and how many tokens said so, as this module's first lines say.
+
+    A token is the last of `cached`, and the keys and values of the others are those of the model `cache`, the same for
+    all models; `batch` tokens are computed at a time. Raises measure.WrongResult where MOST tokens do not decide."""
+    found: list[float] = []
+    for right, steps in _chunks(exact, cache, tokens, batch, cached):
+        for some, ids, kept in steps:
+            ours, theirs = (
+                (model.stepper()(ids, kept).float() - right[some]).flatten(1).norm(dim=1) for model in (sparse, dense)
+            )
+            tiny = 1e-6 * right[some].flatten(1).norm(dim=1)  # where both are exact they are equally good
+            found += ((ours + tiny) / (theirs + tiny)).log().tolist()
+        mean, error = _mean(found)
+        if not mean < math.inf:
+            return math.inf, len(found)
+        if len(found) >= LEAST and abs(mean - math.log(MARGIN)) >= ERRORS * error:
+            return math.exp(mean) / MARGIN, len(found)
+    raise measure.WrongResult(
+        f"{len(found):,} tokens do not say whether the logits are right: on average they are "
+        f"{math.exp(mean):.3g} times as far off as the dense model's, give or take {error:.2g}; {MARGIN} is allowed"
+    )
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    both = torch.tensor(values, dtype=torch.float64)
+    return both.mean().item(), both.std().item() / math.sqrt(len(both)) if len(both) > 1 else math.inf
+
+
+def _chunks(exact: Causal, cache: Causal, tokens: Tokens, batch: int, cached: int) -> Iterator[tuple[Tensor, list]]:
+    """Tokens of windows from all over the text: for some at a time the right logits, and for each step (which of them,
+    their ids, the keys and values before them)."""
+    ids = tokens.windows(tokens.MEASURED, MOST, cached)
+    ids = ids[torch.randperm(MOST, generator=torch.Generator().manual_seed(0)).to(ids.device)]
+    dtype = next(cache.model.parameters()).dtype
+    for some in ids.split(batch * max(1, _WINDOWS // batch)):
+        kept = cache.keep(some[:, :-1])
+        right = exact.stepper()(some[:, -1:], kept.part(slice(None), torch.float32)).float()
+        parts = (slice(at, at + batch) for at in range(0, len(some) - batch + 1, batch))
+        yield right, ((part, some[part, -1:], kept.part(part, dtype)) for part in parts)
+
+
+def inputs_of(layers: list[FeedForward], call: Callable[[], object]) -> dict[str, list[Tensor]]:
+    """What enters these layers of a model while call() runs it, by their names."""
+    seen: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+    hooks = [
+        layer.module.register_forward_pre_hook(lambda _, args, into=seen[layer.name]: into.append(args[0].clone()))
+        for layer in layers
+    ]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
