@@ -327,6 +327,25 @@ def test_what_does_not_fit_into_the_gpu_is_left_out(monkeypatch):
     assert len(record.rows) == 8 and "does not fit" in record.notes["left_out"]["training"]
 
 
+def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
+    real, asked = models.workload_rows, []
+
+    def interrupted(measured, work, *given):
+        asked.append(work.label)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return real(measured, work, *given)
+
+    monkeypatch.setattr(models, "workload_rows", interrupted)
+    record = tl.bench.model(ours(), **QUICK)
+    assert {(row["kind"], row["head"]) for row in record.rows} == {("model_forward", True)}
+    forward, step = asked[0], "decode step, batch 2"
+    left = [f"{forward} without the LM head", step, f"{step} without the LM head"]
+    assert record.notes["left_out"] == dict.fromkeys(left, "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        tl.bench.model(ours(), **QUICK)
+
+
 # ---- the parts for a GPU, without one ----
 
 
@@ -366,10 +385,17 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
     assert [row["path"] for row in made] == ["dense eager", "planned"] and made[1]["mj_per_token"] == 1.0
 
 
-def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
+NOT_CAPTURED = {
+    "operation not permitted when stream is capturing": RuntimeError,
+    "CUDA out of memory. Tried to allocate 2 TiB.": torch.OutOfMemoryError,
+}
+
+
+@pytest.mark.parametrize("said", NOT_CAPTURED)
+def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch, said):
     def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
         if graphs or tokens <= measure.GRAPH_TOKENS:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            raise NOT_CAPTURED[said](f"{said}\nand more")
         return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}
 
     monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
@@ -379,8 +405,8 @@ def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
         work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
     clocks = workloads.Clocks(torch.device("cuda"))
     assert [row["tokens"] for row in workloads.workload_rows(found, work, ["dense eager"], clocks, left_out)] == [32]
-    assert left_out == {"2 x 16 tokens, as CUDA graphs": "operation not permitted when stream is capturing"}
-    with pytest.raises(RuntimeError, match="capturing"):
+    assert left_out == {"2 x 16 tokens, as CUDA graphs": said}
+    with pytest.raises(NOT_CAPTURED[said], match=said):
         workloads.workload_rows(found, work, ["dense eager"], clocks)
 
 

@@ -12,7 +12,7 @@ from ..core.errors import InputError
 from ..core.files import check_folder
 from .inputs import model_and_windows
 from .options import path, positive, seconds, source
-from .terminal import Answer
+from .terminal import Answer, terminated_like_interrupted
 
 if TYPE_CHECKING:
     from ..records.record import Record
@@ -199,7 +199,8 @@ def model(options: argparse.Namespace) -> Answer:
                 f"--text is {options.text!r:.200}, and {options.model} is a size, whose drawn model has no tokenizer; "
                 "accepted: --text with a saved model"
             )
-        record = bench.model(options.model, device=options.device, dtype=dtype, **how)
+        with terminated_like_interrupted():  # what was measured is told and saved
+            record = bench.model(options.model, device=options.device, dtype=dtype, **how)
         read = "random tokens"
     else:
         if not os.path.isdir(options.model) and "/" not in options.model:
@@ -211,7 +212,8 @@ def model(options: argparse.Namespace) -> Answer:
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
         found, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
         found = found.to(device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)).eval()
-        record = bench.model(found, text=windows.flatten(), **how)
+        with terminated_like_interrupted():
+            record = bench.model(found, text=windows.flatten(), **how)
         read = f"{windows.numel():,} tokens of {part.name}"
     saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))

@@ -13,9 +13,7 @@ import re
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from tqdm import tqdm
@@ -35,7 +33,7 @@ from . import (
 )
 from .bench_command import ROW_COLUMNS
 from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
-from .terminal import Answer
+from .terminal import Answer, terminated_like_interrupted
 
 # The options of `record` that not all recordings take.
 _LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "trained", "training")
@@ -134,20 +132,6 @@ def _interrupt_once(number: int, frame) -> None:
     they would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
@@ -365,7 +349,7 @@ def _record(options) -> Answer:
         raise InputError(f"{options.name} takes no --{refused[0].replace('_', '-')}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
-    with _terminated_like_interrupted():  # what was measured is saved (recordings)
+    with terminated_like_interrupted():  # what was measured is saved (recordings)
         record = recordings.RECORDINGS[options.name](**told)
     saved = f"record: saved {record.save(where)}"
     rows = records.flat_rows([record])

@@ -4,7 +4,9 @@ have ended, and with stdout or stderr closed."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -24,6 +26,20 @@ class Answer(NamedTuple):
         """Print the value as JSON, or the text, with a line break at the end."""
         said = (self.value if isinstance(self.value, str) else strict_json(self.value, indent=1)) if json else self.text
         print(said, end="" if said.endswith("\n") else "\n")
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Stream:

@@ -105,7 +105,8 @@ def model(
         run), `error` (of logits, or without the head of states, against a float32 run), `error_over_allowed`,
         `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
         forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes` and `mj_per_token` with `mj_spread`.
-        Its notes say under "energy" why there is none, and under "left_out" what does not run here.
+        Its notes say under "energy" why there is none, and under "left_out" what does not run here. An interruption
+        (Ctrl-C) ends it with the rows that there are by then, if there are any, and the notes name the others.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -153,17 +154,27 @@ def model(
         if compiled:
             ways += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in models.sparse if name != FOR_GRAPHS)]
         made: list[tuple[str, Callable[[], list[dict]]]] = [
-            (work.label, functools.partial(workload_rows, models, work, ways, clocks, left_out)) for work in works
+            (
+                work.label + ("" if work.head else " without the LM head"),
+                functools.partial(workload_rows, models, work, ways, clocks, left_out),
+            )
+            for work in works
         ]
         if training:
             fewest = min([*counts, longest])
             made.append(("training", lambda: training_rows(models, fewest, clocks, left_out, compiled=compiled)))
         found: list[dict] = []
         with tqdm(made, unit="workload", leave=False, disable=None if progress else True) as bar:
-            for label, rows_of in bar:
+            for done, (label, rows_of) in enumerate(bar):
                 bar.set_postfix_str(label, refresh=False)
-                with _if_it_fits(label, left_out):
-                    found += rows_of()
+                try:
+                    with _if_it_fits(label, left_out):
+                        found += rows_of()
+                except KeyboardInterrupt:
+                    if not found:
+                        raise
+                    left_out |= {each: "interrupted" for each, _ in made[done:]}
+                    break
     notes: dict[str, object] = {"left_out": left_out} if left_out else {}
     if clocks.no_energy or not seconds:
         notes["energy"] = clocks.no_energy or "it was not asked for"

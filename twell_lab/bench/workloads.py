@@ -358,7 +358,8 @@ class Clocks:
         self, calls: rows.Calls, tokens: int, label: str, left_out: dict[str, str] | None, captured: bool = True
     ) -> tuple[dict[str, list[float]], rows.Bursts]:
         """The samples of the device, and bursts of plain calls, by the name of the call. On a GPU calls are captured as
-        graphs too, for few tokens always. left_out: why they cannot be, if so; without it, that is an error."""
+        graphs too, for few tokens always. left_out: why they cannot be, or do not fit into the memory, if so; without
+        it, that is an error."""
         if self.device.type == "cpu":
             return clock_cpu(calls, self.seconds)
         rounds = self.rounds or (3 if tokens > rows.LARGE else 10)
@@ -366,7 +367,7 @@ class Clocks:
             try:
                 return rows.clock_gpu(calls, tokens, graphs=self.graphs, compiled=self.compiled, rounds=rounds)
             except RuntimeError as error:
-                if left_out is None or isinstance(error, (TwellError, torch.OutOfMemoryError)):
+                if left_out is None or isinstance(error, TwellError):
                     raise
                 left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
         return rows.clock_gpu(calls, max(tokens, measure.GRAPH_TOKENS + 1), rounds=rounds)
