@@ -244,6 +244,12 @@ def seen(model: nn.Module) -> str:
                     kind = f"{type(part).__module__}.{type(part).__qualname__}"
                     return f"{title(name, module)} has the parts of one, but {seat} is a {kind}: quantised or adapted"
         return "none of its modules has the parts of a known one"
+    if any(cut_of(module) for module in model.modules()):
+        return (
+            f"its feed-forward layers use {', '.join(sorted(kinds))}, have thresholds on their inputs, and stay dense: "
+            "their projections are not a module of their own; thresholds on what the activation gives, "
+            "twell_lab.thresholds(..., method='cats'), are accepted"
+        )
     smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
     lossy = (
         "; twell_lab.thresholds takes the model as it is and sets small values to zero, which costs loss" if own else ""

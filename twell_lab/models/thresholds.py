@@ -575,8 +575,8 @@ def _unreadable(owners: dict[str, nn.Module]) -> str | None:
         if not is_projection(owner):
             return f"{seat} " + (
                 on_part(owner)
-                or f"is a {type(owner).__name__}; accepted: a plain torch.nn.Linear, neither quantised nor adapted, or "
-                "an `only` that leaves the layer out"
+                or f"is a {type(owner).__module__}.{type(owner).__qualname__}; accepted: a plain torch.nn.Linear, "
+                "neither quantised nor adapted, or an `only` that leaves the layer out"
             )
         if any(parameter.is_meta for parameter in owner.parameters()):
             return f"{seat} is on meta, without values; accepted: a model that was loaded"

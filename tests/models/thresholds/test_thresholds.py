@@ -542,7 +542,7 @@ def clamped():
         (lambda: "SakanaAI/SparseLM0.5B", r"got str; accepted: a model, such as tl.load\('SakanaAI/SparseLM0.5B'\)"),
         (lambda: None, "expected a torch.nn.Module, got NoneType"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential: none of its modules is one"),
-        (quantised, r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear; accepted: a plain torch.nn.Linear"),
+        (quantised, r"model.layers.1.mlp \(LlamaMLP\): down_proj is a tests[.].*Int8Linear; accepted: a plain torch.nn.Linear"),
         (meta, "gate_proj is on meta, without values; accepted: a model that was loaded"),
         (sharded, r"up_proj is sharded \(DTensor\); accepted: a whole model"),
         (thresholded, "has thresholds on it; accepted: one without"),
@@ -623,6 +623,16 @@ def test_a_threshold_that_is_none(threshold):
 def test_who_wants_to_sparsify_a_silu_model_is_told_of_thresholds():
     with pytest.raises(InputError, match=r"SiLUActivation, hardly ever .*density about 100%.*relufy.*thresholds"):
         tl.sparsify(llama())
+
+
+@pytest.mark.parametrize("make", [opt, gpt2])
+def test_inputs_with_thresholds_in_a_block_are_dense_and_who_wants_more_is_told(make):
+    model = make()
+    model = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
+    for verb in (tl.sparsify, lambda model: tl.profile(model, tokens())):
+        with pytest.raises(InputError, match="have thresholds on their inputs, and stay dense.*method='cats'") as found:
+            verb(model)
+        assert "hardly ever" not in str(found.value)
 
 
 def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
