@@ -542,7 +542,10 @@ def clamped():
         (lambda: "SakanaAI/SparseLM0.5B", r"got str; accepted: a model, such as tl.load\('SakanaAI/SparseLM0.5B'\)"),
         (lambda: None, "expected a torch.nn.Module, got NoneType"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential: none of its modules is one"),
-        (quantised, r"model.layers.1.mlp \(LlamaMLP\): down_proj is a tests[.].*Int8Linear; accepted: a plain torch.nn.Linear"),
+        (
+            quantised,
+            r"model.layers.1.mlp \(LlamaMLP\): down_proj is a tests[.].*Int8Linear; accepted: a plain torch.nn.Linear",
+        ),
         (meta, "gate_proj is on meta, without values; accepted: a model that was loaded"),
         (sharded, r"up_proj is sharded \(DTensor\); accepted: a whole model"),
         (thresholded, "has thresholds on it; accepted: one without"),
