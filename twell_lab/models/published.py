@@ -225,7 +225,11 @@ def tokenizer_of(folder: Path):
     try:
         return _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise InputError(f"{str(folder)!r} has no tokenizer that transformers can read: {error}") from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].strip().removesuffix(" from one of:")
+        raise InputError(
+            f"{str(folder)!r} has no tokenizer that transformers can read ({why:.200}); accepted: a folder with the "
+            "tokenizer.json that belongs to its model"
+        ) from error
 
 
 def _transformers():

@@ -378,4 +378,8 @@ def test_a_folder_without_a_tokenizer_is_told(folder, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert cli.main(["profile", str(folder)]) != 0
-    assert "has no tokenizer that transformers can read" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        "has no tokenizer that transformers can read" in told and "accepted: a folder with the tokenizer.json" in told
+    )
+    assert len(told.strip().splitlines()) == 1
