@@ -6,17 +6,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ..bench.comparison import TILED, Crossing, crossing, crossings, leading, of_experts, proportions, quantile
+from ..bench.comparison import (
+    REMOVED,
+    TILED,
+    Crossing,
+    crossing,
+    crossings,
+    leading,
+    of_experts,
+    proportions,
+    quantile,
+)
 from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
 from ..bench.trained import QUALITY, RUN, TWIN
-from ..records.record import Record, stale
+from ..records.record import Record, newest, stale
 from .walk import code_hash, with_code
 
 
 def attacks(recorded: list[Record]) -> str:
     """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table."""
-    newest = {
+    last = {
         "gpus" in record.machine and bool(record.machine["gpus"]): record
         for record in recorded
         if record.name == "attack"
@@ -25,7 +35,7 @@ def attacks(recorded: list[Record]) -> str:
         "| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |",
         "|---|---|---|---|---|---|",
     ]
-    for gpu, record in sorted(newest.items(), reverse=True):
+    for gpu, record in sorted(last.items(), reverse=True):
         where = _where(record.machine["gpus"][0]["name"] if gpu else "a CPU", record)
         for row in record.rows:
             if "attack" in row:
@@ -33,14 +43,14 @@ def attacks(recorded: list[Record]) -> str:
                 numbers = [row["cases"], row.get("rows"), excused]
                 shown = ["" if number is None else f"{number:,}" for number in numbers]
                 lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
-    return "\n".join(lines if newest else [*lines, "| nothing is recorded yet | | | | | |"])
+    return "\n".join(lines if last else [*lines, "| nothing is recorded yet | | | | | |"])
 
 
 def host(recorded: list[Record]) -> str:
     """The newest record of host times, of these records (oldest first), as a Markdown table: for each number of tokens
     milliseconds on the wall of a plain call of torch's dense layer and of TwELL, and how long TwELL's took to return.
     """
-    record = _newest(recorded, "host-time")
+    record = newest(recorded, "host-time")
     if record is None:
         return _nothing("milliseconds of a plain call")
     rows = {(row["workload"], row["path"], row["tokens"]): row for row in record.rows if row.get("kind") == "host"}
@@ -160,7 +170,7 @@ def headline(recorded: list[Record]) -> str:
 def model(recorded: list[Record]) -> str:
     """Of the newest record of a whole model: what a plain call takes, and a CUDA graph's replay, dense and planned, and
     in brackets the distance between the quartiles of the samples."""
-    record = _newest(recorded, "model")
+    record = newest(recorded, "model")
     if record is None:
         return _nothing("milliseconds a call of the model")
     rows = {(row["workload"], row["path"]): row for row in record.rows}
@@ -187,7 +197,7 @@ def model_paths(recorded: list[Record]) -> str:
     model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; and of the first forward
     how far results are from a float32 run, and the loss, each beside the dense model's, and how far a layer's output is
     off."""
-    record = _newest(recorded, "model-paths")
+    record = newest(recorded, "model-paths")
     rows = [] if record is None else [row for row in record.rows if row["kind"] in ("model_forward", "model_decode")]
     if record is None or not rows:
         return _nothing("times as fast as the dense model")
@@ -299,7 +309,7 @@ def profiling(recorded: list[Record]) -> str:
 def pruning(recorded: list[Record]) -> str:
     """Of the newest record of pruning: for each way bits a byte of held-out text before and after the model was trained
     on, for each seed, and how much more that is than the dense model's, trained on as long."""
-    record = _newest(recorded, "pruning")
+    record = newest(recorded, "pruning")
     rows = [] if record is None else [row for row in record.rows if row.get("kind") == "pruning"]
     if record is None or not rows:
         return _nothing("bits a byte")
@@ -327,7 +337,7 @@ def chosen(recorded: list[Record]) -> str:
     """Of the newest records of predictors and of thresholds: what a step of decoding one token gains and loses where
     chosen neurons alone are computed, as a CUDA graph (on a CPU there are none) and, in brackets, as plain calls."""
     lines = [["decoding one token", "zeros", "loss", "more than dense", "times as fast as dense"]]
-    for record in (_newest(recorded, name) for name in ("predictors", "thresholds")):
+    for record in (newest(recorded, name) for name in ("predictors", "thresholds")):
         rows = [] if record is None else [row for row in record.rows if row.get("tokens") == 1]
         of = {(row["workload"], row["path"]): row for row in rows}
         if record is None or not rows:
@@ -355,7 +365,7 @@ def chosen_from(recorded: list[Record]) -> str:
     """Of the same records as `chosen`: from how many zeros on a step of decoding one token is faster than the dense
     one, as a CUDA graph where there are any."""
     lines = [["decoding one token", "faster from"]]
-    for record in (_newest(recorded, name) for name in ("predictors", "thresholds")):
+    for record in (newest(recorded, name) for name in ("predictors", "thresholds")):
         rows = [] if record is None else [row for row in record.rows if row.get("tokens") == 1]
         of = {(row["workload"], row["path"]): row for row in rows}
         ways: dict[str, list[tuple[float, dict, dict]]] = {}
@@ -376,7 +386,7 @@ def chosen_from(recorded: list[Record]) -> str:
 def operands(recorded: list[Record]) -> str:
     """Of the newest experiments: what making an operand 2:4 anew in every call costs and gains, in milliseconds: of a
     product whose input is dropped out so, and of steps of training."""
-    record = _newest(recorded, "experiments")
+    record = newest(recorded, "experiments")
     kinds = ("dropout", "two_four_training")
     rows = [] if record is None else [row for row in record.rows if row.get("kind") in kinds]
     if record is None or not rows:
@@ -393,7 +403,7 @@ def operands(recorded: list[Record]) -> str:
 def adapters(recorded: list[Record]) -> str:
     """Of the newest experiments: switching a sparse adapter on and off in place beside fusing a LoRA of as many
     parameters into the weights and taking it out."""
-    record = _newest(recorded, "experiments")
+    record = newest(recorded, "experiments")
     rows = [] if record is None else [row for row in record.rows if row.get("kind") == "adapters"]
     if record is None or not rows:
         return _nothing("milliseconds")
@@ -409,7 +419,7 @@ def comparison(recorded: list[Record]) -> str:
     device's time and, in brackets, by the wall time of plain calls; and from how many zeros on it is faster, by the
     device's time, with what the quartiles of the samples make of that, or that it is nowhere, or everywhere.
     A kernel's other versions are left out."""
-    record = _newest(recorded, "comparison")
+    record = newest(recorded, "comparison")
     rows = [] if record is None else leading(row for row in record.rows if row.get("kind") == "comparison")
     if record is None or not rows:
         return _nothing("times as fast as dense")
@@ -470,14 +480,14 @@ def steps(recorded: list[Record]) -> str:
 def course(recorded: list[Record]) -> str:
     """The newest walk through the course on each device: seconds of each notebook, and whether its code has changed
     since."""
-    newest = {row["device"]: record for record in recorded if record.name == "course" for row in record.rows}
-    if not newest:
+    last = {row["device"]: record for record in recorded if record.name == "course" for row in record.rows}
+    if not last:
         return _nothing("seconds, all cells of a notebook")
-    shown = {device: {row["path"]: row for row in record.rows} for device, record in newest.items()}
-    beside = {device: record.notes.get("notebooks at once", 1) for device, record in newest.items()}
+    shown = {device: {row["path"]: row for row in record.rows} for device, record in last.items()}
+    beside = {device: record.notes.get("notebooks at once", 1) for device, record in last.items()}
     where = [
         f"{device}, {record.date[:10]}{f', {beside[device]} at once' * (beside[device] > 1)}"
-        for device, record in newest.items()
+        for device, record in last.items()
     ]
     lines = [["seconds, all cells of a notebook", *where]]
     for path in with_code():
@@ -523,8 +533,9 @@ def activations(recorded: list[Record]) -> str:
 
 def padding(recorded: list[Record]) -> str:
     """Of the newest comparison: what removing the padding of a batch saves dense layers, by how many follow each other;
-    how far the times are from a proportional one, the best through them, and the dense layers' own."""
-    record = _newest(recorded, "comparison")
+    how far the times are from a proportional one, the best through them, and the dense layers' own; and how far from the
+    latter the same layers are there on as many tokens that had no padding, where that was recorded."""
+    record = newest(recorded, "comparison")
     rows = [] if record is None else [row for row in record.rows if row.get("kind") == "padding"]
     if record is None or not rows:
         return _nothing("times as fast")
@@ -532,12 +543,13 @@ def padding(recorded: list[Record]) -> str:
     shares = sorted({share for _, share, _ in found})
     where = f"times as fast as dense; {_where(rows[0]['device'], record)}"
     named = [f"{share:.0%} of the tokens real" for share in shares]
-    lines = [[where, *named, "off a proportional time", "off dense's share"]]
+    lines = [[where, *named, "off a proportional time", "off dense's share", "of that, tokens alone"]]
     for each in proportions(rows):
-        there = [found.get((each.layers, share, "padding removed")) for share in shares]
+        there = [found.get((each.layers, share, REMOVED)) for share in shares]
         times = [_times(row, found[each.layers, share, DENSE]) if row else "" for row, share in zip(there, shares)]
         name = f"padding removed once for {each.layers} layer{'s' * (each.layers > 1)}"
-        lines.append([name, *times, f"{each.fitted:.1%}", f"{each.beside_dense:+.1%}"])
+        own = "not recorded" if each.own is None else f"{each.own:+.1%}"
+        lines.append([name, *times, f"{each.fitted:.1%}", f"{each.beside_dense:+.1%}", own])
     return _markdown(lines)
 
 
@@ -608,13 +620,9 @@ def _path(row: dict) -> str:
 
 def _of_kinds(recorded: list[Record], name: str, *kinds: str) -> tuple[Record | None, list[dict]]:
     """The newest record of that name and its rows of these kinds; None where it has none."""
-    record = _newest(recorded, name)
+    record = newest(recorded, name)
     rows = [] if record is None else [row for row in record.rows if row.get("kind") in kinds]
     return (record if rows else None), rows
-
-
-def _newest(recorded: list[Record], name: str) -> Record | None:
-    return next((each for each in reversed(recorded) if each.name == name), None)
 
 
 def layer_rows(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list[dict]]:

@@ -48,6 +48,7 @@ CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that
 TILED = "micro-tiles 32 x 1"
 MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
 WHOLE = "all experts as one dense layer"
+REMOVED, ALONE = "padding removed", "real tokens alone"
 LAYERS, SHARES = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 
 Product = Callable[[Tensor], Tensor]  # of B [k, n]: C [m, n]
@@ -393,8 +394,9 @@ class Residual(nn.Module):
 @torch.no_grad()
 def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict]:
     """Gated layers, one after another with residuals, on sequences of which this share of the tokens is real: on all
-    tokens, and on the real ones alone; rows of kind "padding". What removes the padding before the first layer and puts
-    it back after the last is a part of the latter, but for finding the tokens, which a model does once.
+    tokens, and with the padding `REMOVED`, which has a part of removing it before the first layer and putting it back
+    after the last, but for finding the tokens, which a model does once; and on as many tokens that lie side by side
+    before and after (`ALONE`), which nothing that removes padding can beat. Rows of kind "padding".
 
     Rows say how many tokens are `real`, and `layers`. Raises measure.WrongResult where a real token's result differs
     from that of the same layers on all tokens."""
@@ -408,16 +410,17 @@ def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict
     found = remove_padding(xs[0], real)[1]
 
     def removed(x: Tensor, run: Callable[[Tensor], Tensor] = stack) -> Tensor:
-        rows_of_x = x.view(-1, batch.d_model).index_select(0, found.places)
-        return add_padding(run(rows_of_x), found)
+        return add_padding(run(found.gather(x)), found)
 
     # Of the first layer, since roundings of other products grow from layer to layer; the stack on the same rows.
     pairs = ((removed(xs[0], layer), layer(xs[0])), (removed(xs[0])[real], stack(xs[0][real])))
     for ours, dense in ((pairs[0][0][real], pairs[0][1][real]), pairs[1]):
         if len(ours) and not float((ours.float() - dense.float()).norm()) <= 0.02 * float(dense.float().norm()):
             raise measure.WrongResult("the layers give other results without padding: nothing was timed")
-    calls = {DENSE: rows.over(stack, xs), "padding removed": rows.over(removed, xs)}
-    samples, bursts = batch.timed(calls)
+    alone = [found.gather(x) for x in xs]
+    samples, bursts = batch.timed(
+        {DENSE: rows.over(stack, xs), REMOVED: rows.over(removed, xs), ALONE: rows.over(stack, alone)}
+    )
     shared = batch.shared(
         "padding", real.numel(), batch.d_ff, f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
     )
@@ -573,13 +576,15 @@ class Proportion:
     layers: one after another. fixed, each: milliseconds of the line fixed + each * share of real tokens through the
     measured times, by least squares. fitted: how far measured times are at most from the proportional time c * share
     that fits them best, as a share of it. beside_dense: the same with the dense layers' time for c, which is theirs for
-    all tokens: negative where the worst is sooner."""
+    all tokens: negative where the worst is sooner. own: how far the layers are there on as many tokens alone, with no
+    padding to remove, None where that was not recorded: no way to remove padding can be below it."""
 
     layers: int
     fixed: float
     each: float
     fitted: float
     beside_dense: float
+    own: float | None
 
 
 def proportions(table: Iterable[dict]) -> list[Proportion]:
@@ -592,14 +597,17 @@ def proportions(table: Iterable[dict]) -> list[Proportion]:
             at[row["path"]] = row["ms"]
     made = []
     for layers, times in sorted(by.items()):
-        took = {share: each["padding removed"] for share, each in times.items() if share}
+        took = {share: each[REMOVED] for share, each in times.items() if share}
         dense = sum(each[DENSE] for each in times.values()) / len(times)
-        rates = [ms / share for share, ms in took.items()]
+        rates = {share: ms / share for share, ms in took.items()}
         line = torch.tensor([[1.0, share] for share in took], dtype=torch.float64)
         fixed, each = torch.linalg.lstsq(line, torch.tensor([*took.values()], dtype=torch.float64)[:, None]).solution
-        fitted = (max(rates) - min(rates)) / (max(rates) + min(rates))
-        beside = max((rate / dense - 1 for rate in rates), key=abs)
-        made.append(Proportion(layers, float(fixed), float(each), fitted, beside))
+        least, most = min(rates.values()), max(rates.values())
+        worst = max(rates, key=lambda share: abs(rates[share] / dense - 1))
+        alone = times[worst].get(ALONE)
+        own = None if alone is None else alone / worst / dense - 1
+        fitted, beside = (most - least) / (most + least), rates[worst] / dense - 1
+        made.append(Proportion(layers, float(fixed), float(each), fitted, beside, own))
     return made
 
 

@@ -23,6 +23,7 @@ from . import provenance
 
 SCHEMA = 2
 UNVERIFIED = "UNVERIFIED.json"
+TOLD = "H100"  # in the name of the GPU that pages and figures tell of where they tell of one
 FLAT_KEYS = (
     "record",
     "kind",
@@ -296,6 +297,17 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
         return []
     records = [load(path) for path in sorted(folder.glob("*.json")) if path.name != UNVERIFIED]
     return sorted(records, key=lambda record: record.date)
+
+
+def newest(records: Iterable[Record], name: str, gpu: str = TOLD) -> Record | None:
+    """The newest record of this name with rows of a GPU that has `gpu` in its name; without one the newest of the name,
+    None where there is none. records: oldest first.
+
+    Pages and figures that tell of one GPU take their record by this, so that one of another GPU does not change them.
+    """
+    named = [record for record in records if record.name == name]
+    there = [record for record in named if any(gpu in (row.get("device") or "") for row in record.rows)]
+    return (there or named or [None])[-1]
 
 
 def flat_rows(records: list[Record]) -> list[dict]:

@@ -177,6 +177,17 @@ class Padding:
         """The share of the rows that is padding; 0 where there are none."""
         return 1 - len(self.places) / everything if (everything := torch.Size(self.shape).numel()) else 0.0
 
+    @property
+    def whole(self) -> bool:
+        """Whether every row is real."""
+        return len(self.places) == torch.Size(self.shape).numel()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing is moved,
+        and they are x itself. Does not wait."""
+        rows = x.reshape(torch.Size(self.shape).numel(), x.shape[-1])
+        return rows if self.whole else rows.index_select(0, self.places)
+
 
 def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
     """The rows that are real, side by side, for everything that computes each row by itself. Passes gradients on.
@@ -189,7 +200,7 @@ def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
             (x != 0).any(-1) where padding is rows of zeros.
 
     Returns:
-        The rows [real rows, width], in their order, and where they were.
+        The rows [real rows, width], in their order, and where they were. Where every row is real they share x's memory.
 
     Raises:
         InputError: for another shape, dtype or device of `real`.
@@ -200,12 +211,12 @@ def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
     if not fits:
         raise InputError(f"real is {_told(real)}; bool {list(x.shape[:-1])} on {x.device} is accepted")
     padding = Padding(real.reshape(-1).nonzero()[:, 0], tuple(real.shape))
-    return x.reshape(real.numel(), x.shape[-1]).index_select(0, padding.places), padding
+    return padding.gather(x), padding
 
 
 def add_padding(rows: Tensor, padding: Padding, fill: float = 0.0) -> Tensor:
-    """The padded batch again, [..., width]: the rows where they were, bit for bit, and `fill` elsewhere. Passes
-    gradients on, and does not wait.
+    """The padded batch again, [..., width]: the rows where they were, bit for bit, and `fill` elsewhere; the rows' own
+    memory where every row is real. Passes gradients on, and does not wait.
 
     Args:
         rows: [real rows, width] of any width.
@@ -219,6 +230,8 @@ def add_padding(rows: Tensor, padding: Padding, fill: float = 0.0) -> Tensor:
         raise InputError(f"rows is {_told(rows)}; [{len(padding.places)}, width] is accepted")
     if rows.device != padding.places.device:
         raise InputError(f"rows is on {rows.device}; {padding.places.device} is accepted")
+    if padding.whole:
+        return rows.reshape(*padding.shape, rows.shape[1])
     made = rows.new_full((torch.Size(padding.shape).numel(), rows.shape[1]), fill)
     return made.index_copy_(0, padding.places, rows).view(*padding.shape, rows.shape[1])
 

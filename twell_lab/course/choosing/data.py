@@ -401,7 +401,7 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     return made
 
 
-def recorded_map(device: str = "H100") -> list[dict]:
+def recorded_map(device: str = records.TOLD) -> list[dict]:
     """Rows as of `map_rows` from records on a GPU with this in its name, layers of 2048 x 5632 with drawn firing rates:
     of inference, dense, packed, and hot and cold, where one of the latter was timed, each with `hot`; and of the
     comparison all methods (`bench.methods.map_rows`), these rows with `whole`. May be empty."""
@@ -425,11 +425,29 @@ def recorded_map(device: str = "H100") -> list[dict]:
             made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
     made = [row for row in made if (row["share"], row["tokens"]) in beside]
-    for row in newest("comparison", device, lambda row: row["kind"] == "map"):
+    for row in next((rows for gpu, rows in _whole_maps().items() if device in gpu), []):
         method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
         said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where", "share")}
         made.append({**said, "method": method, "exact": method not in INEXACT, "whole": True})
     return made
+
+
+def _whole_maps() -> dict[str, list[dict]]:
+    """By GPU the rows of kind "map" of its newest comparison that has any, each with `where`: those of one record, since
+    the faster of two runs would not be what a run takes. The GPU that figures tell of (records.TOLD) comes first."""
+    found: dict[str, list[dict]] = {}
+    for record in records.load_all():
+        rows = [row for row in record.rows if row.get("kind") == "map"] if record.name == "comparison" else []
+        for gpu in {row["device"] for row in rows}:
+            where = f"recorded on {device_and_day(gpu, record.date, records.stale(record))}"
+            found[gpu] = [row | {"where": where} for row in rows if row["device"] == gpu]
+    return {gpu: found[gpu] for gpu in sorted(found, key=lambda gpu: (records.TOLD not in gpu, gpu))}
+
+
+def recorded_maps() -> list[dict]:
+    """The rows of `recorded_map` of every GPU of which a record has all methods, each with its `gpu`, the one that
+    figures tell of (records.TOLD) first; where no record has, those of that one."""
+    return [row | {"gpu": gpu} for gpu in _whole_maps() or [records.TOLD] for row in recorded_map(gpu)]
 
 
 def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int], dict]:
@@ -447,13 +465,14 @@ def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int],
 
 
 def recorded(name: str) -> list[dict]:
-    """The rows of the newest record of this name that was made on a GPU, each with `where`; [] where there is none."""
-    for record in reversed(records.load_all()):
-        rows = [row for row in record.rows if row["device"] != "CPU"] if record.name == name else []
-        if rows:
-            old = records.stale(record)
-            return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
-    return []
+    """The rows of the newest record of this name that was made on a GPU (records.newest), each with `where`; [] where
+    there is none."""
+    named = [record for record in records.load_all() if record.name == name]
+    record = records.newest([each for each in named if any(row["device"] != "CPU" for row in each.rows)], name)
+    if record is None:
+        return []
+    old, rows = records.stale(record), [row for row in record.rows if row["device"] != "CPU"]
+    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
 
 
 def predicted_sentence(

@@ -286,20 +286,33 @@ def _percents(rows: Iterable[dict]) -> dict:
 
 def winners(rows: list[dict]) -> go.Figure:
     """The map: the fastest method at each share of firing neurons and number of tokens, among those that compute the
-    dense layer's result, and among all where others were timed. rows: of `data.map_rows` or `data.recorded_map`, of
-    which those of all methods (`whole`) are drawn where there are any."""
+    dense layer's result, and among all where others were timed; a line of panels for each `gpu`. rows: of
+    `data.map_rows`, `data.recorded_map` or `data.recorded_maps`, of which those of all methods (`whole`) are drawn where
+    there are any."""
     rows = [row for row in rows if row.get("whole")] or rows
     if not rows:
         return nothing("Which method wins")
-    panels = {"the same result as dense": data.winners(rows)}
+    gpus = [*dict.fromkeys(row.get("gpu") for row in rows)]
+    kinds = {"the same result as dense": True}
     if not all(row["exact"] for row in rows):
-        panels["or another layer, or lossy"] = data.winners(rows, exact=False)
+        kinds["or another layer, or lossy"] = False
+    panels = {
+        (line, column): data.winners([row for row in rows if row.get("gpu") == gpu], exact=exact)
+        for line, gpu in enumerate(gpus, start=1)
+        for column, exact in enumerate(kinds.values(), start=1)
+    }
     figure = make_subplots(
-        rows=1, cols=len(panels), subplot_titles=[*panels], horizontal_spacing=0.06, shared_yaxes=True
+        rows=len(gpus),
+        cols=len(kinds),
+        subplot_titles=[f"{gpu}: {kind}" if len(gpus) > 1 else kind for gpu in gpus for kind in kinds],
+        horizontal_spacing=0.06,
+        vertical_spacing=0.12,
+        shared_xaxes=True,
+        shared_yaxes=True,
     )
     shares = sorted({share for best in panels.values() for share, _ in best})
     tokens = sorted({count for best in panels.values() for _, count in best})
-    for at, best in enumerate(panels.values(), start=1):
+    for (line, column), best in panels.items():
         numbers = [[METHODS.index(best[s, t]["method"]) if (s, t) in best else None for t in tokens] for s in shares]
         text = [[f"{best[s, t]['x_dense']:.2g}" if (s, t) in best else "" for t in tokens] for s in shares]
         squares(
@@ -314,20 +327,26 @@ def winners(rows: list[dict]) -> go.Figure:
             xgap=2,
             ygap=2,
             hovertemplate="%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>",
-            row=1,
-            col=at,
+            row=line,
+            col=column,
         )
     for method in METHODS:
         if any(row["method"] == method for best in panels.values() for row in best.values()):
             legend_key(figure, method, COLOUR[method])
-    figure.update_xaxes(type="category", title_text="tokens at once", showgrid=False)
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_xaxes(title_text="tokens at once", row=len(gpus))
     figure.update_yaxes(type="category", showgrid=False)
     figure.update_yaxes(title_text="neurons that fire for a token", col=1)
     gaps = any(len(best) < len(shares) * len(tokens) for best in panels.values())
-    said = f"dense where none is 5% faster; {'white: not timed; ' * gaps}{sources(rows)}"
+    told = [f"dense where none is 5% faster{'; white: not timed' * gaps}", *dict.fromkeys(row["where"] for row in rows)]
+    said, top = ("<br>".join(told), 60 + 20 * len(told)) if len(gpus) > 1 else ("; ".join(told), 90)
     title = f"Which method wins, and by how many times dense<br><sup>{said}</sup>"
-    figure = plots.styled(figure, title, height=430).update_annotations(font_size=12)
-    return figure.update_layout(margin={"t": 90, "b": 90, "l": 80}, legend={"y": -0.2, "yanchor": "top"})
+    figure = plots.styled(figure, title, height=top + 90 + 250 * len(gpus)).update_annotations(font_size=12)
+    return figure.update_layout(
+        margin={"t": top, "b": 90, "l": 80},
+        legend={"y": -0.2 / len(gpus), "yanchor": "top"},
+        title={"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 20}},
+    )
 
 
 def chosen_neurons(rows: list[dict]) -> go.Figure:

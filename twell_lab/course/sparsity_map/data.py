@@ -71,15 +71,15 @@ def _torch_untuned() -> Iterator[None]:
 
 
 def recorded() -> list[dict]:
-    """Products of the newest record of the comparison, each with `where`, a kernel by the version that is taken; none
-    where this checkout has none."""
-    found = [record for record in records.load_all() if record.name == "comparison"]
-    if not found:
+    """Products of the newest record of the comparison (records.newest), each with `where`, a kernel by the version that
+    is taken; none where this checkout has none."""
+    found = records.newest(records.load_all(), "comparison")
+    if found is None:
         return []
-    old = records.stale(found[-1])
+    old = records.stale(found)
     return [
-        row | {"where": f"recorded on {device_and_day(row['device'], found[-1].date, old)}"}
-        for row in comparison.leading(row for row in found[-1].rows if row["kind"] == comparison.KIND)
+        row | {"where": f"recorded on {device_and_day(row['device'], found.date, old)}"}
+        for row in comparison.leading(row for row in found.rows if row["kind"] == comparison.KIND)
     ]
 
 
