@@ -196,9 +196,10 @@ FEW = Batch(4, 16, 32, 64, (4,), 48, 2, torch.float32, "cpu", 0.01)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
 def test_padding_removed_beside_all_tokens(share, layers):
-    dense, removed = comparison.padding_rows(share, layers, FEW)
-    Record.new("comparison", "a test", [dense, removed])
-    assert (dense["path"], removed["path"]) == ("dense eager", "padding removed")
+    dense, removed, alone = comparison.padding_rows(share, layers, FEW)
+    Record.new("comparison", "a test", [dense, removed, alone])
+    assert [each["path"] for each in (dense, removed, alone)] == ["dense eager", "padding removed", "real tokens alone"]
+    assert alone["real"] == removed["real"] and alone["ms"] > 0
     assert removed["tokens"] == 64 and removed["real"] == pytest.approx(64 * share, abs=4)
     assert removed["x_dense"] == removed["dense_ms"] / removed["ms"] and removed["wall_ms"] > 0
     assert removed["layers"] == dense["layers"] == layers and removed["workload"].startswith(f"{layers} layer")
@@ -217,7 +218,9 @@ def test_how_proportional_times_are():
     dense = [row(layers, real, "dense eager", 8.0) for layers in (1, 8) for real in (1, 2, 4)]
     one = [row(1, real, "padding removed", 1 + 2 * real) for real in (1, 2, 4)]
     many = [row(8, real, "padding removed", 2.2 * real) for real in (1, 2, 4)]
-    fixed, pure = proportions([*dense, *many, *one, {"kind": "experts"}])
+    alone = [row(1, real, comparison.ALONE, ms) for real, ms in ((1, 2.5), (2, 4.0), (4, 8.0))]
+    fixed, pure = proportions([*dense, *many, *one, *alone, {"kind": "experts"}])
+    assert fixed.own == pytest.approx(0.25) and pure.own is None  # where it is farthest off: 1 of 4
     assert (fixed.layers, fixed.fixed, fixed.each) == (1, pytest.approx(1), pytest.approx(8))
     assert fixed.fitted == pytest.approx((12 - 9) / (12 + 9)) and fixed.beside_dense == pytest.approx(0.5)
     assert (pure.layers, pure.fitted, pure.fixed) == (8, 0, pytest.approx(0, abs=1e-9))

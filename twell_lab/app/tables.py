@@ -533,8 +533,8 @@ def activations(recorded: list[Record]) -> str:
 
 def padding(recorded: list[Record]) -> str:
     """Of the newest comparison: what removing the padding of a batch saves dense layers, by how many follow each other;
-    how far the times are from a proportional one, the best through them, and the dense layers' own; and how far from the
-    latter the same layers are there on as many tokens that had no padding, where that was recorded."""
+    how far the times are from a proportional one, the best through them, and the dense layers' own; and how far from
+    the latter the same layers are there on as many tokens that had no padding, where that was recorded."""
     record = newest(recorded, "comparison")
     rows = [] if record is None else [row for row in record.rows if row.get("kind") == "padding"]
     if record is None or not rows:

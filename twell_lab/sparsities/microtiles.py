@@ -183,8 +183,8 @@ class Padding:
         return len(self.places) == torch.Size(self.shape).numel()
 
     def gather(self, x: Tensor) -> Tensor:
-        """The real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing is moved,
-        and they are x itself. Does not wait."""
+        """The real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing is
+        moved, and they are x itself. Does not wait."""
         rows = x.reshape(torch.Size(self.shape).numel(), x.shape[-1])
         return rows if self.whole else rows.index_select(0, self.places)
 

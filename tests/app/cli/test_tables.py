@@ -265,14 +265,30 @@ def test_the_table_of_padding_says_how_far_from_proportional_it_is():
     rows = [row(layers, real, "dense eager", 4.0 * layers) for layers in (1, 8) for real in (2, 8)]
     rows += [row(1, 2, "padding removed", 2.0), row(1, 8, "padding removed", 5.0)]
     rows += [row(8, 2, "padding removed", 8.0), row(8, 8, "padding removed", 32.0)]
+    rows += [row(1, 2, "real tokens alone", 1.5), row(1, 8, "real tokens alone", 4.0)]
     lines = tables.padding([record("comparison", 1, rows)]).splitlines()
     first = "| times as fast as dense; NVIDIA H100, 2026-01-01 | 25% of the tokens real | 100% of the tokens real |"
-    assert lines[0] == f"{first} off a proportional time | off dense's share |"
+    assert lines[0] == f"{first} off a proportional time | off dense's share | of that, tokens alone |"
     assert lines[2:] == [
-        "| padding removed once for 1 layer | 2.00 (2.00) | 0.80 (0.80) | 23.1% | +100.0% |",
-        "| padding removed once for 8 layers | 4.00 (4.00) | 1.00 (1.00) | 0.0% | +0.0% |",
+        "| padding removed once for 1 layer | 2.00 (2.00) | 0.80 (0.80) | 23.1% | +100.0% | +50.0% |",
+        "| padding removed once for 8 layers | 4.00 (4.00) | 1.00 (1.00) | 0.0% | +0.0% | not recorded |",
     ]
     assert "nothing is recorded yet" in tables.padding([record("comparison", 1, [])])
+
+
+def test_tables_are_of_the_gpu_that_pages_tell_of_where_it_was_recorded():
+    def made(gpu: str, day: int, ms: float) -> records.Record:
+        row = {"kind": "experts", "workload": "8 experts", "path": "dense eager", "ms": ms, "wall_ms": ms}
+        rows = [row, row | {"path": "grouped", "ms": 1.0, "wall_ms": 1.0}]
+        found = record("comparison", day, rows)
+        found.rows = [each | {"device": gpu} for each in found.rows]
+        return found
+
+    told, other = made("NVIDIA H100 80GB HBM3", 1, 2.0), made("NVIDIA H200", 2, 3.0)
+    assert tables.experts([told, other]) == tables.experts([told]) and "| grouped | 2.00" in tables.experts([told])
+    assert "NVIDIA H200" in tables.experts([other]) and "| grouped | 3.00" in tables.experts([other])
+    assert records.newest([told, other], "comparison", "H200") is other
+    assert records.newest([told, other], "inference") is None
 
 
 def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, tmp_path):

@@ -135,9 +135,10 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
 def test_padding_is_timed_where_it_gives_the_same(made_up):
     rows = data.padding_rows("cpu", (1.0, 0.5))
     assert {(each["path"], each["real"]) for each in rows} == {
-        (path, real) for path in ("padded", "padding removed") for real in (1.0, 0.5)
+        (path, real) for path in ("padded", "padding removed", "real tokens alone") for real in (1.0, 0.5)
     }
-    assert len(figures.padding(rows).data) == 3
+    drawn = figures.padding(rows)
+    assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sup>{WHERE}</sup>")
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,27 @@ def test_how_much_the_padding_costs():
     ]
     rows.append({"real": 0.25, "path": "padding removed", "ms": 1.25, "where": WHERE})
     assert data.padding_sentence(rows) == "Without padding, 25% real: 3.2 times."
+
+
+def test_how_far_recorded_layers_without_padding_are_from_proportion_and_as_many_tokens_alone():
+    def row(layers, real, path, ms):
+        shared = {"kind": "padding", "tokens": 4, "where": "recorded on NVIDIA H100, 2026-01-01"}
+        return shared | {"layers": layers, "real": real, "path": path, "ms": ms}
+
+    times = {"dense eager": (8.0, 8.0), "padding removed": (2.4, 8.0), "real tokens alone": (2.1, 8.0)}
+    rows = [row(1, real, path, ms) for path, both in times.items() for real, ms in zip((1, 4), both)]
+    rows += [row(8, 2, "dense eager", 64.0), row(8, 2, "padding removed", 31.0)]  # as older records have them
+    said = data.proportion_sentence([*rows, {"kind": "experts"}])
+    assert said == (
+        "recorded on NVIDIA H100, 2026-01-01,<br>beside proportion: 1 layer +20% (as many tokens alone +5%), 8 layers -3%"
+    )
+    drawn = figures.padding(
+        [each | {"real": each["real"] / 4} for each in rows[:6] if each["layers"] == 1][:2]
+        + [{"real": 1, "path": "padded", "ms": 8.0, "where": WHERE}],
+        rows,
+    )
+    assert drawn.layout.title.text.endswith(f"<br>{said}</sup>") and WHERE in drawn.layout.title.text
+    assert data.proportion_sentence([{"kind": "experts"}]) == ""
 
 
 # ---- hot and cold, groups, experts ----
@@ -356,6 +378,49 @@ def test_the_map_is_recorded_with_every_method_and_drawn_instead_of_the_few_of_i
     drawn = figures.winners(found)
     assert "or another layer, or lossy" in [each.text for each in drawn.layout.annotations]
     assert [*drawn.data[0].x] == ["1", "8"] and len(drawn.data[0].y) == 1
+
+
+def test_every_recorded_gpu_has_a_line_of_the_map_from_one_record_and_the_one_that_is_told_of_comes_first(keep):
+    def record(gpu, day, packed, tokens=1):
+        shared = {"kind": "map", "device": gpu, "dtype": "bfloat16", "tokens": tokens, "d_model": 2048, "d_ff": 5632}
+        shared |= {
+            "nnz": 22.0 + day,
+            "share": 1 / 256,
+            "workload": "drawn",
+        }  # what fires is drawn, so it is never the same
+        rows = [shared | {"path": "dense eager", "ms": 1.0, "x_dense": 1.0, "samples": [1.0], "spread": 0.0}]
+        path = {"path": methods.PACKED, "ms": 1 / packed, "x_dense": packed, "samples": [1 / packed], "spread": 0.0}
+        return Record.new("comparison", "made up", [*rows, shared | path], {}), day
+
+    def saved(*made):
+        for each, day in made:
+            each.date = f"2026-01-0{day}T00:00:00Z"
+        keep(*(each for each, _ in made))
+
+    old, new = record("NVIDIA H100 80GB HBM3", 1, 4.0), record("NVIDIA H100 80GB HBM3", 2, 2.0)
+    other = record("NVIDIA H200", 3, 3.0)
+    saved(old, new)
+    alone = data.recorded_maps()
+    assert [(each["x_dense"], each["gpu"]) for each in alone] == [
+        (1.0, new[0].rows[0]["device"]),
+        (2.0, old[0].rows[0]["device"]),
+    ]
+    one = figures.winners(alone)
+    assert [each.text for each in one.layout.annotations] == ["the same result as dense"]
+    saved(other, old, new)
+    assert data.recorded_map() == [{k: v for k, v in each.items() if k != "gpu"} for each in alone]
+    assert data.recorded_map("H200")[1]["x_dense"] == 3.0
+    assert {each["where"][:20] for each in data.recorded("comparison")} == {"recorded on NVIDIA H"}
+    assert {each["device"] for each in data.recorded("comparison")} == {"NVIDIA H100 80GB HBM3"}
+    drawn = figures.winners(data.recorded_maps())
+    assert [each.text for each in drawn.layout.annotations] == [
+        f"{gpu}: the same result as dense" for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    ]
+    first, second = (trace for trace in drawn.data if trace.type == "heatmap")
+    assert (first.text[0][0], second.text[0][0]) == ("2", "3")
+    assert "HBM3, 2026-01-02" in drawn.layout.title.text and "H200, 2026-01-03" in drawn.layout.title.text
+    saved(other)  # nothing of the GPU that is told of
+    assert {each["device"] for each in data.recorded("comparison")} == {"NVIDIA H200"}
 
 
 def test_recorded_guesses_are_drawn_and_those_of_a_cpu_are_not(keep):

@@ -170,6 +170,22 @@ def test_bits_come_back_and_gradients_pass():
     assert x.grad.flatten().tolist() == [1, 1, 0, 1]
 
 
+def test_nothing_is_moved_where_every_row_is_real():
+    x, real = torch.randn(2, 3, 4, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    rows, padding = remove_padding(x, real)
+    assert padding.whole and rows.data_ptr() == x.data_ptr() and rows.shape == (6, 4)
+    doubled = 2 * rows
+    back = add_padding(doubled, padding)
+    assert back.data_ptr() == doubled.data_ptr() and torch.equal(back, 2 * x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+    turned = torch.randn(5, 6).t()  # rows that no view puts back
+    assert torch.equal(add_padding(turned, padding), turned.reshape(2, 3, 5))
+    real[1, 1] = False
+    rows, padding = remove_padding(x, real)
+    assert not padding.whole and torch.equal(padding.gather(3 * x), 3 * rows)
+
+
 def test_a_layer_computes_the_real_rows_alone():
     seen = []
     layer = nn.Linear(8, 5).double()

@@ -20,6 +20,7 @@ from .data import (
     products_sentence,
     recorded,
     recorded_map,
+    recorded_maps,
     study,
     three_lines,
     token_rows,

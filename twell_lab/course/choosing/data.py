@@ -167,7 +167,8 @@ def products_sentence(rows: list[dict]) -> str:
 
 @torch.no_grad()
 def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
-    """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, and on its real rows."""
+    """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, on its real rows, and on as many
+    rows that were never apart."""
     sizes = sizes_for(device)
     layer, x = methods.drawn(0.05, device)
     x = x.view(8, -1, sizes.d_model)
@@ -177,21 +178,33 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
         real = torch.arange(x.shape[1], device=device) < lengths[:, None]
         call = functools.partial(microtiles.unpadded, layer, x, real)
         methods.hold("padding removed", call(), layer(x) * real[..., None])
-        calls[float(real.double().mean())] = call
+        at = float(real.double().mean())
+        calls[at, comparison.REMOVED] = call
+        calls[at, comparison.ALONE] = functools.partial(layer, microtiles.remove_padding(x, real)[0])
     took = _clock(calls, device, 1.0)
     dense = took.pop("padded")
-    return [
-        {"real": real, "path": path, "ms": each, "where": _here(device)}
-        for real, ms in took.items()
-        for path, each in (("padded", dense), ("padding removed", ms))
-    ]
+    took = {(real, "padded"): dense for real, _ in took} | took
+    return [{"real": real, "path": path, "ms": ms, "where": _here(device)} for (real, path), ms in took.items()]
 
 
 def padding_sentence(rows: list[dict]) -> str:
     """How much faster the fewest real rows are without the padding."""
     least = min(row["real"] for row in rows)
     took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
-    return f"Without padding, {least:.0%} real: {took['padded'] / took['padding removed']:.1f} times."
+    return f"Without padding, {least:.0%} real: {took['padded'] / took[comparison.REMOVED]:.1f} times."
+
+
+def proportion_sentence(recorded: Iterable[dict]) -> str:
+    """How far recorded layers without padding are at most from dense's time in proportion to the real tokens, and how
+    far as many tokens alone are there, in two lines. recorded: of `recorded("comparison")`; "" without such rows."""
+    rows = [row for row in recorded if row["kind"] == "padding"]
+    if not rows:
+        return ""
+    said = []
+    for each in comparison.proportions(rows):
+        own = "" if each.own is None else f" (as many tokens alone {each.own:+.0%})"
+        said.append(f"{each.layers} layer{'s' * (each.layers > 1)} {each.beside_dense:+.0%}{own}")
+    return f"{rows[0]['where']},<br>beside proportion: {', '.join(said)}"
 
 
 # ---- hot and cold ----
@@ -433,8 +446,9 @@ def recorded_map(device: str = records.TOLD) -> list[dict]:
 
 
 def _whole_maps() -> dict[str, list[dict]]:
-    """By GPU the rows of kind "map" of its newest comparison that has any, each with `where`: those of one record, since
-    the faster of two runs would not be what a run takes. The GPU that figures tell of (records.TOLD) comes first."""
+    """By GPU the rows of kind "map" of its newest comparison that has any, each with `where`: those of one record,
+    since the faster of two runs would not be what a run takes. The GPU that figures tell of (records.TOLD) comes
+    first."""
     found: dict[str, list[dict]] = {}
     for record in records.load_all():
         rows = [row for row in record.rows if row.get("kind") == "map"] if record.name == "comparison" else []

@@ -121,8 +121,9 @@ def products(rows: list[dict]) -> go.Figure:
     return figure.update_layout(margin={"t": 70, "b": 120}, legend={"y": -0.25, "yanchor": "top"})
 
 
-def padding(rows: list[dict]) -> go.Figure:
-    """Time over the share of real rows, with the padding and without."""
+def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
+    """Time over the share of real rows, with the padding, without it, and of as many rows that never had any. recorded:
+    of `data.recorded("comparison")`; what a GPU took is said in the title."""
     figure = go.Figure()
     for i, path in enumerate(dict.fromkeys(row["path"] for row in rows)):
         mine = [row for row in rows if row["path"] == path]
@@ -131,7 +132,7 @@ def padding(rows: list[dict]) -> go.Figure:
             y=[row["ms"] for row in mine],
             mode="lines+markers",
             name=path,
-            line={"color": (plots.GREY, plots.GREEN)[i]},
+            line={"color": (plots.GREY, plots.GREEN, plots.BLUE)[i], "dash": ("solid", "solid", "dash")[i]},
             marker={"size": 8, "symbol": _MARKS[i]},
             hovertemplate="%{x:.0f}% real: %{y:.3g} ms<extra></extra>",
         )
@@ -140,9 +141,10 @@ def padding(rows: list[dict]) -> go.Figure:
     figure.add_scatter(x=[0, 100], y=[0, whole["ms"]], mode="lines", name="in proportion", line=line, hoverinfo="skip")
     figure.update_xaxes(title_text="rows that are real, %", range=[0, 103])
     figure.update_yaxes(title_text="ms", rangemode="tozero")
-    return plots.styled(figure, f"A layer on a padded batch<br><sup>{sources(rows)}</sup>", height=380).update_layout(
-        margin={"t": 70, "b": 90}, legend={"y": -0.22, "yanchor": "top"}
-    )
+    beside = data.proportion_sentence(recorded)
+    said = sources(rows) + f"<br>{beside}" * bool(beside)
+    figure = plots.styled(figure, f"A layer on a padded batch<br><sup>{said}</sup>", height=410)
+    return figure.update_layout(margin={"t": 110 if beside else 70, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
 
 
 def firing(shares, times: float | None) -> go.Figure:
@@ -287,8 +289,8 @@ def _percents(rows: Iterable[dict]) -> dict:
 def winners(rows: list[dict]) -> go.Figure:
     """The map: the fastest method at each share of firing neurons and number of tokens, among those that compute the
     dense layer's result, and among all where others were timed; a line of panels for each `gpu`. rows: of
-    `data.map_rows`, `data.recorded_map` or `data.recorded_maps`, of which those of all methods (`whole`) are drawn where
-    there are any."""
+    `data.map_rows`, `data.recorded_map` or `data.recorded_maps`, of which those of all methods (`whole`) are drawn
+    where there are any."""
     rows = [row for row in rows if row.get("whole")] or rows
     if not rows:
         return nothing("Which method wins")
