@@ -48,7 +48,7 @@ def made():
 
 def test_each_model_is_measured_on_the_paths_that_its_weights_allow(made):
     found, left_out = made
-    lossy = [f"forced {path} (lossy)" for path in ("int8", "twell_int8", "predicted")]
+    lossy = [f"forced {path} (lossy)" for path in ("int8", "twell_int8", "predicted", "experts")]
     expected = {
         "drawn Llama": ["dense eager", "forced twell", "forced hot_cold", *lossy],
         "drawn Llama with 2:4 weights": ["dense eager"],
@@ -76,9 +76,9 @@ def test_each_model_is_measured_on_the_paths_that_its_weights_allow(made):
 
 def test_the_trained_model_has_a_loss_on_each_path(made):
     rows = [row for row in made[0]["trained small model"] if row["kind"] == "model_forward"]
-    losses = {row["path"]: row["loss"] for row in rows[-5:]}
+    losses = {row["path"]: row["loss"] for row in rows[-6:]}  # of the last workload
     assert 1 < losses["dense eager"] < 2.5 and losses["forced twell"] == pytest.approx(losses["dense eager"], abs=1e-4)
-    for path in ("int8", "twell_int8", "predicted"):
+    for path in ("int8", "twell_int8", "predicted", "experts"):
         assert 1e-6 < abs(losses[f"forced {path} (lossy)"] - losses["dense eager"]) < 0.2
     assert not any("loss" in row for row in made[0]["drawn Llama"])
 
@@ -106,7 +106,7 @@ def test_a_record_is_made_of_it(made, monkeypatch, tmp_path):
     lines = tables.model_paths([record]).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         f"| trained small model: {path}"
-        for path in ("twell", "int8 (lossy)", "twell_int8 (lossy)", "predicted (lossy)")
+        for path in ("twell", "int8 (lossy)", "twell_int8 (lossy)", "predicted (lossy)", "experts (lossy)")
     ]
     assert all(" (dense 1." in line for line in lines[2:])
     for key, wrong in (("error", -0.1), ("loss", float("nan")), ("error", "none")):

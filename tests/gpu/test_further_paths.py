@@ -32,7 +32,13 @@ from twell_lab.sparsities.two_four import two_four_mask
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi", "ignore:Sparse ")]
 D_MODEL, D_FF = 256, 768
 MASKS = {"two_four": two_four_mask, "blocks": lambda weight: block_mask(weight, 0.75, 32)}
-LOSSY = {"int8": 0.08, "fp8": 0.1, "twell_int8": 0.02, "predicted": 1.0}  # how far off, in weights that are normal
+LOSSY = {
+    "int8": 0.08,
+    "fp8": 0.1,
+    "twell_int8": 0.02,
+    "predicted": 1.0,
+    "experts": 1.0,
+}  # how far off, in weights that are normal
 
 
 def layer(name, gated=True, bias=True, dtype=torch.bfloat16):

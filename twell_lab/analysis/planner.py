@@ -105,8 +105,8 @@ def plan(
         paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones, which need
             the model (twell_lab.sparsities): "two_four" and "blocks", for layers whose weights are 2:4, or have empty
             blocks; lossy ones, taken where they are faster, with the error of a layer's output beside its time: "int8",
-            "fp8", "twell_int8" and "predicted". A layer that a path does not take does without. A layer with
-            thresholds on its inputs (TEAL) weighs "kept_inputs" beside dense and no other, whatever is named.
+            "fp8", "twell_int8", "predicted" and "experts". A layer that a path does not take does without. A layer
+            with thresholds on its inputs (TEAL) weighs "kept_inputs" beside dense and no other, whatever is named.
         progress: show a bar on stderr while layers are planned, if that is a terminal.
 
     Raises:

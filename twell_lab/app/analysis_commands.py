@@ -85,7 +85,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
-        "predicted [twell hot_cold]",
+        "predicted, experts [twell hot_cold]",
     )
     add_device(parser)
 
@@ -317,7 +317,7 @@ COMMANDS = (
         plan,
         _add_plan_options,
         "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
-        "two_four, blocks, int8, fp8, twell_int8 or predicted.",
+        "two_four, blocks, int8, fp8, twell_int8, predicted or experts.",
     ),
     (
         "thresholds",

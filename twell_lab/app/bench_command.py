@@ -157,7 +157,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH",
         help="time the model on each of these too: twell, hot_cold, where its weights are so two_four, blocks, or "
-        "lossy, with error and loss: int8, fp8, twell_int8, predicted [none]",
+        "lossy, with error and loss: int8, fp8, twell_int8, predicted, experts [none]",
     )
     parser.add_argument("--compiled", action="store_true", help="time both models under torch.compile too")
     parser.add_argument("--graphs", action="store_true", help="on a GPU, time forwards as CUDA graphs too")

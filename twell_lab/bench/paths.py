@@ -24,7 +24,7 @@ from .causal import Causal
 from .rows import DENSE
 from .workloads import Clocks, Models, Tokens, Workload, decode, forward, right_ones, workload_rows
 
-LOSSY = ("int8", "fp8", "twell_int8", "predicted")
+LOSSY = ("int8", "fp8", "twell_int8", "predicted", "experts")
 EMPTY = 0.9  # of the blocks of 32 x 32
 _SECONDS = 1.0  # that a workload is timed on a CPU
 

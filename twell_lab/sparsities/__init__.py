@@ -14,6 +14,7 @@ _PATHS = {
     "fp8": "quantised",
     "twell_int8": "quantised",
     "predicted": "predictors",
+    "experts": "experts",
     "kept_inputs": "kept_inputs",
 }
 PATHS.further |= {name: f"{__name__}.{file}" for name, file in _PATHS.items()}

@@ -17,17 +17,24 @@ Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
 Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock loads, and `tl.sparsify` swaps the experts
 one by one. transformers has "loop" and "grouped", too (`experts_implementation` "eager" and "grouped_mm").
 
-`routed_by_firing` shows that experts and a hot/cold split are the same idea at two grains. It is no path of a layer.
-How many tokens a group is given decides shapes, so that the host would wait in each call, and no CUDA graph could
-hold it; without waiting there has to be room for every token in every group. And nothing is gained. Take the layer of
-2,048 x 5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how often they do: in groups
-of 64, 17% of the work of up and down is left, but a token is in 15 groups. For 16,384 tokens that is 4 GB of gathered
-rows of x and of results, written and read, for which an H100 needs longer than for up and down computed densely. The
-paths "twell" and "hot_cold" are the finest grain: nothing waits, and nothing is gathered."""
+`routed_by_firing` shows that experts and a hot/cold split are the same idea at two grains. Exact as it is there, it is
+no path of a layer: how many tokens a group is given decides shapes, so that the host would wait in each call, and no
+CUDA graph could hold it; without waiting there has to be room for every token in every group.
+
+The path "experts", `tl.plan(..., paths=["experts"])` or `tl.sparsify(model, "experts")`, gives each token a fixed
+number of groups instead, those in which the most fires. It is lossy: what fires in others is missing. This is
+MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights, and the gate, which
+is computed whole, is the router. Little can be gained, since a token's row is copied for each of its groups, and so are
+results. Take the layer of 2,048 x 5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how
+often they do: in groups of 64, 17% of the work of up and down is left, but a token is in 15 groups. For 16,384 tokens
+that is 4 GB of gathered rows of x and of results, written and read, for which an H100 needs longer than for up and down
+computed densely. The paths "twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +42,11 @@ from torch.nn import functional as F
 
 from ..core.errors import InputError
 from ..layers.experts import mixed
+from ..layers.paths import Path
+from ..layers.paths.converted import Converted
+from ..layers.paths.cost import Work
+from ..layers.weights import Weights
+from .weights import checked_weight
 
 WAYS = ("grouped", "loop", "padded")
 ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU}
@@ -296,3 +308,148 @@ def _check_count(name: str, given: int, most: int | None = None) -> None:
     if type(given) is not int or given < 1 or (most is not None and given > most):
         accepted = "a whole number from 1 up" if most is None else f"a whole number from 1 to {most}"
         raise InputError(f"{name} is {given!r:.80}; {accepted} is accepted")
+
+
+# ---- as a path ----
+
+GROUPS, TAKEN = 32, 1 / 4  # of a layer's neurons, at most; and what share of them a token is given
+_WIDE = 8  # neurons of a group are a multiple of this: 16 bytes of 16-bit values, for the grouped product
+_TOKENS = 8192  # at a time: each is copied for each of its groups
+_STEPS = 8  # of power iteration
+
+
+def alike(weight: Tensor, size: int) -> Tensor:
+    """An order of a weight's rows in which those of each `size` places point in similar directions.
+
+    Rows of length 1 are cut in two where they differ most, along their first principal direction, and the halves again
+    (Boley, "Principal Direction Divisive Partitioning", 1998), so that groups are equally large.
+
+    Args:
+        weight: [rows, columns], floating-point values of 16 bits or more.
+        size: 1 or more; the last group may have fewer rows.
+
+    Returns:
+        int64 [rows], on weight's device.
+
+    Raises:
+        InputError: for another size, and for a weight that is no matrix, on meta or not finite.
+    """
+    _check_count("size", size)
+    matrix = F.normalize(checked_weight(weight).float(), dim=1)
+    done, left = [], [torch.arange(len(matrix), device=matrix.device)]
+    while left:
+        rows = left.pop()
+        if len(rows) <= size:
+            done.append(rows)
+            continue
+        some = matrix[rows]
+        some = some - some.mean(0)
+        direction = some[some.square().sum(1).argmax()]
+        for _ in range(_STEPS):
+            direction = F.normalize(some.t() @ (some @ direction), dim=0)
+        rows = rows[(some @ direction).argsort(stable=True)]
+        middle = size * (-(-len(rows) // size) // 2)
+        left += [rows[middle:], rows[:middle]]
+    return torch.cat(done) if done else torch.empty(0, dtype=torch.int64, device=matrix.device)
+
+
+class AsExperts(Converted):
+    """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
+    in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
+
+    The gate is computed for all neurons; up and down as grouped products (`takes_grouped`), for which it holds the
+    weights a second time. Where there is no grouped product everything is computed, and what is not taken is masked:
+    the same result. Nothing waits for the device."""
+
+    name = "experts"
+    exact = False
+
+    @staticmethod
+    def sizes_of(d_ff: int) -> tuple[int, int, int]:
+        """How many neurons a group has, how many groups there are, and how many of them a token is given."""
+        size = _WIDE * max(1, -(-d_ff // (GROUPS * _WIDE)))
+        groups = -(-d_ff // size)
+        return size, groups, max(1, math.ceil(TAKEN * groups))
+
+    def fitted(self, weights: Weights) -> Path:
+        for weight in weights[:3]:
+            if weight is not None:
+                checked_weight(weight)
+        return self
+
+    def form_bytes(self, weights: Weights) -> int:
+        size, groups, _ = self.sizes_of(len(weights.up))
+        matrices = 2 if weights.gate is None or weights.gate is weights.up else 3
+        return matrices * groups * size * weights.up.shape[1] * weights.up.itemsize + 8 * len(weights.up)
+
+    def convert(self, weights: Weights) -> tuple[Any, Sequence[Tensor]]:
+        self.fitted(weights)
+        alone = weights.gate is None or weights.gate is weights.up
+        first = weights.up if alone else weights.gate
+        size, groups, _ = self.sizes_of(len(first))
+        order = alike(first, size)
+        lie = lambda weight: F.pad(weight[order], (0, 0, 0, groups * size - len(order))).unflatten(0, (groups, size))  # noqa: E731
+        up = None if alone else lie(weights.up)
+        made = order, lie(first).flatten(0, 1), up, lie(weights.down.t()).transpose(1, 2).contiguous()
+        return made, [each for each in made if each is not None]
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Sequence[Tensor | None], value: Any) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return torch.cat([self._few(layer, some, weights, value) for some in rows.split(_TOKENS)]).view(x.shape)
+
+    def _few(self, layer: nn.Module, x: Tensor, weights: Sequence[Tensor | None], value: Any) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias, _ = weights
+        order, first, beside, back = value
+        groups, _, size = back.shape
+        acts, both = layer.formula["acts"], layer.formula["both"]
+        lie = lambda bias: F.pad(bias.index_select(0, order), (0, groups * size - len(order)))  # noqa: E731
+        first_bias, up_bias = (
+            None if b is None else lie(b) for b in (gate_bias if beside is not None else up_bias, up_bias)
+        )
+        fired = acts(F.linear(x, first, first_bias))
+        fired = (fired.square() if gate is up else fired).view(len(x), groups, size)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        strength = torch.linalg.vector_norm(fired, 1, dim=2, dtype=wide)
+        chosen = strength.topk(self.sizes_of(len(order))[2], sorted=False).indices
+        if takes_grouped(x, back) and (beside is None or takes_grouped(x, beside)):
+            by_group = chosen.reshape(-1).argsort(stable=True)
+            of, token = chosen.reshape(-1)[by_group], by_group // chosen.shape[1]
+            ends = torch.searchsorted(of, torch.arange(groups, device=x.device), right=True).to(torch.int32)
+            hidden = fired.flatten(0, 1).index_select(0, token * groups + of)
+            if beside is not None:
+                other = _grouped_linear(x.index_select(0, token), beside, ends)
+                other = other if up_bias is None else other + up_bias.view(groups, size).index_select(0, of)
+                hidden = hidden * (acts(other) if both else other)
+            made = _grouped_linear(hidden, back, ends).index_select(0, by_group.argsort())
+            y = made.view(*chosen.shape, -1).sum(1, dtype=wide).to(x.dtype)
+        else:
+            if beside is not None:
+                other = F.linear(x, beside.flatten(0, 1), up_bias).view(fired.shape)
+                fired = fired * (acts(other) if both else other)
+            taken = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
+            hidden = torch.where(taken[..., None], fired, 0).flatten(1).index_select(1, order.argsort())
+            y = F.linear(hidden, down)
+        y = y if down_bias is None else y + down_bias
+        # What is not taken does not see that 0 * inf is NaN, as the dense layer does.
+        return y + torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        """As of grouped products. Rows of x are read, written and read again for each group of a token; so are results,
+        which are put in order and summed."""
+        d_ff, d_model, rates = work.firing.d_ff, work.firing.d_model, work.rates
+        size, groups, taken = self.sizes_of(d_ff)
+        products = 2 if work.firing.gated else 1
+        operations = 2 * work.tokens * taken * size * d_model * products
+        touched = 1 - (1 - taken / groups) ** work.tokens
+        read = products * groups * size * d_model * work.itemsize * touched
+        copied = (3 * (products - 1) + 4) * work.tokens * taken * d_model * work.itemsize
+        return {
+            "gemm": work.gemm(d_ff, d_model) + max(operations / rates.matmul, read / rates.bandwidth),
+            "rows": copied / rates.bandwidth,
+            "memory": 3 * work.tokens * d_ff * work.itemsize / rates.bandwidth,
+            "launches": 25 * rates.launch,
+            "lost": 0.0,
+        }
+
+
+PATHS = (AsExperts(),)

@@ -28,7 +28,7 @@ from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.weights import Weights
 from twell_lab.ops import differentiable
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
-from twell_lab.sparsities import blocks, predictors, two_four
+from twell_lab.sparsities import blocks, experts, predictors, two_four
 from twell_lab.sparsities.blocks import block_mask
 from twell_lab.sparsities.quantised import output_error
 from twell_lab.sparsities.two_four import two_four_mask
@@ -36,8 +36,8 @@ from twell_lab.sparsities.two_four import two_four_mask
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
 D_MODEL, D_FF = 64, 128
 RATES = Rates("CPU", "float32", bandwidth=1e10, l2=1e11, matmul=1e10, launch=1e-7)
-FURTHER = ["two_four", "blocks", "int8", "fp8", "twell_int8", "predicted"]
-LOSSY = ["int8", "fp8", "twell_int8", "predicted"]
+FURTHER = ["two_four", "blocks", "int8", "fp8", "twell_int8", "predicted", "experts"]
+LOSSY = ["int8", "fp8", "twell_int8", "predicted", "experts"]
 
 
 def layer(gated=True, bias=False, activation="relu", mask=None, seed=0):
@@ -116,7 +116,7 @@ def test_every_name_is_that_of_its_path_and_the_own_ones_stay_three():
 def test_a_name_that_nobody_gave(wrong, dense, x):
     with pytest.raises(InputError, match="'dense', 'twell', .*'blocks'"):
         Choice(wrong)
-    with pytest.raises(InputError, match=r"paths has .*; accepted: 'dense', .*'predicted'"):
+    with pytest.raises(InputError, match=r"paths has .*; accepted: 'dense', .*'predicted', 'experts'"):
         tl.plan(tl.profile(dense, [x]), dense, rates=RATES, paths=["twell", wrong])
     with pytest.raises(InputError, match="depends on a layer's weights; accepted with the model"):
         tl.plan(tl.profile(dense, [x]), rates=RATES, paths="blocks", device="cpu")
@@ -343,7 +343,7 @@ def test_copies_and_casts_make_their_own(dense, x):
     assert_equals(sparse.float(), dense, x)
 
 
-@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted"])
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted", "experts"])
 def test_gradients_are_those_of_the_dense_layer(name, x):
     made = layer(bias=True, mask=empty_blocks).requires_grad_(True)
     sparse = SparseFFN(copy.deepcopy(made), plan=Choice(name)).train()
@@ -353,7 +353,7 @@ def test_gradients_are_those_of_the_dense_layer(name, x):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     sparse.eval()
     with torch.no_grad():
-        assert output_error(sparse(x), made(x)) < (1.0 if name == "predicted" else 0.1)
+        assert output_error(sparse(x), made(x)) < (1.0 if name in ("predicted", "experts") else 0.1)
 
 
 def test_other_weights_for_one_call_are_dense(dense, x):
@@ -420,7 +420,7 @@ def test_threads_that_make_it_anew_together(dense, x):
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted"])
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted", "experts"])
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 63), torch.zeros(2, 64).half(), "x"], ids=["width", "dtype", "word"])
 def test_an_input_that_does_not_fit(name, wrong, dense):
     with pytest.raises(InputError, match="accepted"):
@@ -457,7 +457,7 @@ def test_rows_of_few_bits_are_predicted_to_gain_what_was_measured(tokens, fuses)
     assert (ours["memory"] > twell["memory"]) == (tokens <= 64 or fuses)
 
 
-@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted"])
+@pytest.mark.parametrize("name", ["blocks", "int8", "twell_int8", "predicted", "experts"])
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
 def test_weights_that_are_not_finite_are_refused_and_later_dense(name, part, x):
     made = layer(bias=True, mask=empty_blocks)
@@ -542,6 +542,105 @@ def test_where_the_gate_has_the_rank_prediction_is_right(x):
         made.gate_proj.bias = nn.Parameter(-made.gate_proj(x).topk(D_FF // 8 + 1).values[:, -1].max().expand(D_FF))
         made.requires_grad_(False)
     assert_equals(SparseFFN(made, plan=Choice("predicted")), made, x)
+
+
+# ---- a layer's neurons as experts ----
+
+
+def as_experts_by_hand(made, x, squared=False):
+    """The formula in float64 for the groups in which the most fires, a token each."""
+    gate = getattr(made, "gate_proj", made.up_proj)
+    size, groups, taken = experts.AsExperts.sizes_of(D_FF)
+    wide = copy.deepcopy(made).double()
+    first = (wide.gate_proj if gate is not made.up_proj else wide.up_proj)(x.double()).relu()
+    first = first.square() if squared else first
+    group = torch.empty(D_FF, dtype=torch.int64)
+    group[experts.alike(gate.weight, size)] = torch.arange(D_FF) // size
+    strength = torch.zeros(len(x), groups, dtype=torch.float64).index_add(1, group, first)
+    keep = torch.zeros(len(x), groups, dtype=torch.bool).scatter_(1, strength.topk(taken).indices, True)
+    hidden = first if gate is made.up_proj else first * wide.up_proj(x.double())
+    return wide.down_proj(hidden.where(keep[:, group], 0))
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain", "squared"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_are_the_groups_in_which_the_most_fires(kind, bias, grouped, x, monkeypatch):
+    if not grouped:
+        monkeypatch.setattr(experts, "takes_grouped", lambda rows, weight: False)
+    calls = []
+    product = experts._grouped_linear
+    monkeypatch.setattr(experts, "_grouped_linear", lambda *given: calls.append(given) or product(*given))
+    monkeypatch.setattr(experts, "_TOKENS", 3)
+    made = layer(kind == "gated", bias, "relu2" if kind == "squared" else "relu")
+    sparse = SparseFFN(made, plan=Choice("experts"))
+    expected = as_experts_by_hand(made, x, kind == "squared")
+    torch.testing.assert_close(sparse(x).double(), expected, rtol=1e-4, atol=1e-5)
+    for row, right in zip(x, expected):
+        torch.testing.assert_close(sparse(row[None, None]).double()[0, 0], right, rtol=1e-4, atol=1e-5)
+    assert bool(calls) == grouped and 0.01 < output_error(sparse(x), made(x)) < 1
+    (form,) = sparse.forms.values()
+    parts = [made.get_submodule(n) if hasattr(made, n) else None for n in ("gate_proj", "up_proj", "down_proj")]
+    assert PATHS["experts"].form_bytes(Weights.of(*parts)) == form.nbytes == sparse.extra_bytes
+    made.up_proj.weight.neg_()
+    expected = as_experts_by_hand(made, x, kind == "squared")
+    torch.testing.assert_close(sparse(x).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d_ff", [8, 20, 128, 250, 300])
+def test_experts_miss_nothing_where_what_fires_lies_in_as_many_as_a_token_is_given(d_ff, dtype, x):
+    """Also where the groups do not divide the neurons."""
+    size, groups, taken = experts.AsExperts.sizes_of(d_ff)
+    assert size % 8 == 0 and (groups - 1) * size < d_ff <= groups * size and groups <= 32
+    torch.manual_seed(0)
+    made = GatedFeedForward(D_MODEL, d_ff).requires_grad_(False).to(dtype).eval()
+    inside = experts.alike(made.gate_proj.weight, size)[: taken * size]  # of the first groups
+    bias = torch.full((d_ff,), -1e3).index_fill(0, inside, 0.1)
+    made.gate_proj.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    made.down_proj.bias = nn.Parameter(torch.randn(D_MODEL).to(dtype), requires_grad=False)
+    sparse, x = SparseFFN(made, plan=Choice("experts")), x.to(dtype)
+    off = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}[dtype]
+    assert output_error(sparse(x), made.double()(x.double())) < off
+    assert (made(x.double()) - made.down_proj.bias).abs().amax() > 0.01
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_experts_of_what_is_not_finite(value, x):
+    sparse, x = SparseFFN(layer(bias=True), plan=Choice("experts")), x.clone()
+    right = sparse(x)
+    x[2, 3] = value
+    y = sparse(x)
+    assert y[2].isnan().all()
+    others = [0, 1, 3, 4]  # with another row before theirs a product may sum in another order
+    torch.testing.assert_close(y[others], right[others], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_point_alike_come_together():
+    centres = nn.functional.normalize(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    of = torch.arange(64).view(8, 8).t().flatten() // 8  # 0 1 2 ... 7, 0 1 2 ... 7, ...
+    lengths = 1 + torch.rand(64, 1, generator=torch.Generator().manual_seed(1))
+    order = experts.alike(centres[of] * lengths, 8)
+    assert order.sort().values.tolist() == [*range(64)]
+    assert all(len({*group.tolist()}) == 1 for group in of[order].view(8, 8))
+    assert torch.equal(experts.alike(centres[of] * lengths, 8), order)
+    assert experts.alike(torch.zeros(5, 3), 2).sort().values.tolist() == [*range(5)]
+    assert experts.alike(torch.zeros(0, 3), 2).shape == (0,)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(InputError, match="size is .*; a whole number from 1 up is accepted"):
+            experts.alike(torch.ones(4, 4), wrong)
+
+
+def test_experts_are_predicted_by_what_is_multiplied_and_copied():
+    profile = tl.profile(nn.Sequential(layer()), [torch.randn(90, D_MODEL)]).layers[0]
+    few, many = (PATHS["experts"].cost(Work(Firing.of(profile), RATES, tokens, 4)) for tokens in (1, 1000))
+    dense = PATHS["dense"].cost(Work(Firing.of(profile), RATES, 1000, 4))
+    size, groups, taken = experts.AsExperts.sizes_of(D_FF)
+    # A third of the dense operations, and of the rest the share of the groups that a token is given.
+    assert many["gemm"] == pytest.approx(dense["gemm"] * (1 + 2 * taken / groups) / 3, rel=0.01)
+    assert (
+        many["rows"] == pytest.approx(1000 * few["rows"]) and few["rows"] == 7 * taken * D_MODEL * 4 / RATES.bandwidth
+    )
 
 
 def test_predicted_neurons_pay_for_one_token_alone():
