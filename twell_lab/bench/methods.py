@@ -24,13 +24,15 @@ from ..ops.measure import dtype_for
 from ..ops.reference import GatedFeedForward
 from ..sparsities import experts, microtiles
 from ..sparsities.predictors import LowRank, PredictedFFN
+from ..sparsities.quantised import output_error
 from . import rows
 from .workloads import clock_cpu
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
-METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
-INEXACT = (EXPERTS, PREDICTED)  # another layer, and a lossy one
+GROUPED = "its neurons as experts (lossy)"
+METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)
+INEXACT = (EXPERTS, PREDICTED, GROUPED)  # another layer, and lossy ones
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
 _EXPERTS = 32  # that a layer's neurons are cut into, for the map
@@ -83,6 +85,7 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
         SPLIT: swapped(layer, Choice("hot_cold", STEP)),
         TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
         PREDICTED: PredictedFFN(found, guess, max(1, round(share * d_ff))),
+        GROUPED: swapped(layer, Choice("experts")),
     }
     if (top := round(share * _EXPERTS)) >= 1:
         calls[EXPERTS] = experts.ExpertsLayer(
@@ -134,7 +137,8 @@ def held(
 @torch.no_grad()
 def map_rows(share: float, device: str = "cuda") -> list[dict]:
     """The layer at one share of firing neurons and each number of tokens, by each method, as rows of kind "map" for a
-    record: their path is the method. The `share` is that asked for, `nnz` what fires."""
+    record: their path is the method. The `share` is that asked for, `nnz` what fires; the `error` of GROUPED is that of
+    the layer's output."""
     sizes, made = sizes_for(device), []
     layer, x = drawn(share, device, max(sizes.tokens))
     for tokens, calls in held(layer, x, share, sizes.tokens):
@@ -146,5 +150,6 @@ def map_rows(share: float, device: str = "cuda") -> list[dict]:
             samples, bursts = rows.clock_gpu(turned, measure.GRAPH_TOKENS + 1, rounds=10)
         else:
             samples, bursts = clock_cpu(turned, 0.3)
-        made += rows.table(said | {"share": share}, samples, None, bursts)
+        facts = {GROUPED: {"error": output_error(calls[GROUPED](), calls[DENSE]())}}
+        made += rows.table(said | {"share": share}, samples, facts, bursts)
     return made

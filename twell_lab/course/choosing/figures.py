@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...bench.methods import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
+from ...bench.methods import DENSE, EXPERTS, GROUPED, METHODS, PACKED, PREDICTED, SPLIT, TILES
 from ..drawing import legend_key, nothing, squares
 from ..recorded import sources
 from . import data
@@ -21,6 +21,7 @@ COLOUR = {
     TILES: plots.GREEN,
     EXPERTS: plots.PURPLE,
     PREDICTED: plots.RED,
+    GROUPED: plots.SKY,
 }
 _KINDS = (  # what works() tells apart
     ("not computed", "#F7F7F7"),
