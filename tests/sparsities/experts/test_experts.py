@@ -220,7 +220,7 @@ def test_a_finer_grain_is_never_more_work():
 
 
 def test_groups_of_a_drawn_layer_move_more_than_they_spare():
-    """What the file says of it, which is why there is no such path."""
+    """What the file says of it, which is why no path does this exactly, and little is gained by one that is lossy."""
     rates = measure.firing_rates(5632, 29).sort(descending=True).values
     needed = 1 - (1 - rates).view(-1, 64).prod(1)  # of each group, by how many of the tokens
     assert round(float(needed.mean()), 2) == 0.17 and round(float(needed.sum())) == 15
