@@ -4,6 +4,7 @@ mkdocs calls the functions called on_...; nothing is written beside what stands 
 
 from __future__ import annotations
 
+import ast
 import json
 import posixpath
 import re
@@ -35,17 +36,19 @@ FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt"|<div class="celltoolbar")')
 # Links of the page of what is not there, which the theme writes for the root of a server.
 ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
+ASTRAY = '<p>There is no such page here. <a href="index.html">The first page</a> leads to the others, as does the search.</p>'
 SERVED = '<script>if (location.protocol.startsWith("http")) document.write(\'<base href="/">\')</script>'
 
 
 def on_config(config):
-    """The order of the pages."""
-    kernels = sorted(f"kernels/{path.name}" for path in (ROOT / "docs" / "kernels").glob("*.md"))
+    """The order of the pages; of kernels, that in which their index lists them, by the names of their files."""
+    index = (ROOT / "docs" / "kernels" / "README.md").read_text(encoding="utf-8")
+    kernels = [{name: f"kernels/{name}.md"} for name in re.findall(r"^\| \[(\w+)\]\(\1\.md\)", index, re.MULTILINE)]
     config["nav"] = [
-        {"twell-lab": "README.md"},
+        {"Start": "README.md"},
         {"Course": ["notebooks/README.md", *({_title(name): name} for name in _notebooks())]},
         {"Library": ["library.md", "reference.md", "measured.md", "calls.md", "status.md"]},
-        {"Kernels": kernels},
+        {"Kernels": ["kernels/README.md", *kernels]},
         {"Changing it": ["architecture.md", *BESIDE]},
     ]
     return config
@@ -99,12 +102,15 @@ def on_post_template(output_content, template_name, config):
         output_content = ROOTED.sub(r"\1", output_content).replace('"base": "/"', '"base": "."')
         output_content = output_content.replace('<meta charset="utf-8">', '<meta charset="utf-8">' + SERVED)
         output_content = output_content.replace("<title>", "<title>Not found - ")
+        output_content = output_content.replace("404 - Not found</h1>", f"Not found</h1>{ASTRAY}")
     return output_content.replace(ELSEWHERE, "search-from-file.js")
 
 
 def on_page_markdown(markdown, page, config, files):
     """Links between the checkout's folders lead to pages where there are some; elsewhere their words alone stay."""
     here = posixpath.dirname(page.file.src_uri)
+    if here == "kernels":  # the menu says the file's name, the window what the page is about
+        page.meta["title"] = re.match("# (.+)", markdown)[1]
 
     def instead(found: re.Match) -> str:
         file = _page(found[2], here, files)
@@ -162,5 +168,22 @@ def _reference() -> str:
     """A page of the names that `import twell_lab as tl` gives, from the stub beside its lazy loader."""
     stub = (ROOT / "twell_lab" / "__init__.pyi").read_text(encoding="utf-8")
     names = re.findall(r"from \.([\w.]+) import (\w+) as \w+", stub)
+    lines = [
+        f"| [`tl.{name}`][twell_lab.{module}.{name}] | {_first_sentence(module, name)} |"
+        for module, name in sorted(names, key=lambda found: found[1].lower())
+    ]
     blocks = [f"::: twell_lab.{module}.{name}" for module, name in names]
-    return "# Reference\n\nWhat `import twell_lab as tl` gives; `tl.NAME` for each.\n\n" + "\n\n".join(blocks) + "\n"
+    table = "\n".join(["| | |", "| --- | --- |", *lines])
+    return "\n\n".join(["# Reference", "What `import twell_lab as tl` gives:", table, *blocks, ""])
+
+
+def _first_sentence(module: str, name: str) -> str:
+    """The first line of what a function or class of the library says about itself."""
+    path = (ROOT / "twell_lab").joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    defined = {
+        node.name: node
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    return ast.get_docstring(defined[name]).partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")

@@ -17,6 +17,7 @@ from twell_lab import records
 from twell_lab.app import tables
 
 PICTURE = Path(__file__).resolve().parents[1] / "data" / "pictures" / "speedup.png"
+WIDTH, HEIGHT = 840, 460  # as wide as a page's text, so that words in it are as large as those beside it
 KEY = b"drawn"
 HEAD = 8 + 25  # bytes of a PNG before which no text may stand: its signature and its first chunk
 
@@ -44,7 +45,7 @@ def points(recorded: list[records.Record]) -> dict:
         },
         "firing": {
             "only the neurons that fire": curve(by_firing, "forced twell", "nnz"),
-            "and those that fire often, for all tokens": curve(by_firing, "forced hot_cold", "nnz"),
+            "busy neurons for all tokens, others where they fire": curve(by_firing, "forced hot_cold", "nnz"),
             "all neurons, torch.compile": curve(by_firing, "dense compiled", "nnz"),
         },
     }
@@ -62,8 +63,11 @@ def draw(drawn: dict) -> bytes:
             (figures.BLUE, figures.GREEN, figures.RED, figures.PURPLE),
         )
     )
-    titles = ("By tokens at once, 29 of 5,632 neurons firing", "By neurons firing for a token, 16,384 tokens")
-    figure = figures.styled(make_subplots(cols=2, subplot_titles=titles, shared_yaxes=True), "", 430)
+    titles = ("29 of 5,632 neurons firing", "16,384 tokens at once")
+    panels = make_subplots(
+        cols=2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.05, column_widths=[0.58, 0.42]
+    )
+    figure = figures.styled(panels, f"One layer, recorded on {drawn['where']}", HEIGHT)
     for column, of in enumerate(("tokens", "firing"), 1):
         for name, curve in drawn[of].items():
             x, y = [f"{at:,}" for at, _ in curve], [times for _, times in curve]
@@ -76,13 +80,13 @@ def draw(drawn: dict) -> bytes:
     figure.add_annotation(
         x=0, y=0.9, text="torch's own layer", xref="x2 domain", yref="y2", showarrow=False, xanchor="left"
     )
-    figure.update_xaxes(type="category")
+    figure.update_xaxes(type="category", tickangle=0)
     figure.update_xaxes(title="tokens at once", col=1)
     figure.update_xaxes(title="neurons firing for a token, mean", col=2)
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title="times as fast, plain calls", col=1)
-    figure.update_layout(legend={"y": -0.2, "yanchor": "top"}, margin={"t": 40, "b": 110})
-    return with_text(figure.to_image("png", width=1000, height=430, scale=2), json.dumps(drawn))
+    figure.update_layout(legend={"y": -0.22, "yanchor": "top", "entrywidth": 330}, margin={"t": 80, "b": 120})
+    return with_text(figure.to_image("png", width=WIDTH, height=HEIGHT, scale=2), json.dumps(drawn))
 
 
 def with_text(png: bytes, text: str) -> bytes:

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "twell_lab"
 
 def rooms() -> list[str]:
     """The rooms in the order of the page, the upper ones first."""
-    (block,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.S | re.M)
-    return [line.split()[0] for line in block.splitlines()]
+    (table,) = re.findall(r"^\| room \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    return re.findall(r"^\| `(\w+)` \|", table, re.M)
 
 
 def modules(package: Path) -> dict[str, Path]:

@@ -515,7 +515,6 @@ def activations(recorded: list[Record]) -> str:
     ]
     head = [
         f"times as fast as dense, {_where(rows[0]['device'], record)}",
-        "A",
         "zeros",
         "tiles of 32 x 1 with a value",
     ]
@@ -527,7 +526,7 @@ def activations(recorded: list[Record]) -> str:
         sizes = f"{dense['tokens']:,} x {dense['d_ff']:,}, times {dense['d_ff']:,} x {dense['d_model']:,}"
         times = [_times(there[path], dense) if path in there else "" for path in paths]
         shares = [f"{1 - dense['density']:.2%}", f"{dense['occupied']:.1%}"]
-        lines.append([work.partition(",")[0], sizes, *shares, _ms(dense["ms"]), *times, *both])
+        lines.append([f"{work.partition(',')[0]}: {sizes}", *shares, _ms(dense["ms"]), *times, *both])
     return _markdown(lines)
 
 

@@ -250,7 +250,7 @@ def test_the_table_of_activations_counts_what_finding_the_tiles_takes():
     rows = [row("dense eager", 4.0), row("micro-tiles 32 x 1", 0.5), row("TwELL", 1.0), found]
     head, _, line = tables.activations([record("comparison", 1, rows)]).splitlines()
     assert "| dense, ms | micro-tiles 32 x 1 | TwELL | finding the tiles, ms | found and multiplied |" in head
-    wanted = "| layer 1 of wide | 4,096 x 512, times 512 x 128 | 99.60% | 10.0% | 4 | 8.00 (8.00) | 4.00 (4.00) | 1.5 | 2.00 |"
+    wanted = "| layer 1 of wide: 4,096 x 512, times 512 x 128 | 99.60% | 10.0% | 4 | 8.00 (8.00) | 4.00 (4.00) | 1.5 | 2.00 |"
     assert line == wanted
     without = tables.activations([record("comparison", 1, rows[:1] + rows[2:3])]).splitlines()[2]
     assert without.endswith("| 4 | 4.00 (4.00) |  |  |")

@@ -147,6 +147,7 @@ def lists(rows: list[list[int]], columns: list[list[int]], picked: tuple[int, ..
             colours,
             text=text,
             texttemplate="%{text}",
+            textfont={"color": plots.INK},
             xgap=1,
             ygap=1,
             row=1,

@@ -342,10 +342,9 @@ def winners(rows: list[dict]) -> go.Figure:
     figure.update_yaxes(title_text="neurons that fire for a token", col=1)
     gaps = any(len(best) < len(shares) * len(tokens) for best in panels.values())
     told = [f"dense where none is 5% faster{'; white: not timed' * gaps}", *dict.fromkeys(row["where"] for row in rows)]
-    said, top = ("<br>".join(told), 60 + 20 * len(told)) if len(gpus) > 1 else ("; ".join(told), 90)
-    title = f"Which method wins, and by how many times dense<br><sup>{said}</sup>"
-    figure = plots.styled(figure, title, height=top + 90 + 250 * len(gpus)).update_annotations(font_size=12)
-    return figure.update_layout(
+    title, top = "Which method wins, and by how many times dense<br><sup>{}</sup>", 60 + 20 * len(told)
+    figure = plots.styled(figure, title.format("<br>".join(told)), height=top + 90 + 250 * len(gpus))
+    return figure.update_annotations(font_size=12).update_layout(
         margin={"t": top, "b": 90, "l": 80},
         legend={"y": -0.2 / len(gpus), "yanchor": "top"},
         title={"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 20}},

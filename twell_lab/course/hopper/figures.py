@@ -142,7 +142,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
             text=text,
             customdata=hover,
             texttemplate="%{text}",
-            textfont={"size": 10},
+            textfont={"size": 10, "color": plots.INK},
             xgap=2,
             ygap=2,
             showscale=False,
@@ -151,7 +151,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
             y=[NAMES[path] for path in order],
             zmin=-1,
             zmax=1,
-            colorscale=[[0, plots.RED], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#2F7FB8"]],
+            colorscale=[[0, "#EE9A66"], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#5FA8D3"]],
             hovertemplate="%{customdata}<extra></extra>",
             hoverongaps=False,
         )

@@ -306,7 +306,7 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
         cols=len(pairs),
         shared_yaxes=True,
         horizontal_spacing=0.05,
-        subplot_titles=[before["label"] for before, _ in pairs],
+        subplot_titles=[short(before) for before, _ in pairs],
     )
     for column, pair in enumerate(pairs, start=1):
         for row, name, colour in zip(
@@ -330,7 +330,7 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
         f"Dead neurons: silent on all of {pairs[0][0]['counted']:,} held-out bytes<br><sup>{where}</sup>",
         height=400,
     ).update_layout(margin_t=120)
-    return figure.update_annotations(font_size=12).update_layout(legend={"y": 1.1})
+    return figure.update_annotations(font_size=12).update_layout(legend={"y": -0.25, "yanchor": "top"}, margin_b=90)
 
 
 def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
