@@ -36,7 +36,9 @@ FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt"|<div class="celltoolbar")')
 # Links of the page of what is not there, which the theme writes for the root of a server.
 ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
-ASTRAY = '<p>There is no such page here. <a href="index.html">The first page</a> leads to the others, as does the search.</p>'
+ASTRAY = (
+    '<p>There is no such page. <a href="index.html">The first page</a> leads to the others, as does the search.</p>'
+)
 SERVED = '<script>if (location.protocol.startsWith("http")) document.write(\'<base href="/">\')</script>'
 
 

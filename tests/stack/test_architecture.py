@@ -13,7 +13,9 @@ PACKAGE = ROOT / "twell_lab"
 
 def rooms() -> list[str]:
     """The rooms in the order of the page, the upper ones first."""
-    (table,) = re.findall(r"^\| room \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    (table,) = re.findall(
+        r"^\| room \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "architecture.md").read_text(), re.M
+    )
     return re.findall(r"^\| `(\w+)` \|", table, re.M)
 
 

@@ -57,6 +57,25 @@ def test_the_reference_has_the_face_of_the_library(site):
     page = (site / "reference.html").read_text(encoding="utf-8")
     for name in ("sparsify", "profile", "plan", "SparseFFN", "TrainConfig", "pack"):
         assert re.search(rf'id="twell_lab\.[\w.]*\.{name}"', page), name
+    listed = page[page.index("<table") : page.index("</table>")]
+    assert re.search(r'href="#[\w.]+\.sparsify"><code>tl\.sparsify</code></a></td>\s*<td>Swap every ReLU', listed)
+    assert listed.count("href=") == len(re.findall(r'<h2 id="twell_lab\.', page))
+
+
+def test_the_menu_lists_the_kernels_as_their_index_does_and_windows_say_what_they_are_about(site):
+    page = (site / "kernels" / "smxx_pack.html").read_text(encoding="utf-8")
+    assert "<title>pack: a dense gate to TwELL words - " in page
+    menu = page[page.index("md-nav--primary") : page.index("md-content")]
+    index = (ROOT / "docs" / "kernels" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r'href="(\w+)\.html" class="md-nav__link', menu)
+    own = list(dict.fromkeys(each for each in named if re.match("smxx_|sm80_|sm90_", each)))
+    assert own == re.findall(r"\]\((\w+)\.md\)", index.partition("## The pages")[2])
+
+
+def test_the_page_of_what_is_not_there_leads_on(site):
+    page = (site / "404.html").read_text(encoding="utf-8")
+    article = page[page.index("<article") : page.index("</article>")]
+    assert "There is no such page" in article and 'href="index.html"' in article
 
 
 def test_pages_load_nothing_from_elsewhere(site):
@@ -92,6 +111,8 @@ def test_the_search_knows_words_and_no_signs_of_the_page(site):
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     entries = json.loads(index[index.index("{") :].rstrip().removesuffix(";"))["docs"]
     assert any(entry["location"] == "notebooks/glossary.html#twell" for entry in entries)
+    between = json.loads(index[index.index("{") :].rstrip().removesuffix(";"))["config"]["separator"]
+    assert "smxx_pack" in re.split(between, "kernels/smxx_pack.cu") and "2.5" in re.split(between, "by 2.5 times")
     for entry in entries:
         assert "notebooks/index" in entry["location"] or "nbval" not in entry["text"] or ".ipynb" in entry["text"]
         assert not re.search("\u00b6|Copied!|In \\[", entry["title"] + entry["text"]), entry["location"]
