@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..simulator.report import runs
+from ..simulator.trace import Trace
+
+UNWRITTEN = -559038737  # what integer outputs of kernels hold before a launch; those of floats hold NaN
 CLOSE = 1e-4  # the largest error of an answer that passes, relative to the size of the exact result
 
 
@@ -137,3 +142,57 @@ def skipping(answer: Callable, given: tuple, most: int, asked: str):
             "are skipped."
         )
     return got
+
+
+# ---- kernels: what the steps of one block say, beside the result ----
+
+
+def not_met(trace: Trace) -> str | None:
+    """What is wrong where threads of a block do not meet, in words; None where all do.
+
+    A launch in which a thread leaves the kernel before a barrier, or before an operation whose mask names it, ends in
+    the simulator, and may end on a GPU: what has left holds nobody up. Whether the others had waited is chance, so
+    that every thread is asked to come.
+    """
+    barriers = Counter({thread: 0 for thread in range(math.prod(trace.block_shape))})
+    for step in trace:
+        if step.kind == "barrier":
+            barriers.update(step.threads)
+        if step.absent:
+            first, last = runs(thread % 32 for thread in step.absent)[0]
+            one = first == last
+            lanes = f"lane {first} is" if one else f"lanes {first} to {last} are"
+            votes = step.operation in ("__ballot_sync", "__any_sync", "__all_sync")
+            return (
+                f"{lanes} named in the mask of {step.operation} and never {'comes' if one else 'come'} to it: let "
+                f"{'it' if one else 'them'} {'vote no' if votes else 'come, too'}."
+            )
+    (most, high), (least, low) = (barriers.most_common()[end] for end in (0, -1))
+    if high == low:
+        return None
+    return f"thread {most} comes to {high} barriers and thread {least} to {low}: every thread has to come to each."
+
+
+def coming(trace: Trace) -> str:
+    """A sentence, after a blank, for a wrong result: where lanes come to warp-wide operations not equally often."""
+    times = Counter({thread: 0 for thread in range(math.prod(trace.block_shape))})
+    names = {}
+    for step in trace:
+        if step.kind == "warp":
+            times.update(step.threads)
+            names[step.operation] = True
+    different = sorted(set(times.values()))
+    if len(different) < 2:
+        return ""
+    often = f"{', '.join(map(str, different[:-1]))} or {different[-1]}"
+    return f" Lanes come to {' and '.join(names)} {often} times: all that the mask names have to come to each."
+
+
+def added_to(trace: Trace, array: str) -> bool:
+    """Whether a block reads or updates an element of an output before any of its threads has written it."""
+    written: set[int] = set()
+    for step in trace.touching(array):
+        if step.kind != "write" and not written.issuperset(step.covered):
+            return True
+        written.update(step.covered)
+    return False

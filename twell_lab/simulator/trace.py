@@ -34,6 +34,7 @@ class Step:
     index of the first element a lane touches, in the flat array (None outside every array); count: how many
     neighbours it touches (0: a part of one). values: what was read or, after a write or an atomic, is there:
     numbers, or a tuple of `count` of them; the result of a collective; the watched value. name: what is watched.
+    absent: of a "warp" step, the threads that its mask names and that had left the kernel by then.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Step:
     count: int
     values: tuple
     name: str | None
+    absent: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """One sentence: "warp 0, smxx_pack.cu:58: 3 lanes write packed[33..35]"."""
@@ -195,7 +197,7 @@ class Trace(Sequence):
         made, end = [], 0
         for index, row in enumerate(steps):
             mine, end = slice(end, end + int(row["lanes"])), end + int(row["lanes"])
-            made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names))
+            made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names, math.prod(block_shape)))
         changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
         return cls(made, {array.name: array for array in arrays}, tuple(block_shape), changes, truncated)
 
@@ -301,7 +303,16 @@ class Trace(Sequence):
 # ---- decoding ----
 
 
-def _step(index: int, row, lanes: np.ndarray, values: list, lines: Mapping, arrays: list, names: Sequence[str]) -> Step:
+def _step(
+    index: int,
+    row,
+    lanes: np.ndarray,
+    values: list,
+    lines: Mapping,
+    arrays: list,
+    names: Sequence[str],
+    threads: int,
+) -> Step:
     kind = KINDS[int(row["kind"])]
     path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
     owners = [arrays[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
@@ -325,7 +336,14 @@ def _step(index: int, row, lanes: np.ndarray, values: list, lines: Mapping, arra
         count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
         values=tuple(values),
         name=names[int(row["name"])] if kind == "watch" else None,
+        absent=_absent(int(row["warp"]), lanes, threads) if kind == "warp" else (),
     )
+
+
+def _absent(warp: int, lanes: np.ndarray, threads: int) -> tuple[int, ...]:
+    """The threads of a block of `threads` whose bits stand beside the result of a warp-wide operation."""
+    bits = int(np.bitwise_or.reduce(np.ascontiguousarray(lanes["value"][:, 8:12]).view("<u4").reshape(-1)))
+    return tuple(thread for thread in range(32 * warp, min(32 * warp + 32, threads)) if bits >> thread % 32 & 1)
 
 
 def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:

@@ -54,7 +54,7 @@ WRONG = {
     ("guard", "one too many"): (lambda: changed("guard", ("i < n", "i <= n")), "x[37], out of bounds: there are 37."),
     ("guard", "block forgotten"): (
         lambda: changed("guard", ("blockIdx.x * blockDim.x + ", "")),
-        "both write out[0] without an atomic.",
+        "both write out[0]; each place is one thread's. Is i the number in the whole grid?",
     ),
     ("guard", "shortcut"): (
         lambda: with_body("guard", "if (blockIdx.x + threadIdx.x == 0) for (int i = 0; i < n; ++i) out[i] = 2 * x[i];"),
@@ -62,7 +62,7 @@ WRONG = {
     ),
     ("grid_stride", "step of a block"): (
         lambda: changed("grid_stride", ("i += threads", "i += blockDim.x")),
-        "both write out[32] without an atomic.",
+        "both write out[32]; each place is one thread's. Is i the number in the whole grid?",
     ),
     ("grid_stride", "no loop"): (
         lambda: with_body("grid_stride", HEAD + "if (i < n) out[i] = 2 * x[i];"),
@@ -140,6 +140,10 @@ WRONG = {
         ),
         "thread 0 comes to 6 barriers and thread 63 to 0: every thread has to come to each.",
     ),
+    ("block_sum", "added to the output"): (
+        lambda: with_body("block_sum", "atomicAdd(&out[blockIdx.x], x[blockIdx.x * 64 + threadIdx.x]);"),
+        "out does not begin at 0: write it, do not add to it.",
+    ),
     ("block_sum", "starts too low"): (lambda: changed("block_sum", ("half = 32", "half = 16")), "out[0] should be"),
     ("block_sum", "shortcut"): (
         lambda: with_body(
@@ -164,7 +168,27 @@ WRONG = {
     ),
     ("ballot_count", "every lane writes"): (
         lambda: changed("ballot_count", ("if (lane == 0) ", "")),
-        "both write counts[",
+        "both write counts[0]; each place is one thread's.\n",
+    ),
+    ("ballot_count", "added to the output"): (
+        lambda: with_body(
+            "ballot_count",
+            "if (threadIdx.x < width && x[blockIdx.x * width + threadIdx.x] > 0) atomicAdd(&counts[blockIdx.x], 1);",
+        ),
+        "counts does not begin at 0: write it, do not add to it.",
+    ),
+    ("ballot_count", "ballot of the lanes with a value"): (
+        lambda: with_body(
+            "ballot_count",
+            "if (threadIdx.x < width) {\n"
+            "    const unsigned v = __ballot_sync(0xffffffffu, x[blockIdx.x * width + threadIdx.x] > 0);\n"
+            "    if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);\n}",
+        ),
+        "lanes 27 to 31 are named in the mask of __ballot_sync and never come to it: let them vote no.",
+    ),
+    ("ballot_count", "a return before the ballot"): (
+        lambda: changed("ballot_count", ("const bool fires", "if (lane >= width) return;\n    const bool fires")),
+        "lanes 27 to 31 are named in the mask",
     ),
     ("ballot_count", "zeros too"): (lambda: changed("ballot_count", ("] > 0", "] >= 0")), "counts[0] should be"),
     ("ballot_count", "shortcut"): (
@@ -272,6 +296,13 @@ WRONG = {
         ),
         "packed[6][0] should be 5; yours is 0",
     ),
+    ("pack_words", "ballot of those that fire"): (
+        lambda: changed(
+            "pack_words",
+            ("const unsigned votes = __ballot", "if (!fires(value)) continue;\n        const unsigned votes = __ballot"),
+        ),
+        "Lanes come to __ballot_sync 0, 1 or 2 times: all that the mask names have to come to each.",
+    ),
     ("pack_words", "own lane counted"): (
         lambda: changed("pack_words", ("(1u << lane) - 1", "(2u << lane) - 1")),
         "packed[",
@@ -339,7 +370,13 @@ OTHERS = {
         "if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;\n__syncthreads();\n"
         "if (threadIdx.x == 0) out[blockIdx.x] = part[0] + part[1];",
     ),
-    ("ballot_count", "after a return"): lambda: with_body(
+    ("ballot_count", "a mask of the lanes with a value"): lambda: with_body(
+        "ballot_count",
+        "if (threadIdx.x >= width) return;\nconst unsigned all = width < 32 ? (1u << width) - 1 : ~0u;\n"
+        "const unsigned v = __ballot_sync(all, x[blockIdx.x * width + threadIdx.x] > 0);\n"
+        "if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);",
+    ),
+    ("ballot_count", "written by another lane"): lambda: with_body(
         "ballot_count",
         "bool yes = false;\nif (threadIdx.x < width) yes = x[blockIdx.x * width + threadIdx.x] > 0;\n"
         "const int n = __popc(__ballot_sync(0xffffffffu, yes));\nif (threadIdx.x == 31) counts[blockIdx.x] = n;",

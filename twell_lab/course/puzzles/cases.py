@@ -16,8 +16,7 @@ from torch import Tensor
 from ...formats.twell import TwELL
 from ...simulator.counts import SECTOR
 from ...simulator.program import Run
-
-UNWRITTEN = -559038737  # what integer outputs hold before the launch; those of floats hold NaN
+from ..verdicts import UNWRITTEN
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,6 @@ class Seen:
             for step in self.trace.touching(array)
             if step.kind == "read"
         )
-
-    def barriers(self) -> Counter[int]:
-        """Thread -> how many block barriers it came to; every thread of the block is in it."""
-        found = Counter({thread: 0 for thread in range(math.prod(self.trace.block_shape))})
-        for step in self.trace:
-            if step.kind == "barrier":
-                found.update(step.threads)
-        return found
 
     def operations(self) -> list[str]:
         """The warp-wide operations that hand something around, one for each time that a warp comes to one."""

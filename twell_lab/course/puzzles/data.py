@@ -13,8 +13,9 @@ from torch import Tensor
 from ... import simulator
 from ...core.errors import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
+from ..verdicts import UNWRITTEN, added_to, coming, not_met
 from . import gpu
-from .cases import PUZZLES, UNWRITTEN, Case, Seen
+from .cases import PUZZLES, Case, Seen
 
 _HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
@@ -50,12 +51,13 @@ def judge(name: str, file: str | Path) -> Verdict:
                 trace=case.look,
                 seconds=SECONDS,
             )
+            if added := _added(case, before, run.trace):
+                return Verdict(False, f"{added} does not begin at 0: write it, do not add to it.")
             if empty := _empty(case, before):
                 return Verdict(False, f"{empty} is empty.")
             if wrong := _wrong(case, case.arguments, before):
-                return Verdict(False, f"with {case.said}: {wrong}")
-            seen = Seen(run)
-            if missed := _uneven(seen) or puzzle.point(case, seen):
+                return Verdict(False, f"with {case.said}: {wrong}{coming(run.trace)}")
+            if missed := not_met(run.trace) or puzzle.point(case, Seen(run)):
                 return Verdict(False, f"the result is right. But with {case.said}, {missed}")
     except Fault as fault:
         return Verdict(False, f"with {case.said}: {in_words(fault, case)}")
@@ -146,9 +148,16 @@ def in_words(fault: Fault, case: Case) -> str:
         if _is(given):
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
+        names = list(PUZZLES)
+        early = names.index(fault.kernel) < names.index("neuron_counts")  # which is about atomics
         if verb == "wrote" and " writes it" in str(fault):
-            return f"{thread} and {other} both write {place} without an atomic.{where}"
-        what = "one of them writes, and without an atomic nothing says which comes first"
+            asked = " without an atomic."
+            if early:
+                asked = "; each place is one thread's."
+                if fault.block != fault.other_block and "n" in case.arguments:
+                    asked += " Is i the number in the whole grid?"
+            return f"{thread} and {other} both write {place}{asked}{where}"
+        what = f"one of them writes, and {'' if early else 'without an atomic '}nothing says which comes first"
         return f"{thread} and {other} use {place}, {what}.{where}"
     if isinstance(fault, faults.SharedRace):
         verb = "writes" if verb == "wrote" else "reads"
@@ -168,13 +177,12 @@ def _thread(thread: int | None, block: int | None, case: Case) -> str:
     return f"thread {thread} of block {block}{number}"
 
 
-def _uneven(seen: Seen) -> str | None:
-    """What is wrong where threads of a block come to different numbers of barriers (threads that have left the kernel
-    hold nobody up, so such a launch may end)."""
-    (most, high), (least, low) = (seen.barriers().most_common()[end] for end in (0, -1))
-    if high == low:
-        return None
-    return f"thread {most} comes to {high} barriers and thread {least} to {low}: every thread has to come to each."
+def _added(case: Case, before: Mapping[str, Tensor], trace: Trace) -> str | None:
+    """The first output that holds no zeros before the launch, and of which the kernel uses what it holds; else None."""
+    for name in set(case.wanted) & set(trace.arrays):
+        if before[name].ne(0).all() and added_to(trace, name):
+            return name
+    return None
 
 
 def _empty(case: Case, before: Mapping[str, Tensor]) -> str | None:

@@ -109,6 +109,7 @@ static void complete(Worker& worker, Warp& w, uint32_t lanes) {
         } else {
             t.got = common;
         }
+        t.absent = t.mask & ~w.alive;
         t.waiting = false;
     }
     w.waiting &= ~lanes;

@@ -128,7 +128,7 @@ struct Thread : SimThread {
     bool waiting, done;
     // The operation it waits in, what it gives to it, and what it got from it.
     int wait_kind, parameter, width;
-    uint32_t mask;
+    uint32_t mask, absent;  // absent: lanes that the mask names and that had left the kernel
     uint64_t given, got, wait_pc;
     // Watched builds only.
     uint32_t site;             // the function it is in, as a place in the tree of calls

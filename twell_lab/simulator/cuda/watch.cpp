@@ -343,6 +343,7 @@ HOOK void __sanitizer_cov_trace_pc() {  // the most frequent of all: nothing but
 void watch_collective(Thread& me, int kind, uint64_t pc) {
     log_event(me, 0, 8, kind, NOWHERE, pc);
     memcpy(me.log.back().value, &me.got, 8);
+    if (kind == WARP_WIDE) memcpy(me.log.back().value + 8, &me.absent, sizeof me.absent);
 }
 
 extern "C" __attribute__((noinline)) void sim_atomic(const void* p, int bytes, const void* place) {
