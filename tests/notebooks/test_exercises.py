@@ -142,6 +142,34 @@ WRONG_KERNELS = {
         "        counts[blockIdx.x] = count;\n    }",
         "the counts are right, but the loads touch",
     ),
+    ("tile_counts", "a vote of the lanes with a value"): (
+        "        const int c = base + threadIdx.x;\n"
+        "        count += __popc(__ballot_sync(ALL_LANES, c < width && fires(in[c])));",
+        "        const int c = base + threadIdx.x;\n"
+        "        if (c < width) count += __popc(__ballot_sync(ALL_LANES, fires(in[c])));",
+        "lanes 24 to 31 are named in the mask of __ballot_sync and never come to it: let them vote no.",
+    ),
+    ("tile_counts", "added to the output"): (
+        "if (threadIdx.x == 0) counts[blockIdx.y * gridDim.x + blockIdx.x] = count;",
+        "if (threadIdx.x == 0) counts[blockIdx.y * gridDim.x + blockIdx.x] += count;",
+        "counts does not begin at 0: write it, do not add to it.",
+    ),
+    ("row_counts", "added to the output"): (
+        "    if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;\n    __syncthreads();\n"
+        "    if (threadIdx.x == 0) counts[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
+        "    if (threadIdx.x % WARP == 0) atomicAdd(&counts[blockIdx.x], count);",
+        "counts does not begin at 0: write it, do not add to it.",
+    ),
+    ("row_counts", "a barrier for the lanes that write"): (
+        "    __syncthreads();",
+        "    if (threadIdx.x % WARP == 0) __syncthreads();",
+        "thread 0 comes to 1 barriers and thread 127 to 0: every thread has to come to each.",
+    ),
+    ("unpack", "the count too, after the values"): (
+        "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;",
+        "if (threadIdx.x > words[0]) return;",
+        "found a GlobalRace",
+    ),
     ("unpack", "what lies past the count"): (" || threadIdx.x > words[0]", "", "found a GlobalRace"),
     ("unpack", "the count as a value"): ("threadIdx.x == 0 || ", "", "found a GlobalRace"),
     ("unpack", "columns within their tiles"): ("blockIdx.x * 256 + word_column", "word_column", "found a GlobalRace"),

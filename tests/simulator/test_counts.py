@@ -13,8 +13,9 @@ from tests.simulator import modelled
 from twell_lab import simulator
 from twell_lab.core import folders
 from twell_lab.core.errors import InputError
+from twell_lab.layers.paths.cost import CACHE_USED
 from twell_lab.simulator import counts as counting
-from twell_lab.simulator.counts import H100, Counts, Gpu, Traffic, predicted_time
+from twell_lab.simulator.counts import H100, Counts, Footprint, Gpu, Traffic, predicted_time
 from twell_lab.simulator.report import ArrayInfo
 
 
@@ -125,6 +126,28 @@ def test_the_prediction_is_the_slowest_part():
     assert predicted.bounds == {"device memory": 16.0, "L2 cache": 6.4, "L1 cache": 2.25}
     assert (predicted.seconds, predicted.limit) == (16.0, "device memory")
     assert "16000" in str(predicted) and str(predicted).index("device") < str(predicted).index("<-")
+
+
+def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
+    counts = Counts(footprints={"w": Footprint(read_sectors=40, block_read_sectors=140, bytes=1280)})  # 4 rows of 320
+
+    def memory(kept_bytes: float, rows) -> float:
+        gpu = Gpu("toy", 1, 1.0, memory_bytes_per_s=32.0, l2_bytes_per_s=32.0, source="made up", kept_bytes=kept_bytes)
+        return predicted_time(counts, gpu, rows).bounds["device memory"]  # sectors
+
+    often = [1, 6, 2, 1]
+    assert memory(0, {}) == memory(1280, {"w": often}) == 40  # nothing is known of rows; all fit
+    assert memory(640, {"w": often}) == pytest.approx(40 + 0.2 * 100)  # the two that are read most are kept
+    assert memory(639, {"w": often}) == pytest.approx(40 + 0.4 * 100)
+    assert memory(0, {"w": often}) == pytest.approx(140)
+    with pytest.raises(InputError, match="'x'.*touched w"):
+        memory(0, {"x": often})
+
+
+def test_an_h100_keeps_what_its_datasheet_and_the_planner_say():
+    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
+    (l2,) = [gpu["l2_mb"] for gpu in sheet["gpus"] if gpu["name"] == H100.name]
+    assert H100.kept_bytes == CACHE_USED * l2 * 2**20
 
 
 def test_packing_is_predicted_as_the_kernel_header_says():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -249,7 +250,11 @@ _NOTHING = Tally()
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak."""
+    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak.
+
+    kept_bytes: how many bytes of rows that are read again and again its L2 cache keeps, the most read ones; infinite
+    where that is not known.
+    """
 
     name: str
     multiprocessors: int
@@ -257,6 +262,7 @@ class Gpu:
     memory_bytes_per_s: float
     l2_bytes_per_s: float
     source: str
+    kept_bytes: float = math.inf
 
 
 H100 = Gpu(
@@ -266,7 +272,9 @@ H100 = Gpu(
     3.0e12,
     7.4e12,
     source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
-    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
+    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run; its L2 has 50 "
+    "MiB, of which four fifths are taken to keep rows, as where layers are planned",
+    kept_bytes=0.8 * 50 * 2**20,
 )
 
 
@@ -301,23 +309,48 @@ class Prediction:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
+def _read_again(
+    footprints: Mapping[str, Footprint], kept_bytes: float, rows: Mapping[str, np.ndarray | Sequence[float]]
+) -> float:
+    """Sectors that come from memory once more for a block, since the L2 no longer keeps their row."""
+    if unknown := set(rows) - set(footprints):
+        raise InputError(f"rows names {sorted(unknown)}; this launch touched {', '.join(footprints)}")
+    if not rows:
+        return 0.0
+    shares = {name: np.asarray(often, float) / np.sum(often) for name, often in rows.items()}
+    share = np.concatenate([*shares.values()])
+    array = np.repeat(np.arange(len(shares)), [len(each) for each in shares.values()])
+    size = np.array([footprints[name].bytes / len(each) for name, each in shares.items()])[array]
+    order = np.argsort(-share, kind="stable")
+    lost = order[np.cumsum(size[order]) > kept_bytes]
+    asked = np.array([max(0, footprints[name].block_read_sectors - footprints[name].read_sectors) for name in shares])
+    return float((share[lost] * asked[array[lost]]).sum())
+
+
+def predicted_time(
+    counts: Counts, gpu: Gpu = H100, rows: Mapping[str, np.ndarray | Sequence[float]] = MappingProxyType({})
+) -> Prediction:
     """How long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
 
-    "device memory": every different sector once, read and written. "L2 cache": the different sectors that each
+    rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Where not
+    all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block
+    that reads them. Raises InputError for an array that was not touched.
+
+    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different sectors that each
     block reads, as if the L1 cache kept them until the block ends, and the sectors of every write, which it
     passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
     takes its multiprocessor a cycle. (The counters of an H100 confirm the last for one thread a tile: pack_v1
     keeps that part of the multiprocessors busy 99% of their time, and 4 of 5 sectors never get to the L2.)
     """
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
+    again = _read_again(counts.footprints, gpu.kept_bytes, rows)
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())
     passed_on += counts.global_writes.sectors + counts.atomics.sectors
     looked_up = sum(sort.lines + sort.wavefronts for sort in counts.traffic.values())
     return Prediction(
         gpu,
         {
-            "device memory": SECTOR * unique / gpu.memory_bytes_per_s,
+            "device memory": SECTOR * (unique + again) / gpu.memory_bytes_per_s,
             "L2 cache": SECTOR * passed_on / gpu.l2_bytes_per_s,
             "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
         },

@@ -182,6 +182,30 @@ def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
     assert (rows[0]["tokens"], rows[0]["d_model"], rows[0]["d_ff"]) == (32, 64, 256)
 
 
+def largest_gradient(rates: torch.Tensor, tokens: int, shrink: torch.Tensor) -> float:
+    """Of torch's dense layer in float32, with neurons of these firing rates; shrink: what divides each one's `down`."""
+    layer, (x, *_) = measure.drawn(rates, tokens, measured.D_MODEL, torch.float16, "cpu", shrink=1.0)
+    weights = [part.weight.float() for part in (layer.gate_proj, layer.up_proj, layer.down_proj)]
+    weights[2] /= shrink
+    dy = measured.SIZE * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    asked = [each.requires_grad_() for each in (x.float(), *weights)]
+    made = training.step_of(training.dense_layer, asked[1:], asked[:1], [dy])(0)
+    return max(each.abs().max().item() for each in made)
+
+
+def test_no_gradient_of_your_own_steps_is_more_than_float16_holds():
+    """Of all tokens the busiest neurons, whose weights' gradients are the largest; of few tokens all neurons, for dx.
+    Where torch's dense layer gives infinity, nothing is timed."""
+    nnzs, room = (8.0, 29.0, 120.0), torch.finfo(torch.float16).max
+    rates = [measure.firing_rates(measured.D_FF, nnz) for nnz in nnzs]
+    busiest = torch.cat([each.topk(16).values for each in rates])
+    most = largest_gradient(busiest, measured.TOKENS, torch.tensor(nnzs).sqrt().repeat_interleave(16))
+    for nnz, each in zip(nnzs, rates, strict=True):
+        assert largest_gradient(each, 64, torch.tensor(nnz).sqrt()) < room / 4
+    assert most < room / 4  # other draws, and what is rounded on the way
+    assert most / measured.SIZE > room  # which is why they are made smaller
+
+
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
     dense = training.dense_layer
     monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: dense(x, gate, up, 2 * down))

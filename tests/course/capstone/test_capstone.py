@@ -117,13 +117,21 @@ WRONG = {
         "from its words and from the gate",
     ),
     "32 fit": (lambda: changed((COUNT, "if (count <= words) {")), "with 0, 31, 32, 33 and 256 values in a tile: "),
+    "a barrier in a loop that not all threads stay in": (
+        lambda: changed(("        *(uint4*)(y + (", "        __syncthreads();\n        *(uint4*)(y + (")),
+        "the result is right. But thread",
+    ),
+    "a barrier for some": (
+        lambda: with_body("if (threadIdx.x % WARP == 0) __syncthreads();\n" + SCALAR),
+        "the result is right. But thread 0 comes to 1 barriers and thread",
+    ),
     "NaN lost": (
         lambda: changed(("if (fires(g[i]))", "if (to_float(g[i]) > 0)")),
         "with NaN, infinity, and zeros of both signs: y[3][0] should be nan",
     ),
     "zeros kept": (
         lambda: changed(("if (fires(g[i]))", "if (!(to_float(g[i]) < 0))")),
-        "rows of down_t were multiplied whose neuron is silent",
+        "What was used may be a silent neuron's row of down_t",
     ),
     "one pass over the columns": (
         lambda: changed(

@@ -25,6 +25,7 @@ MISSING = (
     f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
 )
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+SIZE = 2**-6  # of what comes from above: with 1, weights' gradients would pass what float16 holds, on GPUs that need it
 SPARSE = "forced twell"
 WHOLE = "whole step"
 BY_LAYER = "planned, compiled by layer"
@@ -197,7 +198,7 @@ def step_rows(
 
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
     inputs = [x.detach().requires_grad_() for x in inputs]
-    grads = [torch.randn_like(x) for x in inputs]
+    grads = [torch.randn_like(x) * SIZE for x in inputs]
     layers = {"dense eager": tables.dense_layer, SPARSE: tables.our_layer("twell")}
     calls = {path: tables.step_of(each, weights, inputs, grads) for path, each in layers.items()}
     for mine, theirs in zip(calls[SPARSE](0), calls["dense eager"](0), strict=True):

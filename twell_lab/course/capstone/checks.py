@@ -42,7 +42,7 @@ def _floor_bytes(answer) -> str:
         words = sum(-(-4 * (1 + count) // 32) * 32 for count in counts)
         want = words + 2 * 2048 * sum(counts)
         same(answer(list(counts), 2048), want, f"floor_bytes({counts}, d_model=2048)")
-    return "whole sectors of words, and 4 KB for every value."
+    return "whole sectors of words, the count's included, and a row of down_t for every value."
 
 
 def _least_us(answer) -> str:

@@ -21,12 +21,14 @@ from ...analysis.predict import rates_of
 from ...core.errors import CompileError, InputError, StackError, TwellError
 from ...core.files import read, reason
 from ...formats.twell import TILE, WORDS
+from ...layers.paths.cost import CACHE_USED
 from ...ops import measure, portable
-from ...simulator import Counts, Fault
+from ...simulator import Counts, Fault, faults
 from ...simulator.counts import SECTOR
 from ..recorded import device_and_day
+from ..verdicts import not_met
 from . import cases, gpu
-from .cases import COUNTED, D_FF, D_MODEL, TIMED
+from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
 SIGNATURE = """extern "C" __global__ void __launch_bounds__(THREADS)
 down(const word_t* packed, const value_t* gate, const value_t* down_t, value_t* y,
@@ -35,6 +37,7 @@ POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
 BRONZE_MEDAL, SILVER_MEDAL, GOLD_MEDAL = "bronze", "silver", "gold"
 LARGEST = 1 << 20  # bytes of a kernel's file
+STEPS = 10_000_000  # of a block that are kept, to see whether all threads meet: none of the launches makes as many
 SECONDS = 20.0  # a launch in the simulator may take: a loop that never ends is stopped
 USUAL_GPU = "H100 SXM"  # whose rates a prediction takes where the GPU here is unknown, or there is none
 _THREADS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+THREADS[ \t]+(\d+)[ \t]*(?://.*)?$", re.M)
@@ -107,13 +110,16 @@ def judge(file: str | Path) -> Judged:
         for of in (plainest, *others, cases.counted()):
             with_what = f"with {of.said}: "
             y, watch = of.y(), "faults" if of in others else "counts"
-            counts = _launch(program, of, y, threads, watch).counts
+            run = _launch(program, of, y, threads, watch)
+            counts = run.counts
             if found := cases.wrong(of, y) or counts and _silent_rows(program, of, counts):
                 return Judged(False, with_what + found)
+            if run.trace and (missed := not_met(run.trace)):
+                return Judged(False, f"{with_what}the result is right. But {missed}")
     except Fault as fault:
         kind = type(fault).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
-        return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}")
+        return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}{_crowded(program, of, fault)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Judged(False, str(error))
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
@@ -123,7 +129,20 @@ def judge(file: str | Path) -> Judged:
 
 def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
     arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
-    return program.launch("down", len(of.packed), threads, arguments, watch=watch, seconds=SECONDS)
+    counted = len(of.packed) == COUNTED and of.columns == D_FF  # more steps than are worth keeping
+    trace = None if counted else len(of.packed) - 1
+    return program.launch(
+        "down", len(of.packed), threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS
+    )
+
+
+def _crowded(program, of: cases.Case, fault: Fault) -> str:
+    """A line, with its line break, for a read past down_t in a row with tiles that overflow; else nothing."""
+    down_t = program.kernels["down"].parameters[POINTERS.index("down_t")].name
+    over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
+    if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
+        return ""
+    return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1"
 
 
 def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
@@ -182,7 +201,7 @@ def least_us(l2_bytes: float, memory_bytes: float, l2_rate: float, memory_rate: 
 @dataclass(frozen=True)
 class Predicted:
     """For TIMED rows on a GPU. l2_bytes: every sector that a block reads, once for each block, and what is written;
-    memory_bytes: every different sector once. limit: the slowest part of the GPU (simulator.predicted_time)."""
+    memory_bytes: every different sector once, and rows that the L2 does not keep for each block. limit: the slowest part of the GPU (simulator.predicted_time)."""
 
     gpu: str
     l2_bytes: int
@@ -198,8 +217,10 @@ def predicted(counts: Counts, device: str | None = None) -> Predicted:
     grown = counts.scaled(TIMED / COUNTED, same_size=[weights])
     touched = grown.footprints.values()
     l2_bytes = SECTOR * (sum(at.block_read_sectors for at in touched) + grown.global_writes.sectors)
-    memory_bytes = SECTOR * sum(at.read_sectors + at.written_sectors for at in touched)
-    bounds = simulator.predicted_time(grown, _as_simulated(rates))
+    often = measure.firing_rates(D_FF, NNZ).numpy()
+    simulated = _as_simulated(rates)
+    bounds = simulator.predicted_time(grown, simulated, {weights: often})
+    memory_bytes = round(bounds.bounds["device memory"] * simulated.memory_bytes_per_s)
     return Predicted(rates.device, l2_bytes, memory_bytes, 1e6 * bounds.seconds, bounds.limit)
 
 
@@ -211,7 +232,15 @@ def _as_simulated(rates) -> simulator.Gpu:
     properties = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     count, kilohertz = getattr(properties, "multi_processor_count", 0), getattr(properties, "clock_rate", 0)
     clock = 1e3 * kilohertz if count and kilohertz else math.inf
-    return simulator.Gpu(rates.device, count or 1, clock, rates.bandwidth, rates.l2, "analysis.predict.rates_of")
+    return simulator.Gpu(
+        rates.device,
+        count or 1,
+        clock,
+        rates.bandwidth,
+        rates.l2,
+        "analysis.predict.rates_of",
+        kept_bytes=rates.cache * CACHE_USED,
+    )
 
 
 def beside(guess_mb: float, guess_us: float, found: Predicted) -> str:

@@ -18,6 +18,7 @@ from ...bench import forward
 from ...core import folders
 from ...core.errors import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
+from ...layers.paths.cost import CACHE_USED
 from ...ops import measure, portable
 from ...records.evidence import noise
 from ...simulator import Counts, Fault, available, predicted_time
@@ -26,6 +27,7 @@ from ..notebook import sixteen_bits
 from ..recorded import device_and_day, timed_here
 
 NO_TAIL = (None, None, None)
+D_FF, NNZ = 5632, 29  # of the workloads that are timed
 NEAR = 1.25  # a time is near its prediction up to this factor, either way
 Times = dict[str, dict]
 
@@ -64,7 +66,7 @@ def on_the_gpu(gate: Tensor) -> str:
 # ---- workloads: the same on every machine ----
 
 
-def gate(rows: int, d_ff: int = 5632, nnz: int = 29) -> Tensor:
+def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
     """A gate before its ReLU, bfloat16 [rows, d_ff]: `nnz` positives a row, most often the columns that fire most.
 
     Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
@@ -83,7 +85,7 @@ class Layer:
     Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values.
     """
 
-    def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = 5632, nnz: int = 29) -> None:
+    def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = D_FF, nnz: int = NNZ) -> None:
         self.gate = gate(tokens, d_ff, nnz)
         self.x, self.up, self.down_t = (
             torch.from_numpy(noise(shape, 10 + i)).to(torch.bfloat16)
@@ -182,7 +184,16 @@ def gpu_here() -> Gpu | None:
     except InputError:
         return None
     clock = 1e3 * getattr(found, "clock_rate", 0) or H100.clock_hz  # older versions of torch do not say it
-    return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled")
+    kept = rates.cache * CACHE_USED
+    return Gpu(
+        found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept
+    )
+
+
+def _rows(counts: Counts) -> dict[str, np.ndarray]:
+    """How often each row of the weights is read that a launch on a `Layer` reads: as its neurons fire."""
+    often = measure.firing_rates(D_FF, NNZ).numpy()
+    return {name: often for name in ("up", "down_t") if name in counts.footprints}
 
 
 def against_time(
@@ -195,7 +206,8 @@ def against_time(
     """
     rows = []
     for version, each in counts.items():
-        bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each).bounds.items()}
+        rows_read = _rows(each)
+        bounds = {name: 1e3 * s for name, s in predicted_time(each, rows=rows_read).bounds.items()}
         time, mine = times.get(version, {}), (own or {}).get(version, {})
         rows.append(
             {
@@ -205,7 +217,7 @@ def against_time(
                 "recorded": time.get("where", ""),
                 "yours_ms": mine.get("ms"),
                 "yours": mine.get("where", ""),
-                "yours_predicted_ms": 1e3 * predicted_time(each, gpu).seconds if gpu and mine else None,
+                "yours_predicted_ms": 1e3 * predicted_time(each, gpu, rows_read).seconds if gpu and mine else None,
             }
         )
     return rows

@@ -18,7 +18,7 @@ from ...core.errors import InputError
 from ...formats.twell import TILE, WORDS
 from ...ops import decode, listed
 
-_CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to keep
+CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to keep
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Work:
         touched = (1 - (1 - frequency).clamp(min=0) ** tokens).sum().item() * row
         read = tokens * frequency.sum().item() * row
         missed = 0.0
-        if rates.cache and touched > rates.cache * _CACHE_USED:
-            kept = int(rates.cache * _CACHE_USED / row)
+        if rates.cache and touched > rates.cache * CACHE_USED:
+            kept = int(rates.cache * CACHE_USED / row)
             missed = tokens * frequency[kept:].sum().item() * row
         # The two overlap: with few tokens nearly every entry is the first to ask for its row, and waits for memory.
         return max(min(touched, read) / rates.bandwidth, (read - missed) / rates.l2 + missed / rates.bandwidth)
