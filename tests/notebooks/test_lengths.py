@@ -82,3 +82,16 @@ def test_the_minutes_are_the_same_in_the_tables_and_their_sums_are_the_hours():
         }
         hours = int(whole) + {"": 0, "¼": 0.25, "½": 0.5, "¾": 0.75}[part]
         assert abs(sum(numbered[number] for number in read) / 60 - hours) <= 0.25, which
+
+
+def test_comments_in_kernels_to_write_fit_the_box_of_a_page():
+    """The site cuts lines of code at some 90 characters, and what is asked stands in comments."""
+    asked = [
+        line
+        for name in NAMES
+        for cell in cells(name, "code")
+        if "".join(cell["source"]).startswith("%%writefile")
+        for line in "".join(cell["source"]).splitlines()
+        if "//" in line
+    ]
+    assert len(asked) > 20 and not [line for line in asked if len(line) > 85]

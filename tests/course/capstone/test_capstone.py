@@ -125,6 +125,10 @@ WRONG = {
         lambda: with_body("if (threadIdx.x % WARP == 0) __syncthreads();\n" + SCALAR),
         "the result is right. But thread 0 comes to 1 barriers and thread",
     ),
+    "a count taken for a number of words": (
+        lambda: changed((COUNT, "if (true) {")),
+        "of this row's tiles, some count 32, 33, 256, 60: each has 31 slots, words - 1",
+    ),
     "NaN lost": (
         lambda: changed(("if (fires(g[i]))", "if (to_float(g[i]) > 0)")),
         "with NaN, infinity, and zeros of both signs: y[3][0] should be nan",
@@ -167,6 +171,18 @@ WRONG = {
 
 def test_what_is_handed_out_and_the_answer_have_the_signature_that_is_launched():
     assert all(capstone.SIGNATURE in text for text in in_the_notebook())
+
+
+@needs_a_compiler
+def test_the_example_beside_the_task_copies_eight_values(tmp_path):
+    texts = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
+    (example,) = (found for text in texts for found in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL))
+    file = tmp_path / "example.cu"
+    arguments = "const value_t* down_t, value_t* y, int i"
+    file.write_text(f'#include "twell.cuh"\nextern "C" __global__ void example({arguments}) {{\n{example}}}\n')
+    values, y = torch.randn(24).bfloat16(), torch.zeros(24, dtype=torch.bfloat16)
+    simulator.compile(file, {"VALUE_BF16": True}).launch("example", 1, 1, (values, y, 8))
+    assert torch.equal(y[8:16], values[8:16]) and not y[:8].any() and not y[16:].any()
 
 
 @needs_a_compiler
