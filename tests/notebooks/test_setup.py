@@ -50,7 +50,7 @@ def test_setup_names_the_machine_and_returns_the_device(capsys):
 )
 def test_what_runs_depends_on_the_gpu(monkeypatch, capability, natively, recorded):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name, said in {"gpu": "T4", "stack_fault": None, "cupy_packages": ["cupy-cuda12x"]}.items():
         monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
     said = notebook_module.what_runs()
@@ -63,7 +63,7 @@ def test_what_runs_depends_on_the_gpu(monkeypatch, capability, natively, recorde
 )
 def test_without_a_fitting_cupy_no_kernel_runs_natively(monkeypatch, fault, builds, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name, said in {"gpu": "H100", "stack_fault": fault, "cupy_packages": builds}.items():
         monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
     assert notebook_module.what_runs().startswith(f"Natively: torch, no kernel ({why}). ")
@@ -81,8 +81,9 @@ def test_dtype_on_a_cpu():
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
 def test_an_older_gpu_gets_the_16_bits_that_it_has(capability, dtype, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert notebook_module.dtype_for("cuda") == notebook_module.sixteen_bits("cuda") == dtype
+    assert notebook_module.dtype_for(torch.device("cuda", 0)) == dtype
 
 
 def test_a_test_is_no_notebook(monkeypatch):

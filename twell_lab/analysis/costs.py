@@ -46,11 +46,11 @@ def compiling_saves(firing: Firing, rates: Rates, tokens: int, itemsize: int) ->
 
 @torch.no_grad()
 def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Rates:
-    """Measure a device with a few small calls (under a second, kernels compiled). dtype: bfloat16 on a GPU, else
-    float32."""
+    """Measure a device with a few small calls (under a second, kernels compiled). dtype: by default
+    that of ops.measure.dtype_for."""
     device = measure.present_device(device)
     large = device.type == "cuda"
-    dtype = dtype or (torch.bfloat16 if large else torch.float32)
+    dtype = dtype or measure.dtype_for(device)
     itemsize = dtype.itemsize
     source = torch.ones(2**28 if large else 2**25, dtype=torch.uint8, device=device)
     target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)

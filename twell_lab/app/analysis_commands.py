@@ -215,10 +215,10 @@ def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> P
 
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..ops.measure import present_device
+    from ..ops.measure import dtype_for, present_device
 
     device = present_device(options.device)
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    dtype = getattr(torch, options.dtype) if options.dtype else dtype_for(device)
     model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     return plan(

@@ -177,7 +177,7 @@ def model(options: argparse.Namespace) -> Answer:
 
     from .. import bench
     from ..bench.drawn import NAMES
-    from ..ops.measure import present_device
+    from ..ops.measure import dtype_for, present_device
 
     if options.out is not None:
         check_folder(options.out)
@@ -211,7 +211,7 @@ def model(options: argparse.Namespace) -> Answer:
         device = present_device(options.device)
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
         found, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
-        found = found.to(device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)).eval()
+        found = found.to(device, dtype or dtype_for(device)).eval()
         with terminated_like_interrupted():
             record = bench.model(found, text=windows.flatten(), **how)
         read = f"{windows.numel():,} tokens of {part.name}"

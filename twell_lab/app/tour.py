@@ -26,7 +26,7 @@ from ..core.files import check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.anatomy import feed_forwards
 from ..ops import operators, reference
-from ..ops.measure import present_device
+from ..ops.measure import dtype_for, present_device
 from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
@@ -237,10 +237,9 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
-    """Timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, bfloat16 on a GPU."""
+    """Timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a GPU."""
     found = feed_forwards(sparse.model)
-    on_gpu = found[0].up.weight.is_cuda
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    on_gpu, dtype = found[0].up.weight.is_cuda, dtype_for(found[0].up.weight.device)
     sizes = (1, 8, 64, 1024, 8192) if on_gpu else (1, 8, 64)
     # Tokens are drawn at random, because far more neurons fire for the first ones of a window than for the others.
     few = spread(windows, 2 * sizes[-1])
@@ -262,7 +261,7 @@ def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
     device = next(sparse.model.parameters()).device.type
     d_model, d_ff = (128, 512) if options.quick else (2048, 5632)
     if device == "cuda":
-        cases = [(tokens, torch.bfloat16, nnz) for nnz in (8, 29) for tokens in (1, 8, 64, 1024, 16384)]
+        cases = [(tokens, dtype_for(device), nnz) for nnz in (8, 29) for tokens in (1, 8, 64, 1024, 16384)]
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []

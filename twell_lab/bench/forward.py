@@ -45,7 +45,8 @@ def ffn(
     Args:
         tokens, d_model, d_ff: the sizes of the input and of the layer.
         nnz: how many neurons fire at a token, on average.
-        dtype: bfloat16, float16 or float32; by default bfloat16 on a GPU, float32 on a CPU.
+        dtype: bfloat16, float16 or float32; by default bfloat16 on a GPU, float16 on one that is older than
+            it (below sm_80), float32 on a CPU.
         device: by default a GPU where there is one.
         workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.measure.firing_rates).
         compiled: also time torch.compile of the dense layer.
@@ -62,7 +63,7 @@ def ffn(
     """
     _check_seconds(seconds)
     device = measure.present_device(device)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = dtype or measure.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
 

@@ -96,7 +96,7 @@ def model(
         cached: tokens of each sequence in a step of decoding, the new one among them; by default 512, or the context.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
             of each path is read, by default 3; 0 for no energy.
-        device, dtype: of a drawn model; by default a GPU where there is one, bfloat16 there and float32 on a CPU.
+        device, dtype: of a drawn model; by default a GPU where there is one, and the dtype of ops.measure.dtype_for.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
@@ -241,7 +241,7 @@ def _subject(model, device, dtype, firing, copies: int) -> _Subject:
         length = min(causal.context, LONGEST)
         return _Subject(type(model).__name__, first.device, length, causal.vocabulary, lambda: causal)
     place = measure.present_device(device)
-    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    dtype = dtype or measure.dtype_for(place)
     if isinstance(firing, (str, os.PathLike)):
         firing = FiringProfile.load(firing)
     if firing is not None and not isinstance(firing, FiringProfile):

@@ -62,6 +62,11 @@ def sources(rows: list[dict]) -> str:
     return "; ".join(dict.fromkeys(row["where"] for row in rows))
 
 
+def short(where: str) -> str:
+    """A row's `where` in few words, for a line that is printed."""
+    return where.replace("; stale: code has changed since", ", stale")
+
+
 def extremes(what: str, rows: list[dict], at: Callable[[dict], str], called: str) -> str:
     """The lowest and the highest `x` (times as fast as dense) of rows, and how many are below LEAST, in a sentence.
 

@@ -186,8 +186,19 @@ def time_cpu(
     return samples
 
 
-_READ = 0.0003  # seconds, about the least that a GPU takes to read a gigabyte
+_READ = 0.0003  # seconds, about the least that a GPU takes to read a gigabyte: what an H100 and an A100 are taken for
 _MOST_READS = 100  # before a call: what the host needs longer for is a call that waits for the device
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of GPU time of a call, after one that warms it up."""
+    call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def time_cuda(
@@ -196,18 +207,21 @@ def time_cuda(
     """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times; `warm`
     calls of each come before.
 
-    Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call, and
-    at most `most_reads` times: fewer where that call does for the first time what later ones need not do again.
+    Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call (and
+    by one read that is timed first, on a GPU that is slow to read), and at most `most_reads` times: fewer where that
+    call does for the first time what later ones need not do again.
     Afterwards the L2 cache holds nothing that the call needs, and meanwhile the launches have been prepared: so these
     are times of the device, not of the host.
     """
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
+    read = _seconds_of(flush.sum)
+    read = read if read > 2 * _READ else _READ  # a T4 takes some 3.5 ms
     reads = dict.fromkeys(calls, 1)
     for name, call in calls.items():
         for turn in range(warm):
             start = time.perf_counter()
             call(turn)
-            reads[name] = min(most_reads, 1 + int((time.perf_counter() - start) / _READ))
+            reads[name] = min(most_reads, 1 + int((time.perf_counter() - start) / read))
         torch.cuda.synchronize()  # or the next would wait in a full queue, and seem to take the host longer
     events: dict[Name, list] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -274,11 +288,12 @@ def graphed(call: Callable[[int], object], inputs: int = ROTATED) -> Callable[[i
     return lambda turn: graphs[turn % len(graphs)].replay()
 
 
-def dtype_for(device: str) -> torch.dtype:
+def dtype_for(device: str | torch.device) -> torch.dtype:
     """The fastest dtype: bfloat16 on a GPU that has it, float16 on an older GPU, float32 on a CPU."""
-    if device != "cuda":
+    device = torch.device(device)
+    if device.type != "cuda":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def device_name(device: torch.device) -> str:

@@ -272,8 +272,8 @@ H100 = Gpu(
     3.0e12,
     7.4e12,
     source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
-    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run; its L2 has 50 "
-    "MiB, of which four fifths are taken to keep rows, as where layers are planned",
+    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run; its L2 has "
+    "50 MiB, of which four fifths are taken to keep rows, as where layers are planned",
     kept_bytes=0.8 * 50 * 2**20,
 )
 
@@ -336,11 +336,12 @@ def predicted_time(
     all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block
     that reads them. Raises InputError for an array that was not touched.
 
-    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different sectors that each
-    block reads, as if the L1 cache kept them until the block ends, and the sectors of every write, which it
-    passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
-    takes its multiprocessor a cycle. (The counters of an H100 confirm the last for one thread a tile: pack_v1
-    keeps that part of the multiprocessors busy 99% of their time, and 4 of 5 sectors never get to the L2.)
+    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
+    different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors
+    of every write, which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the
+    banks of shared memory, takes its multiprocessor a cycle. (The counters of an H100 confirm the last for one
+    thread a tile: pack_v1 keeps that part of the multiprocessors busy 99% of their time, and 4 of 5 sectors
+    never get to the L2.)
     """
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
     again = _read_again(counts.footprints, gpu.kept_bytes, rows)

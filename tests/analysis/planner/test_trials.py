@@ -85,18 +85,29 @@ def test_bursts_take_turns_and_are_waited_for():
 
 
 @pytest.mark.parametrize(
-    "host_ms, most, reads", [(0.1, 100, 1), (1.0, 100, 4), (1.0, 3, 3), (40.0, 100, 100), (40.0, 4, 4)]
+    "host_ms, most, gigabyte_ms, reads",
+    [
+        (0.1, 100, 0.36, 1),
+        (1.0, 100, 0.36, 4),
+        (1.0, 100, 0.6, 4),
+        (1.0, 3, 0.36, 3),
+        (40.0, 100, 0.36, 100),
+        (40.0, 4, 0.36, 4),
+        (1.0, 100, 3.5, 1),
+        (40.0, 100, 3.5, 12),
+    ],
 )
-def test_before_a_call_is_timed_the_device_is_kept_busy_for_its_host(monkeypatch, host_ms, most, reads):
+def test_before_a_call_is_timed_the_device_is_kept_busy_for_its_host(monkeypatch, host_ms, most, gigabyte_ms, reads):
     machine, seen = Machine(host_ms / 1e3, 0.0), []
     made = SimpleNamespace(sum=lambda: seen.append("read"))
-    event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 7.0)
+    event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: gigabyte_ms)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
     monkeypatch.setattr(measure.torch, "zeros", lambda *_, **__: made)
     monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(measure.torch.cuda, "Event", lambda **_: event)
     found = measure.time_cuda({"it": machine.call}, 2, warm=1, most_reads=most)
-    assert found == {"it": [7.0, 7.0]} and seen == [*["read"] * reads, "event", "event"] * 2
+    first = ["read", "event", "read", "event"]  # of one read
+    assert found == {"it": [gigabyte_ms] * 2} and seen == first + [*["read"] * reads, "event", "event"] * 2
 
 
 @pytest.mark.parametrize("busy_ms, count, rounds", [(0.01, 10, 5), (0.5, 6, 5), (1.9, 3, 5), (2.0, 1, 2), (40.0, 1, 2)])

@@ -74,6 +74,20 @@ def test_all_rows_are_of_one_record_the_newest_that_timed_most(stored):
     assert not measured.recorded("RTX")
 
 
+def test_whole_models_are_those_of_the_newest_record_that_timed_them(stored):
+    older, newer = (
+        [each | {"ms": 50.0} for each in models()],
+        [each for each in models() if "8 layers" in each["workload"]],
+    )
+    stored(("training", compared() + compared(8.01) + older), ("training", compared() + newer))
+    rows = measured.recorded()
+    small, large = ([each for each in rows if name in each["workload"]] for name in ("small", "step, 8 layers"))
+    assert {each["ms"] for each in large} == {90.0} and {each["ms"] for each in small} == {50.0}
+    assert large[0]["where"] == "recorded on NVIDIA H100 80GB HBM3, 2026-11-22" != small[0]["where"]
+    layers = [each for each in rows if not each["workload"].startswith(measured.WHOLE)]
+    assert len(layers) == 10 and {each["where"] for each in layers} == {small[0]["where"]}
+
+
 def test_steps_of_other_numbers_of_tokens_and_graph_replays_are_not_read(stored):
     few, whole = (
         [each | more for each in compared()]
@@ -151,9 +165,18 @@ SIZES = {"dense": {"x": 3 * 2**20}, "sparse": {"x": 2**20}}
 def test_three_lines_say_what_the_numbers_say():
     rows = placed(compared(8.01, ms=1.2) + compared(60.0, ms=3.0) + compared(120.0, ms=6.6, choice="dense"))
     time, memory, whole = measured.three_lines(rows + placed(models()), SIZES)
-    assert time == "Sparse: 5.0 times as fast at nnz 8; overtaken by compiled dense between 60 and 120."
-    assert memory == "Kept: 3 MiB dense, 1 sparse." and whole == "Whole models, compiled: 0.98 to 1.30 times."
-    assert measured.three_lines(rows[:5], SIZES) == ["Sparse: 5.0 times as fast at nnz 8.", memory]
+    assert time == f"Sparse: 5.0 times as fast at nnz 8; overtaken by compiled dense between 60 and 120; {WHERE}."
+    assert (
+        memory == "Kept: 3 MiB dense, 1 sparse." and whole == "Whole models, compiled: 0.98 to 1.30 times; there, too."
+    )
+    assert measured.three_lines(rows[:5], SIZES) == [f"Sparse: 5.0 times as fast at nnz 8; {WHERE}.", memory]
+    other = [each | {"where": WHERE[:-2] + "25; stale: code has changed since"} for each in models()]
+    assert measured.three_lines(rows + other, SIZES)[-1].endswith("times; 2026-11-25, stale.")
+    own = [each | {"where": "yours, now, on my GPU"} for each in rows[:10]]
+    assert (
+        measured.own_line(own)
+        == "Sparse, yours, now, on my GPU: 5.00 at nnz 8, 2.00 at nnz 60 times as fast as torch's."
+    )
 
 
 def test_without_a_record_everything_says_so(stored):

@@ -162,17 +162,28 @@ def test_predictions_stand_beside_the_times():
 
 def test_three_lines_are_made_of_the_times():
     def row(version: str, predicted: float, measured: float | None) -> dict:
-        return {"version": version, "predicted_ms": {"a": predicted, "b": 0.1}, "measured_ms": measured}
+        found = {"version": version, "predicted_ms": {"a": predicted, "b": 0.1}, "measured_ms": measured}
+        return found | {
+            "recorded": "recorded on a GPU, today",
+            "yours_ms": 2 * predicted,
+            "yours": "yours, now, on my GPU",
+        }
 
     pack = [row("pack_v1", 1.0, 1.2), row("pack_v2", 1.0, 0.3), row("pack_v3", 1.0, 0.4)]
     gated = [row("gated_v1", 2.0, 4.0), row("gated_v2", 1.0, 0.8)]
     assert kernels.three_lines(pack, gated).splitlines() == [
         "pack: 1.200 to 0.300 ms (4.0x)",
         "gated: 4.000 to 0.800 ms (5.0x)",
-        "Within 1.25x of prediction: 2 of 5",
+        "Within 1.25x of prediction: 2 of 5; recorded on a GPU, today",
     ]
+    assert kernels.own_lines(pack, gated).splitlines() == [
+        "yours, now, on my GPU:",
+        "pack: 2.000 to 2.000 ms (1.0x)",
+        "gated: 4.000 to 2.000 ms (2.0x)",
+    ]
+    assert kernels.own_lines([each | {"yours_ms": None, "yours": ""} for each in pack]) == ""
     gated[0]["measured_ms"] = None
-    assert kernels.three_lines(gated) == "Within 1.25x of prediction: 1 of 1"
+    assert kernels.three_lines(gated) == "Within 1.25x of prediction: 1 of 1; recorded on a GPU, today"
 
 
 def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):

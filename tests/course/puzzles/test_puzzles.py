@@ -299,7 +299,10 @@ WRONG = {
     ("pack_words", "ballot of those that fire"): (
         lambda: changed(
             "pack_words",
-            ("const unsigned votes = __ballot", "if (!fires(value)) continue;\n        const unsigned votes = __ballot"),
+            (
+                "const unsigned votes = __ballot",
+                "if (!fires(value)) continue;\n        const unsigned votes = __ballot",
+            ),
         ),
         "Lanes come to __ballot_sync 0, 1 or 2 times: all that the mask names have to come to each.",
     ),

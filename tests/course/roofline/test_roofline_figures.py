@@ -17,6 +17,8 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
     assert len({(trace.marker.symbol, trace.marker.color) for trace in points}) == len(points)
+    sizes = [trace.marker.size for trace in points if trace.legendgroup == points[0].legendgroup]
+    assert sizes == sorted(set(sizes), reverse=True)  # one within another where they lie on one spot
 
 
 def test_the_versions_stand_beside_the_floor():
@@ -29,6 +31,7 @@ def test_the_versions_stand_beside_the_floor():
 
 def test_the_pool_shows_who_lies_where():
     figure = figures.pool_segment(roofline.pool_table([40, 10, 33, 90]))
+    assert figure.layout.title.text == "4 rows, one tile: who finds room in the pool"
     owners = [line for line in figure.data[2].customdata[0]]
     assert owners[:9] == ["row 0"] * 9 and owners[9:11] == ["row 2"] * 2 and owners[11] == "row 3, lost: never read"
     assert list(figure.data[0].y) == [31, 10, 31, 31] and list(figure.data[1].text) == ["", "", "", "lost"]

@@ -11,7 +11,9 @@ from .data import dense_saved, sparse_saved
 
 
 def _share_left(answer) -> str:
-    number(answer, (1 + 8 * 0.05) / 9, "the share of a step's multiplications that is left at 5%")
+    number(
+        answer, (1 + 8 * 0.05) / 9, "the share of a step's multiplications that is left at 5%", within=0.03
+    )  # 0.16 is near enough
     return "of nine products the gate's stays whole, and eight keep 5%: (1 + 8 * 0.05) / 9 = 16%."
 
 

@@ -346,14 +346,15 @@ def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
 
     sweep: data.capacity_sweep, capacities ascending; index: which of them is shown.
     """
+    counts = sweep[0]["counts"]
+    silent = f"; {none} tokens have none" if (none := counts.count(0)) else ""
     figure = make_subplots(
         rows=1,
         cols=2,
         column_widths=[0.6, 0.4],
         horizontal_spacing=0.14,
-        subplot_titles=["kept values of each token", "rows read, by capacity"],
+        subplot_titles=[f"kept values of each token{silent}", "rows read, by capacity"],
     )
-    counts = sweep[0]["counts"]
     figure.add_bar(
         x=list(range(len(counts))),
         y=counts,
@@ -468,8 +469,7 @@ def models(found: list[dict]) -> go.Figure:
             name=name,
             marker_color=colour,
             text=[f"{each[key]:.2f}" for each in found],
-            textposition="outside",
-            cliponaxis=False,
+            textposition="inside",  # above a bar it would lie on the line of 1
             customdata=[[each["mib"], each["dense_mib"]] for each in found],
             hovertemplate="%{y:.2f} times; eager %{customdata[0]:,.0f} MiB at most, torch %{customdata[1]:,.0f}",
         )
@@ -495,7 +495,7 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
         cols=2,
         column_widths=[0.64, 0.36],
         horizontal_spacing=0.13,
-        subplot_titles=["neurons firing for a token", "kept for the backward pass, MiB"],
+        subplot_titles=["neurons firing for a token", "kept for backward, MiB, before a change"],
     )
     steps = [row["step"] for row in history]
     for number, colour in zip(range(len(history[0]["nnz"])), plots.COLOURS, strict=False):

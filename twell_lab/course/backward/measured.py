@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import records
 from ...ops import measure
 from ..notebook import sixteen_bits
-from ..recorded import GRAPH, LOGNORMAL, device_and_day, rows_of, same, timed_here
+from ..recorded import GRAPH, LOGNORMAL, device_and_day, rows_of, same, short, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
@@ -47,17 +47,24 @@ KINDS = {
 def recorded(device: str = "H100") -> list[dict]:
     """Steps of a layer on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name.
 
-    One record, so that its times can be compared: of those that timed the most kinds of workload (KINDS, and whole
-    models), the newest. [] if there is none.
+    Layers: of one record, so that their times can be compared: of those that timed the most kinds of workload (KINDS,
+    and whole models), the newest. Whole models: each compares with its own dense step, so that each is of the newest
+    record that timed it. [] if there is none.
     """
-    best, most = [], 0
+    best, most, models = [], 0, {}
     for record in reversed(records.load_all()):
         rows = [row for row in record.rows if _wanted(row) and device in row["device"]] if record.name == NAME else []
+        where = rows and f"recorded on {device_and_day(rows[0]['device'], record.date, records.stale(record))}"
+        rows = [{**row, "where": where} for row in rows]
+        here: dict[tuple, list[dict]] = {}
+        for row in rows:
+            if _kind(row) == WHOLE:
+                here.setdefault((row["workload"], f"{row['nnz']:.2g}"), []).append(row)
+        models = here | models
         covered = len({(row["workload"], f"{row['nnz']:.2g}") for row in rows if _kind(row)})
         if covered > most:
-            where = f"recorded on {device_and_day(rows[0]['device'], record.date, records.stale(record))}"
-            best, most = [{**row, "where": where} for row in rows], covered
-    return best
+            best, most = [row for row in rows if _kind(row) != WHOLE], covered
+    return best + [row for each in models.values() for row in each]
 
 
 def _wanted(row: dict) -> bool:
@@ -161,10 +168,19 @@ def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]
     said = f"Sparse: {quick['x_dense']:.1f} times as fast at nnz {quick['column']}"
     if met := between(one, "dense compiled"):
         said += f"; overtaken by compiled dense between {met[0]:.0f} and {met[1]:.0f}"
-    lines = [f"{said}.", memory]
-    if models := [each["compiled"] for each in wholes(rows) if each["compiled"]]:
-        lines.append(f"Whole models, compiled: {min(models):.2f} to {max(models):.2f} times.")
+    lines = [f"{said}; {short(quick['where'])}.", memory]
+    if models := [each for each in wholes(rows) if each["compiled"]]:
+        times = [each["compiled"] for each in models]
+        days = [short(each["where"]).replace(f"{short(quick['where']).partition(', ')[0]}, ", "") for each in models]
+        days = [day for day in dict.fromkeys(days) if day not in lines[0]] or ["there, too"]
+        lines.append(f"Whole models, compiled: {min(times):.2f} to {max(times):.2f} times; {' and '.join(days)}.")
     return lines
+
+
+def own_line(own: list[dict]) -> str:
+    """What the reader's own steps (`yours`) come to, in a line."""
+    times = [f"{row['x_dense']:.2f} at nnz {row['column']}" for row in steps(own) if row["path"] == SPARSE]
+    return f"Sparse, {own[0]['where']}: {', '.join(times)} times as fast as torch's."
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:

@@ -270,8 +270,8 @@ def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:
     finite = exact.isfinite()
     if (y.isnan() & finite).any():
         return (
-            "No NaN fires there. What was used may be a silent neuron's row of down_t, the gate of a tile that fits its "
-            "words, or a word past the count (the slots of a tile are words - 1)."
+            "No NaN fires there. What was used may be a silent neuron's row of down_t, the gate of a tile that fits "
+            "its words, or a word past the count (the slots of a tile are words - 1)."
         )
     if ((y.double() - exact).abs() <= 0.1 * size)[finite].all() and finite.all():
         return "Nearly right: sums in 16 bits lose digits like this; keep them in float, and round once."

@@ -201,7 +201,8 @@ def least_us(l2_bytes: float, memory_bytes: float, l2_rate: float, memory_rate: 
 @dataclass(frozen=True)
 class Predicted:
     """For TIMED rows on a GPU. l2_bytes: every sector that a block reads, once for each block, and what is written;
-    memory_bytes: every different sector once, and rows that the L2 does not keep for each block. limit: the slowest part of the GPU (simulator.predicted_time)."""
+    memory_bytes: every different sector once, and rows that the L2 does not keep again for each block. limit: the
+    slowest part of the GPU (simulator.predicted_time)."""
 
     gpu: str
     l2_bytes: int

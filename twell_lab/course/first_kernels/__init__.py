@@ -9,6 +9,7 @@ from .data import (
     gate,
     gpu_here,
     on_the_gpu,
+    own_lines,
     pack,
     recorded,
     same_words,

@@ -5,7 +5,7 @@ Data in, data out, nothing drawn. The kernels run by `twell_lab.ops.portable` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...records.evidence import noise
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
-from ..recorded import device_and_day, timed_here
+from ..recorded import device_and_day, short, timed_here
 
 NO_TAIL = (None, None, None)
 D_FF, NNZ = 5632, 29  # of the workloads that are timed
@@ -185,9 +185,7 @@ def gpu_here() -> Gpu | None:
         return None
     clock = 1e3 * getattr(found, "clock_rate", 0) or H100.clock_hz  # older versions of torch do not say it
     kept = rates.cache * CACHE_USED
-    return Gpu(
-        found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept
-    )
+    return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept)
 
 
 def _rows(counts: Counts) -> dict[str, np.ndarray]:
@@ -235,16 +233,29 @@ def times_predicted(rows: list[dict]) -> str:
 
 def three_lines(*operations: list[dict]) -> str:
     """What the notebook comes to, made of the rows of `against_time` of each operation, the naive version first: what
-    the versions gained, and how many of them took about as long as predicted."""
-    lines = []
-    for rows in operations:
-        if all(row["measured_ms"] for row in rows):
-            first, last = rows[0]["measured_ms"], min(row["measured_ms"] for row in rows)
-            name = rows[0]["version"].partition("_")[0]
-            lines.append(f"{name}: {first:.3f} to {last:.3f} ms ({first / last:.1f}x)")
+    the versions gained, how many of them took about as long as predicted, and where."""
     found = [times for rows in operations for times in _ratios(rows)]
     near = sum(1 / NEAR <= times <= NEAR for times in found)
-    return "\n".join([*lines, f"Within {NEAR}x of prediction: {near} of {len(found)}"])
+    where = "; ".join(dict.fromkeys(row["recorded"] for rows in operations for row in rows if row["recorded"]))
+    last = f"Within {NEAR}x of prediction: {near} of {len(found)}" + (f"; {short(where)}" if where else "")
+    return "\n".join([*_gains(operations, "measured_ms"), last])
+
+
+def own_lines(*operations: list[dict]) -> str:
+    """What the versions gained on the reader's own GPU, as `three_lines` says it of the recorded one; "" without it."""
+    where = next((row["yours"] for rows in operations for row in rows if row["yours"]), None)
+    return "\n".join([f"{where}:", *_gains(operations, "yours_ms")]) if where else ""
+
+
+def _gains(operations: Iterable[list[dict]], key: str) -> list[str]:
+    """A line for each operation of which all versions were timed, the naive version first."""
+    lines = []
+    for rows in operations:
+        if all(row[key] for row in rows):
+            first, last = rows[0][key], min(row[key] for row in rows)
+            name = rows[0]["version"].partition("_")[0]
+            lines.append(f"{name}: {first:.3f} to {last:.3f} ms ({first / last:.1f}x)")
+    return lines
 
 
 def _ratios(rows: list[dict]) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import records
 from ...ops import measure
 from ...ops.measure import dtype_for
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, timed_here
+from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, sources, timed_here
 from ..roofline.data import floors, peaks, work
 
 NAME = "inference"  # how the names of the records begin
@@ -152,23 +152,25 @@ def estimate(nnz: float, tokens: int = 16384) -> tuple[float, float]:
     return dense, gate + sparse
 
 
-def crossing(found: dict[str, list[tuple[float, float]]], slow: str = TWELL, other: str = FUSED) -> float | None:
-    """The nnz from which `slow` takes longer than `other`, between two points of `by_nnz` on straight lines; None where
-    it is not between two of them."""
-    both = [(nnz, ms - dict(found[other])[nnz]) for nnz, ms in found.get(slow, ()) if nnz in dict(found.get(other, ()))]
+def crossing(found: dict[str, list[tuple[float, float]]], other: str = FUSED) -> tuple[float, float] | None:
+    """The two neighbouring nnz of `by_nnz` between which TwELL becomes slower than `other`; None where it is between no
+    two of them."""
+    both = [
+        (nnz, ms - dict(found[other])[nnz]) for nnz, ms in found.get(TWELL, ()) if nnz in dict(found.get(other, ()))
+    ]
     for (left, below), (right, above) in zip(both, both[1:]):
         if below <= 0 < above:
-            return left + (right - left) * -below / (above - below)
+            return left, right
     return None
 
 
 def crossing_sentence(found: dict[str, list[tuple[float, float]]]) -> str:
-    """From which nnz on both dense layers are faster than TwELL alone, in words."""
+    """Between which measured nnz both dense layers become faster than TwELL alone, in words."""
     if TWELL not in found:
         return MISSING
     ends = {path: crossing(found, other=path) for path in (FUSED, TORCH)}
-    fused, torch_ = (f"from {'nnz ' * (path == FUSED)}{nnz:.0f}" if nnz else "nowhere" for path, nnz in ends.items())
-    return f"fused wins {fused}, torch's {torch_}"
+    said = [f"from between {met[0]:.0f} and {met[1]:.0f}" if met else "nowhere" for met in ends.values()]
+    return f"by nnz: fused wins {said[0]}, torch's {said[1]}"
 
 
 # ---- where sparsity loses ----
@@ -198,11 +200,11 @@ def cells(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
 
 
 def losses(found: list[dict]) -> str:
-    """In how many of the cells of the map each path is slower than dense, in a line."""
+    """In how many of the cells of the map each path is slower than the dense layer run the same way, in a line."""
     if not found:
         return MISSING
     said = []
-    for path, name in ((PLANNED, "planned"), (TWELL, "TwELL")):
+    for path, name in ((PLANNED, "planned"), ("planned compiled", "planned and compiled"), (TWELL, "TwELL")):
         here = [cell["x"] for cell in found if cell["path"] == path]
         said.append(f"{name} in {sum(x < LEAST for x in here)} of {len(here)}")
-    return f"Cells slower than torch's layer: {', '.join(said)}."
+    return f"Cells slower than torch's layer: {', '.join(said)}; {sources(found)}."

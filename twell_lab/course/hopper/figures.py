@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from ... import plots
 from ..drawing import nothing
 from ..recorded import sources
-from .data import FUSED, PLANNED, TORCH, TWELL, by_nnz, estimate
+from .data import FEW, FUSED, PLANNED, TORCH, TWELL, by_nnz, estimate
 
 PATHS = {PLANNED: plots.BLUE, "planned compiled": plots.SKY, TWELL: plots.RED, TORCH: plots.INK, FUSED: plots.GREY}
 NAMES = {
@@ -116,7 +116,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
 
     cells: `data.cells`. A column is a workload; columns are grouped by the number of tokens at once.
     """
-    title = "Times as fast as torch's dense layer: blue wins, orange loses, empty: not recorded"
+    title = "Times as fast as torch's dense layer, by the GPU's clock: blue wins, orange loses, empty: not recorded"
     cells = [cell for cell in cells if cell["path"] in NAMES]
     if not cells:
         return nothing(title)
@@ -180,7 +180,8 @@ def loss_map(cells: list[dict]) -> go.Figure:
         range=[-0.7, first - 0.7],
     )
     figure.update_yaxes(showgrid=False, type="category")
-    figure = _from(figure, title, sources(cells), 200 + 32 * len(order))
+    where = f"{sources(cells)}; up to {FEW} tokens replayed from a CUDA graph; the README counts plain calls"
+    figure = _from(figure, title, where, 200 + 32 * len(order))
     figure.update_layout(margin_l=120)
     return figure.update_annotations(font_size=11)
 

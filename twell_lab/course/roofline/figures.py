@@ -69,7 +69,7 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
             legendgrouptitle_text=p["group"],
             marker={
                 "symbol": SYMBOLS[number % len(SYMBOLS)],
-                "size": 12,
+                "size": max(6, 20 - 2 * number),  # versions that lie on one spot are seen, one within another
                 "color": GROUPS.get(p["group"], plots.INK),
                 "opacity": 0.85,
             },
@@ -180,6 +180,7 @@ def pool_segment(rows: list[dict]) -> go.Figure:
     figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False, row=2, col=1)
     figure.update_yaxes(visible=False, row=2, col=1)
     figure.update_yaxes(title_text="values", row=1, col=1)
-    figure = plots.styled(figure, "", height=450).update_layout(barmode="stack", showlegend=False, margin_t=50)
+    title = f"{len(rows)} rows, one tile: who finds room in the pool"
+    figure = plots.styled(figure, title, height=480).update_layout(barmode="stack", showlegend=False, margin_t=80)
     figure.update_annotations(font_size=12)
     return figure
