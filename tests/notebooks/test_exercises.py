@@ -865,6 +865,13 @@ def test_what_the_library_has_already_is_no_answer_however_it_was_imported(name,
     assert getattr(theirs, "__func__", theirs).__code__ is body  # it works again
 
 
+def test_a_share_may_be_rounded_to_what_the_answer_says(capsys):
+    exercises.check("share_left", 0.16)
+    assert verdict(capsys).startswith(exercises.RIGHT)
+    exercises.check("share_left", 0.15)
+    assert verdict(capsys).startswith("Not yet: ")
+
+
 def test_a_packing_by_hand_is_right(capsys):
     exercises.check("pack_tile", pack_by_hand)
     assert verdict(capsys).startswith(exercises.RIGHT)

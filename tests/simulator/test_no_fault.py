@@ -179,3 +179,21 @@ def test_what_is_correct_is_not_blamed(kernel, correct):
             out.view(torch.int32)[0] = 0
         correct.launch(kernel, blocks, 64, (out, COUNT.clone(), number), watch=watch)
         assert right(out), (watch, out)
+
+
+def test_a_trace_names_the_lanes_that_had_left_before_an_operation_that_names_them(tmp_path):
+    """No fault: a lane that has left votes no. Lanes of a partial mask, and lanes that a narrow block has not, are none."""
+    file = tmp_path / "votes.cu"
+    file.write_text(
+        'extern "C" __global__ void votes(int* out, int n, unsigned mask) {\n'
+        "    if (threadIdx.x % 32 < n) out[threadIdx.x] = __popc(__ballot_sync(mask, 1));\n}\n"
+    )
+
+    def absent(threads: int, n: int, mask: int) -> list[tuple[int, ...]]:
+        out = torch.zeros(threads, dtype=torch.int32)
+        trace = simulator.compile(file).launch("votes", 1, threads, (out, n, mask), trace=0).trace
+        return [step.absent for step in trace if step.kind == "warp"]
+
+    every = 2**32 - 1
+    assert absent(64, 30, every) == [(30, 31), (62, 63)] and absent(64, 32, every) == [(), ()]
+    assert absent(32, 5, 0b11111) == [()] and absent(32, 5, 0b1011111) == [(6,)] and absent(20, 20, every) == [()]

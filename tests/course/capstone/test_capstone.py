@@ -364,6 +364,7 @@ def test_a_prediction_counts_each_row_for_each_block_and_memory_once(answer):
     assert found.us == pytest.approx(least) and found.limit == "L2 cache" and "H100" in found.gpu
     slower = capstone.predicted(capstone.judge(answer).counts, "T4")
     assert slower.gpu == "T4" and slower.us > 5 * found.us
+    assert slower.memory_bytes > 4 * found.memory_bytes  # its L2 keeps few of the rows of down_t
     assert capstone.gpu_rates("a GPU of nobody's").device == "H100 SXM"
 
 

@@ -189,6 +189,8 @@ def test_three_lines_are_made_of_the_times():
 def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
     counts = {"pack_v1": counted(lines=10, unique=10**6)}  # what memory delivers is the limit
     own = {"pack_v1": {"ms": 7.0, "where": "yours, now, on Tesla T4"}}
+    weights = Footprint(read_sectors=2**19, block_read_sectors=2**26, bytes=5632 * 4096)
+    rereading = Counts(footprints={"up": weights, "down_t": weights})
     here = SimpleNamespace(name="Tesla T4", multi_processor_count=40, clock_rate=1_590_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
@@ -198,6 +200,10 @@ def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
     assert row["yours_predicted_ms"] > 5 * max(row["predicted_ms"].values())
     said = f"yours, now, on Tesla T4, took/predicted: pack_v1 {7.0 / row['yours_predicted_ms']:.1f}"
     assert kernels.times_predicted([row]).splitlines() == ["no time is recorded", said]
+    (kept,) = kernels.against_time({"gated_v2": rereading}, {}, {"gated_v2": own["pack_v1"]}, gpu)
+    assert kept["predicted_ms"]["device memory"] < kept["predicted_ms"]["L2 cache"]  # an H100 keeps the rows that fire
+    once = 1e3 * simulator.predicted_time(rereading, gpu).bounds["device memory"]
+    assert kept["yours_predicted_ms"] > 5 * once  # a T4 keeps 4 MiB
     (row,) = kernels.against_time(counts, {}, own)
     assert "yours" not in kernels.times_predicted([row])
     here.name = "a GPU of next year"
