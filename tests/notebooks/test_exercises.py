@@ -287,9 +287,9 @@ def one_token_elementwise(x, gate, up, down):
     return (down.nan_to_num() * (g * (up.nan_to_num() * x).sum(1))).sum(1)  # no product of matrices, and all of them
 
 
-def cut_error(gate, up, down, threshold, shift=False):
+def cut_error(gate, up, down, threshold, shift=False, keeps=torch.gt):
     exact = down @ (gate.relu() * up)
-    kept = (gate - threshold).relu() if shift else gate * (gate > threshold)
+    kept = (gate - threshold).relu() if shift else gate.relu() * keeps(gate, threshold)
     return float((down @ (kept * up) - exact).norm() / exact.norm())
 
 
@@ -424,6 +424,9 @@ WRONG = {
         lambda activation: bool(activation(torch.zeros(1)) == 0),  # SiLU is zero there, too
         lambda activation: bool(activation(torch.tensor([-100.0])) == 0),  # nothing is left of SiLU's values there
         lambda activation: bool(activation(torch.tensor([-5.0, -4.0])).abs().sum() == 0),
+        lambda activation: bool(activation(torch.tensor([-1.0])) == 0),  # so is hardshrink at 1.5, there
+        lambda activation: bool((activation(-torch.arange(1, 20, 0.01)) == 0).all()),
+        lambda activation: bool(activation(torch.tensor([-1.0])).abs() < 1e-3),
         lambda activation: "relu" in activation.__name__,
         lambda activation: bool((activation(-torch.rand(1000)).abs() < 0.05).all()),  # small is not zero
     ],
@@ -431,6 +434,11 @@ WRONG = {
         lambda gate, up, down, threshold: cut_error(gate, up, torch.eye(len(gate)), threshold),  # of hidden values
         lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, shift=True),
         lambda gate, up, down, threshold: float(((gate > 0) & (gate <= threshold)).sum() / (gate > 0).sum()),
+        lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, keeps=torch.ge),
+        lambda gate, up, down, threshold: float(  # without a ReLU, which a threshold below zero needs
+            (down @ (gate * (gate > threshold) * up) - down @ (gate.relu() * up)).norm()
+            / (down @ (gate.relu() * up)).norm()
+        ),
         lambda gate, up, down, threshold: 0.93,  # what the cell above prints
     ],
     "at_most": [20, 3, 1 / 0.35, True, "2.73"],

@@ -63,6 +63,21 @@ def table(text: str) -> dict[str, int]:
     return {number: int(found) for number, found in re.findall(r"^\| (?:\[|\*\*)(\d\d) · .*?\| (\d+) \|", text, re.M)}
 
 
+def test_the_lists_call_notebooks_what_they_call_themselves():
+    own = {name: re.search(r"^# ([^:\n]+)", "".join(cells(name, "markdown")[0]["source"]))[1] for name in NAMES}
+    start = "".join("".join(cell["source"]) for cell in cells("00-start-here.ipynb", "markdown"))
+    for text in ((FOLDER / "README.md").read_text(encoding="utf-8"), start):
+        called = {name: title for title, name in re.findall(r"^\| \[([^\]]+)\]\((\S+)\) \|", text, re.M)}
+        assert len(called) >= 12 and called == {name: own[name] for name in called}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exercises_are_titled_alike(name):
+    text = "\n".join("".join(cell["source"]) for cell in cells(name, "markdown"))
+    titles = re.findall(r"^### Exercise \d+: (.)", text, re.M)
+    assert titles and all(first.isupper() for first in titles), titles
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_minutes_are_enough_for_the_exercises(name):
     tasks = TASK.findall("\n".join("".join(cell["source"]) for cell in cells(name, "markdown")))

@@ -93,6 +93,18 @@ def test_of_layers_timed_twice_the_newest_counts(keep):
     assert [(row["tokens"], row["ms"]) for row in measure.recorded_layers(2048, 5632, 29)] == [(1, 0.1), (64, 0.5)]
 
 
+def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the_same_gpu(keep):
+    old = {"kind": "ffn_forward", "path": "twell", "workload": "independent, lognormal"}
+    kept = [made.row(**old | {"tokens": tokens, "ms": 1.0, "device": each}) for tokens in (1, 8) for each in ("A", "B")]
+    again = [made.row(**LAYER | {"device": "A"})]
+    keep(
+        made.record("portable", "2026-01-01T00:00:00Z", kept, kernels=("gone",)),
+        made.record("inference", "2026-01-02T00:00:00Z", again, kernels=()),
+    )
+    found = [(row["device"], row["tokens"], row["ms"], row["path"]) for row in measure.recorded_layers(2048, 5632, 29)]
+    assert sorted(found) == [("A", 1, 0.02, "twell"), ("B", 1, 1.0, "twell"), ("B", 8, 1.0, "twell")]
+
+
 WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
 
@@ -118,7 +130,8 @@ def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
     rows = measure.recorded_calls(2048, 5632, 29)
     assert [each["tokens"] for each in rows] == [1, 4, 16384]
     assert measure.plain_calls(rows) == (
-        "Plain calls, recorded on NVIDIA H100, 2026-01-01: 0.75 (1 token) to 1.90 (16,384 tokens) times as fast as dense."
+        "Plain calls, TwELL forced, recorded on NVIDIA H100, 2026-01-01: 0.75 (1 token) to 1.90 (16,384 tokens) times as "
+        "fast as dense."
     )
 
 
@@ -126,7 +139,7 @@ def test_without_wall_times_no_number_stands_for_them(keep):
     keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
     own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
     told = measure.plain_calls(own + measure.recorded_calls(2048, 5632, 29))
-    assert told == "Plain calls, yours, now: 0.75 (1 token) to 0.75 (1 token) times as fast as dense."
+    assert told == "Plain calls, TwELL forced, yours, now: 0.75 (1 token) to 0.75 (1 token) times as fast as dense."
     assert measure.plain_calls(measure.recorded_calls(2048, 5632, 29)).startswith("No times of plain calls")
 
 
@@ -166,3 +179,4 @@ def test_cutting_a_trained_model_costs_more_and_more():
     assert rows[0]["more"] == 0 and 0.02 < rows[0]["density"] < 0.08
     assert [row["density"] for row in rows[1:]] == pytest.approx([0.02, 0.01], abs=0.003)
     assert 0 < rows[1]["more"] < rows[2]["more"] < 0.2
+    assert rows[0]["error"] == 0 < rows[1]["error"] < rows[2]["error"] < 1

@@ -42,6 +42,8 @@ ACTIVATIONS = {
     "relu6": functional.relu6,
     "softshrink": functional.softshrink,  # zero from -0.5 to 0.5
     "softplus": functional.softplus,
+    "relu of g + 0.5": lambda gate: (gate + 0.5).relu(),  # zero up to -0.5 alone
+    "hardshrink at 1.5": lambda gate: functional.hardshrink(gate, 1.5),  # and here from -1.5 alone
 }
 
 
@@ -62,10 +64,11 @@ def _may_be_skipped(answer) -> str:
 
 
 def _cut_error(answer) -> str:
-    for d_model, d_ff, threshold in ((24, 60, 0.5), (24, 60, 0.0), (8, 300, 1.2), (24, 60, 9.0)):
+    for d_model, d_ff, threshold in ((24, 60, 0.5), (24, 60, 0.0), (8, 300, 1.2), (24, 60, -0.5), (24, 60, 9.0)):
         gate, up, down = torch.randn(d_ff), torch.randn(d_ff), torch.randn(d_model, d_ff)
+        gate[::4] = max(threshold, 0.0)  # some at the threshold, which are not above it
         exact = down.double() @ (gate.relu() * up).double()
-        cut = down.double() @ (gate * up * (gate > threshold)).double()
+        cut = down.double() @ (gate.relu() * up * (gate > threshold)).double()
         want, got = float((cut - exact).norm() / exact.norm()), written(answer(gate, up, down, threshold))
         asked = f"cut_error of {d_ff} neurons at {threshold}"
         if isinstance(got, torch.Tensor) and got.numel() == 1:

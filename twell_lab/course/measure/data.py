@@ -93,18 +93,20 @@ def recorded(kind: str) -> list[dict]:
 def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz, from few tokens to many.
 
-    Where several records timed the same number of tokens, the newest. May be empty.
+    Where several records timed the same number of tokens, the newest; no stale ones of a GPU and dtype that has others.
+    `path` is "twell" in all. May be empty.
     """
     found = [
-        row
+        {**row, "path": "twell"}
         for row in flat_rows(load_all())  # oldest first
-        if row["kind"] == "ffn_forward"
-        and row["path"] == "twell"
+        if (row["kind"], row["path"]) in (("ffn_forward", "twell"), ("inference", "forced twell"))
         and not is_cpu(row["device"])
         and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
         and 0.8 * nnz < row["nnz"] < 1.25 * nnz
         and "lognormal" in (row["workload"] or "")
     ]
+    fresh = {(row["device"], row["dtype"]) for row in found if not row["stale"]}
+    found = [row for row in found if not row["stale"] or (row["device"], row["dtype"]) not in fresh]
     newest_of = {(row["device"], row["dtype"], row["tokens"]): row for row in found}
     return sorted(newest_of.values(), key=lambda row: row["tokens"])
 
@@ -141,7 +143,7 @@ def plain_calls(rows: list[dict]) -> str:
                 f"{row['x']:.2f} ({row['tokens']:,} token{'s' * (row['tokens'] > 1)})"
                 for row in (pick(timed, key=lambda row: row["x"]) for pick in (min, max))
             )
-            told.append(f"Plain calls, {where}: {low} to {high} times as fast as dense.")
+            told.append(f"Plain calls, TwELL forced, {where}: {low} to {high} times as fast as dense.")
     return "\n".join(told) or "No times of plain calls are recorded in this checkout."
 
 
@@ -234,7 +236,8 @@ def weights_or_activations(
 
 def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: int = 96) -> list[dict]:
     """What cutting costs a model that was trained with L1 (data/checkpoints/small) on held-out Python source: rows
-    {density (mean over layers), more (loss, as a share of what it was)}, the first of the model as it is.
+    {density, error (of a layer's output, relative to the uncut one's norm; both means over layers), more (loss, as a
+    share of what it was)}, the first of the model as it is.
 
     Thresholds are chosen on every second window, and the loss is that of the others."""
     model = LanguageModel.load(folders.data_dir() / "checkpoints" / "small")
@@ -246,7 +249,14 @@ def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: in
         found = chosen.at(sparsity)
         cost = found.loss(model, tokens[1::2])
         densities = [layer.density["activation"] for layer in found.layers]
-        made.append({"density": sum(densities) / len(densities), "more": cost.thresholded / cost.dense - 1})
+        errors = [layer.error for layer in found.layers]
+        made.append(
+            {
+                "density": sum(densities) / len(densities),
+                "error": sum(errors) / len(errors),
+                "more": cost.thresholded / cost.dense - 1,
+            }
+        )
     return made
 
 
