@@ -199,19 +199,29 @@ def off() -> str:
 # ---- what to do ----
 
 
+def all_dense(here: dict) -> bool:
+    """Whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed dense."""
+    return bool(re.fullmatch(r"\d+ dense", here.get("layers") or ""))
+
+
+def noise(here: dict) -> str:
+    """What to add to the times of such a pair: nothing, or that both models do the same work."""
+    return ": no layer was swapped, so this is noise" * all_dense(here)
+
+
 def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained: Sequence[dict]) -> list[str]:
     """What the numbers say, in three lines: here, on a GPU, and whether to cut or to train.
 
     Args:
-        here: what was timed, and low, times, high: how many times as fast it then was, in the middle half of its turns.
+        here: what was timed, and low, times, high: how many times as fast it then was, in the middle half of its turns;
+            layers: how many took which path, where that is known ("5 dense").
         predicted: what `gains` returned.
         cuts, trained: points of `course.conversion`, of one model; of a cut to as few neurons as fire in the first that
             was trained, if there is one.
     """
     advice = "swap" if here["low"] > 1 else "stay dense"
-    first = (
-        f"Here, {here['what']}: {here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {advice}."
-    )
+    times = f"{here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {advice}"
+    first = f"Here, {here['what']}: {'no layer was swapped: stay dense' if all_dense(here) else times}."
     spans = []
     for count in dict.fromkeys(row["tokens"] for row in predicted):
         each = [row["x_dense"] for row in predicted if row["tokens"] == count]
