@@ -23,7 +23,7 @@ POINTS = [
 def test_the_picture_has_a_line_a_way_a_model_and_a_source():
     figure = figures.picture(POINTS)
     cut, convert, train = figure.data
-    assert [trace.name for trace in figure.data] == ["cut: a", "convert: b", "train: a, recorded"]
+    assert [trace.name for trace in figure.data] == ["cut: a", "convert: b", "train with L1: twin of a, recorded"]
     assert list(cut.x) == [1.0, 10.0] and list(cut.y) == [20.0, 1.0] and list(cut.error_y.array) == [1.0, 1.0]
     assert train.marker.symbol == "diamond-open" and train.error_y.array is None
     assert cut.line.dash != convert.line.dash and cut.line.dash == train.line.dash  # a dash a model

@@ -186,23 +186,23 @@ def test_teal_shows_both_places_and_no_time(model):
 
 def test_the_sentence_says_what_it_is_of_and_that_it_is_lossy(counted):
     said = shown.sentence(shown.view(counted, 0.4))
-    assert said.startswith("a Llama of random weights, cats, sparsity 40% (lossy): loss ") and "(measured)" in said
+    assert said.startswith("a Llama of random weights, CATS, sparsity 40% (lossy): loss ") and "(measured)" in said
     assert "(between measured points)" in shown.sentence(shown.view(counted, 0.5))
     assert "not measured beyond" in shown.sentence(shown.view(counted, 0.9))
-    assert "kernels that skip what is zero should take" in said
+    assert "2 layers together should take" in said
 
 
 def test_the_sentence_tells_what_thresholds_save_from_what_they_do_not(counted):
     view = shown.view(counted, 0.4)
     times = [f"{sum(view[name]):,.0f}" for name in ("us", "dense_us", "plain_us")]
     assert view["plain_us"] == shown.view(counted, 0.0)["us"]
-    wanted = "skip what is zero should take {} us instead of {}, and {} without a threshold"
+    wanted = "should take {} us if zeros are skipped instead of {}, and {} without a threshold"
     assert shown.sentence(view).endswith(wanted.format(*times))
     said = shown.sentence(shown.view(counted, 0.0))
-    assert "without a threshold, the best path should take" in said and "by fewer launches" in said
+    assert "on the best path instead of" in said and "by fewer launches" in said
     assert "skip" not in said
     slow = view | {"us": view["dense_us"]}
-    assert shown.sentence(slow).endswith(f"no path should be faster than dense, which should take {times[1]} us")
+    assert shown.sentence(slow).endswith(f"no path should be faster than dense, with which 2 layers together should take {times[1]} us")
 
 
 def test_for_one_token_a_wide_layer_should_be_faster():

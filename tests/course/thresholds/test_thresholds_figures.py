@@ -52,7 +52,7 @@ def test_each_panel_shows_its_numbers():
     assert list(points.error_y.array) == [0, 0.03] and list(points.error_y.arrayminus) == [0, 0.03 - 0.01]
     assert list(found["here"].x) == [50] and list(found["here"].y) == [0.02]
     title = figure.layout.title.text
-    assert "made-up numbers, cats, sparsity 50% (lossy)<br>" in title and "between measured points" in title
+    assert "made-up numbers, CATS, sparsity 50% (lossy)<br>" in title and "between measured points" in title
     assert any("predicted us of a layer, L4, 64 tokens" in note.text for note in figure.layout.annotations)
 
 

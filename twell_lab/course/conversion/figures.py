@@ -53,7 +53,7 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
             x=[100 * point["density"] for point in mine],
             y=[point["change"] for point in mine],
             error_y=_bars(mine) if here else None,
-            name=f"{way}: {model}" + ("" if here else ", recorded"),
+            name=_name(way, model) + ("" if here else ", recorded"),
             mode="lines+markers",
             line={"color": COLOURS[way], "dash": _DASHES[models.index(model) % len(_DASHES)], "width": 1.5},
             marker={"size": 10, "symbol": _SYMBOLS[way] + ("" if here else "-open")},
@@ -70,12 +70,19 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
     )
     figure.update_yaxes(title_text="change of the loss, %", range=[-1.5, TOP])
     sources = [point["where"] for point in points if point["where"] != HERE]
-    said = ["filled: measured here"] + [f"open: {where}" for where in dict.fromkeys(sources)]
+    said = ["filled: measured here"] * bool(sources) + [f"open: {where}" for where in dict.fromkeys(sources)]
     said += [f"not drawn: {above} above {TOP:g}%"] * (above > 0)
-    figure = plots.styled(figure, f"{title}<br><sup>{'; '.join(said)}</sup>", height=480)
+    figure = plots.styled(figure, title + f"<br><sup>{'; '.join(said)}</sup>" * bool(said), height=480)
     return figure.update_layout(
         margin_t=90, margin_b=120, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
     )
+
+
+def _name(way: str, model: str) -> str:
+    """What a line is called. A model that is trained with L1 is another than that without, beside which it is drawn."""
+    if way != "train":
+        return f"{way}: {model}"
+    return f"train with L1: {model}" if model.endswith("weights") else f"train with L1: twin of {model}"
 
 
 def _bars(points: list[dict]) -> dict:

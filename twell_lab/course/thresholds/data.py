@@ -15,7 +15,7 @@ from statistics import quantiles
 import torch
 from torch import Tensor, nn
 
-from ...analysis.predict import by_choice, rates_of
+from ...analysis.predict import Rates, by_choice, rates_of
 from ...analysis.profile import Counter
 from ...bench.causal import Causal
 from ...core.errors import InputError
@@ -78,7 +78,7 @@ def count(
     *,
     method: str = "cats",
     greedy: bool = False,
-    gpu: str = "H100 SXM",
+    gpu: str | None = None,
     tokens: int = 1,
     sparsities: Sequence[float] = SPARSITIES,
 ) -> Counted:
@@ -89,7 +89,8 @@ def count(
         model, batches, method: as `twell_lab.thresholds` takes them.
         windows: a text that is not in the batches, int64 [n, length], on which the loss is measured.
         greedy: give each layer its own sparsity, with "cats" alone.
-        gpu, tokens: a name in data/gpus.json and how many tokens at once, for predicted times.
+        gpu, tokens: a name in data/gpus.json and how many tokens at once, for predicted times. None: the GPU that the
+            model is on, if that file has it, else an H100.
         sparsities: where the loss is measured now.
 
     Raises:
@@ -103,7 +104,7 @@ def count(
         raise InputError(
             f"greedy with {method!r:.80}; accepted: 'cats', whose layers have one place for a threshold each"
         )
-    rates = rates_of(gpu)
+    rates = _rates(next(model.parameters()).device) if gpu is None else rates_of(gpu)
     if type(tokens) is not int or tokens < 1:
         raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
     calibration = calibrate(model, batches, method=method)
@@ -129,6 +130,14 @@ def count(
     for sparsity in sparsities:
         measure(counted, sparsity)
     return counted
+
+
+def _rates(device: torch.device) -> Rates:
+    """Those of this device, or of an H100 where data/gpus.json has no figures of it."""
+    try:
+        return rates_of(clocks.device_name(device))
+    except InputError:
+        return rates_of("H100 SXM")
 
 
 def measure(counted: Counted, sparsity: float) -> LossChange:
@@ -249,23 +258,24 @@ def sentence(view: dict) -> str:
         loss = f"loss {view['loss']:+.2f}% ({'measured' if view['measured'] else 'between measured points'})"
     # Predicted: a view asks what thresholds that were never put on a layer would be worth.
     us, plain, dense = (sum(view[name]) for name in ("us", "plain_us", "dense_us"))
+    all_layers = f"{len(view['us'])} layers together" if len(view["us"]) > 1 else "it"
     if not view["us"]:
         time = ""
     elif not us < dense:
-        time = f"; on {view['gpu']} no path should be faster than dense, which should take {dense:,.0f} us"
+        time = f"; on {view['gpu']} no path should be faster than dense, with which {all_layers} should take {dense:,.0f} us"
     elif view["sparsity"] == 0:
         time = (
-            f"; on {view['gpu']}, without a threshold, the best path should take {us:,.0f} us instead of {dense:,.0f}, "
+            f"; on {view['gpu']}, without a threshold, {all_layers} should take {us:,.0f} us on the best path instead of {dense:,.0f}, "
             "by fewer launches or what is zero by itself"
         )
     else:
-        time = f"; on {view['gpu']} kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
+        time = f"; on {view['gpu']} {all_layers} should take {us:,.0f} us if zeros are skipped instead of {dense:,.0f}"
         time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
         time += ": launches decide" if f"{us:,.0f}" == f"{plain:,.0f}" else ""
     if step := view["step"]:
         how = {"twell": "on the TwELL path", "dense": "computed densely"}.get(step["path"], f"on path {step['path']!r}")
         time += f"; here {step['what']} took {step['ms']:.3g} ms {how} instead of {step['dense_ms']:.3g}"
-    return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%} (lossy): {loss}{time}"
+    return f"{view['what']}, {view['method'].upper()}, sparsity {view['sparsity']:.0%} (lossy): {loss}{time}"
 
 
 def _percent(found: LossChange) -> tuple[float, float, float]:
