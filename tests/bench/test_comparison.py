@@ -98,9 +98,13 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
     def refuses(a):
         raise DeviceError("no such unit\nand more")
 
+    def uncompiled(a):
+        raise TypeError("'NoneType' object is not callable")  # torch's block product where there is no Triton
+
     product = lambda a, b: a @ b  # noqa: E731
     methods = [
         Method("missing", refuses, product),
+        Method("uncompiled", uncompiled, product),
         Method("wrong", lambda a: a * 1.5, product),
         Method("nan", lambda a: a * math.nan, product),
         Method("right", lambda a: a, product),
@@ -109,7 +113,7 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
     ]
     made = comparison.product_rows(SCATTERED, 0.9, SMALL, methods)
     assert [row["path"] for row in made] == ["dense eager", "right", "part: right, conversion"]
-    assert made[0]["left_out"].keys() == {"missing", "wrong", "nan"}
+    assert made[0]["left_out"].keys() == {"missing", "uncompiled", "wrong", "nan"}
     assert made[0]["left_out"]["missing"] == "DeviceError: no such unit"
     assert made[0]["left_out"]["wrong"].startswith("wrong: a row is off by")
 

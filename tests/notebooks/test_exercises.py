@@ -504,6 +504,7 @@ WRONG = {
         lambda new, old: sorted(new)[2] < sorted(old)[2],
         lambda new, old: max(new) < min(old),
         lambda new, old: min(new) < min(old),
+        lambda new, old: max(new[1:4]) < min(old[1:4]),  # the middle of a list that is not sorted
     ],
     "times_in_turns": [
         lambda calls, rounds, timed: {name: [timed(call) for _ in range(rounds)] for name, call in calls.items()},
@@ -534,6 +535,9 @@ WRONG = {
         lambda base, again, run: (
             "no difference" if min(base, again) <= run <= max(base, again) else "worse" if run > base else "better"
         ),  # one direction alone
+        lambda base, again, run: (
+            "no difference" if abs(run - base) < abs(again - base) else "worse" if run > base else "better"
+        ),  # as far is no further
     ],
     "silent_for": [
         lambda fired: fired.sum(0),
@@ -544,6 +548,7 @@ WRONG = {
         lambda runs, twin, more: min(nnz for nnz, loss in runs),
         lambda runs, twin, more: min(runs, key=lambda run: run[1])[0],  # the best, not the sparsest
         lambda runs, twin, more: min((nnz for nnz, loss in runs if loss <= twin + more), default=None),
+        lambda runs, twin, more: min((nnz for nnz, loss in runs if loss < (1 + more) * twin), default=None),
     ],
     "pack_tile": [
         lambda gate, words: [],

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log
+from subprocess import SubprocessError
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +262,8 @@ def _timed(a: Tensor, bs: list[Tensor], methods: Iterable[Method], said: dict, s
             ratio = off(made.t() if method.turned else made, a, bs[0], dense)
         except torch.OutOfMemoryError:
             raise
-        except (InputError, RuntimeError) as error:
+        # torch's block product is compiled by Triton: without it, or the C compiler it calls, one of the others comes.
+        except (InputError, RuntimeError, ImportError, TypeError, OSError, SubprocessError) as error:
             left_out[method.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             continue
         if not ratio <= WRONG:

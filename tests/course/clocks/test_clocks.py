@@ -263,10 +263,10 @@ def test_three_lines_say_what_the_numbers_say():
 
 def test_a_call_is_told_at_the_fewest_tokens_of_each_run():
     shared = {"where": "there", "ms": 0.02, "wall_ms": 0.05, "wall_samples": [0.04, 0.05, 0.06]}
-    rows = [shared | {"tokens": tokens} for tokens in (16, 1, 4096)]
+    rows = [shared | {"tokens": tokens, "d_model": 2048, "d_ff": 5632} for tokens in (16, 1, 4096)]
     there, yours = clocks.calls_sentence([*rows, shared | {"where": "yours, now", "tokens": 2}]).splitlines()
-    assert there == "With 1 token the GPU works 20 us of a call's 45 to 55 us."
-    assert yours.startswith("With 2 tokens the GPU works 20 us of a call's 45 to")
+    assert there == "SparseFFN of 2,048 x 5,632, 1 token: the GPU works 20 us, a call takes 45 to 55 us."
+    assert yours.startswith("This product, 2 tokens: the GPU works 20 us, a call takes 45 to")
     assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])
 
 

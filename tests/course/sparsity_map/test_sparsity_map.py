@@ -65,8 +65,8 @@ def test_when_a_conversion_pays():
         ("ELL", "scattered", None),
         ("CSR", "blocks 32 x 32", 1),
     ]
-    assert data.paid(ROWS) == "1 to 3; never: 1 of 3"
-    assert data.paid(row for row in ROWS if "ELL" in row["path"]) == "never: 1 of 1"
+    assert data.paid(ROWS) == "1 to 3 products; never: 1/3 bars"
+    assert data.paid(row for row in ROWS if "ELL" in row["path"]) == "never: 1/1 bars"
 
 
 def test_times_here_are_checked_rows_of_every_pattern(monkeypatch):

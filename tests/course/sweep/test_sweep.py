@@ -94,9 +94,9 @@ def test_the_verdict_is_computed():
 
 def test_the_three_lines_are_computed():
     seed, within, renewed = course.three_lines(ROWS)
-    assert seed.startswith("Within the 0.5% by which seeds differ: ")
+    assert seed.startswith("With a loss no further from the twin's than another seed's (0.5%), ")
     assert within.startswith("Within 2.0% of the twin's loss: ") and within.endswith(" fire.")
-    assert seed.endswith(f" fire, not {sweep.twin(ROWS)['mean_nnz']:.0f}.")
+    assert seed.endswith(f" fire; without L1, {sweep.twin(ROWS)['mean_nnz']:.0f}.")
     assert renewed == "Renewed, at least 95% of the dead fire again; the loss moves by 0.5% at most."
     assert len(course.three_lines(ROWS, more=-1.0)) == 2
     assert len(course.three_lines([row for row in ROWS if "renewed" not in row["label"]])) == 2

@@ -266,8 +266,8 @@ def small_calls(call: Call) -> dict | None:
 
 
 def calls_sentence(rows: list[dict]) -> str:
-    """How much of a plain call the GPU works, for the fewest tokens of each run that is there: of a call, between what
-    the middle half of them lies.
+    """How long the GPU works, with emptied caches, and how long plain calls in a row take, for the fewest tokens of each
+    run that is there: of calls, between what the middle half of them lies.
 
     rows: `measure.recorded_calls`, and `small_calls` with its tokens."""
     lines = []
@@ -280,7 +280,8 @@ def calls_sentence(rows: list[dict]) -> str:
             named = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
             unit = ms(high).split()[1]
             middle = f"{ms(low).removesuffix(f' {unit}')} to {ms(high)}"
-            lines.append(f"With {named} the GPU works {ms(row['ms'])} of a call's {middle}.")
+            what = f"SparseFFN of {row['d_model']:,} x {row['d_ff']:,}" if "d_ff" in row else "This product"
+            lines.append(f"{what}, {named}: the GPU works {ms(row['ms'])}, a call takes {middle}.")
     return "\n".join(lines) or "No plain calls on a GPU are recorded in this checkout."
 
 

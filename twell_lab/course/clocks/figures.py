@@ -118,10 +118,10 @@ def calls(rows: list[dict]) -> go.Figure:
     rows = [row for row in rows if row.get("wall_ms") and row.get("dense_wall_ms")]
     figure = go.Figure()
     for key, name, colour, dash in (
-        ("dense_wall_ms", "dense, a plain call", plots.GREY, "solid"),
-        ("dense_ms", "dense, the GPU alone", plots.GREY, "dot"),
-        ("wall_ms", "SparseFFN, a plain call", plots.BLUE, "solid"),
-        ("ms", "SparseFFN, the GPU alone", plots.BLUE, "dot"),
+        ("dense_wall_ms", "dense, a call, caches warm", plots.GREY, "solid"),
+        ("dense_ms", "dense, the GPU alone, caches emptied", plots.GREY, "dot"),
+        ("wall_ms", "SparseFFN, a call, caches warm", plots.BLUE, "solid"),
+        ("ms", "SparseFFN, the GPU alone, caches emptied", plots.BLUE, "dot"),
     ):
         figure.add_scatter(
             x=[row["tokens"] for row in rows],
@@ -137,7 +137,7 @@ def calls(rows: list[dict]) -> go.Figure:
     marks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
     figure.update_yaxes(title_text="milliseconds", type="log", tickvals=marks, ticktext=[f"{m:g}" for m in marks])
     where = ", ".join(dict.fromkeys(row["where"] for row in rows)) or "no run is recorded in this checkout"
-    return plots.styled(figure, f"A call, and the GPU's part of it: {where}", height=420).update_layout(
+    return plots.styled(figure, f"A call, and the GPU's own time: {where}", height=420).update_layout(
         title_font_size=13, margin_t=110
     )
 

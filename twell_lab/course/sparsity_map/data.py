@@ -33,7 +33,7 @@ from ..measure.data import ratios
 from ..recorded import device_and_day
 
 BLOCK_SIZES = (16, 32)
-SEEN = 48  # rows and columns of a pattern that are drawn
+SEEN = 64  # rows and columns of a pattern that are drawn: whole blocks
 DRAWN = (SCATTERED, TWO_FOUR, BLOCKS, TALL, WIDE)
 _DENSE = "dense eager"
 _CPU = (1024, 1024, 256)  # m, k, n of the products that a CPU times
@@ -43,12 +43,11 @@ _CPU = (1024, 1024, 256)  # m, k, n of the products that a CPU times
 
 
 def patterns(sparsity: float = 0.5) -> dict[str, Tensor]:
-    """A corner of a matrix in each pattern, bool [SEEN, SEEN]: what is not zero. "2:4" is always half zeros."""
+    """A small matrix in each pattern, bool [SEEN, SEEN]: what is not zero. "2:4" is always half zeros."""
     made = {}
     for name in DRAWN:
         share = 0.5 if name == TWO_FOUR else sparsity
-        a = comparison.patterned(name, 64, 64, share, dtype=torch.float32, device="cpu")
-        made[name] = a[:SEEN, :SEEN] != 0
+        made[name] = comparison.patterned(name, SEEN, SEEN, share, dtype=torch.float32, device="cpu") != 0
     return made
 
 
@@ -113,11 +112,12 @@ def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
 
 
 def paid(rows: Iterable[dict]) -> str:
-    """After how many products faster methods have made up for their conversions, and how many never do, in words."""
+    """After how many products faster methods have made up for their conversions, and how many never do, in words: of the
+    bars that figures.beside_dense draws of these rows."""
     calls = [row["calls"] for row in conversions(rows)]
     counts = sorted(each for each in calls if each is not None)
-    said = f"{counts[0]:,} to {counts[-1]:,}; " if counts else ""
-    return f"{said}never: {len(calls) - len(counts)} of {len(calls)}"
+    said = f"{counts[0]:,} to {counts[-1]:,} products; " if counts else ""
+    return f"{said}never: {len(calls) - len(counts)}/{len(calls)} bars"
 
 
 def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:

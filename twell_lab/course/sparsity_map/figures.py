@@ -52,9 +52,10 @@ def beside_dense(rows: list[dict]) -> go.Figure:
             marker_color=colour,
             hovertemplate="%{x}, " + path + ": %{y:.2f} times as fast as dense<extra></extra>",
         )
-    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
-    figure.update_yaxes(type="log", dtick=1, title_text="times as fast as dense")
-    title = f"{1 - timed[0]['density']:.0%} zeros: the pattern decides<br><sup>{sources(timed)}</sup>"
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"}, layer="below")
+    figure.update_yaxes(rangemode="tozero", title_text="times as fast as dense")
+    best = max(row["x_dense"] for row in timed)
+    title = f"{1 - timed[0]['density']:.0%} zeros: at most {best:.2g} times as fast<br><sup>{sources(timed)}</sup>"
     figure = plots.styled(figure, title, height=420)
     return figure.update_layout(barmode="group", margin={"t": 70, "b": 80}, legend={"y": -0.12, "yanchor": "top"})
 
@@ -89,7 +90,7 @@ def after_training(rows: list[dict]) -> go.Figure:
     for row in rows:
         figure.add_scatter(
             x=[row["before"], row["after"]],
-            y=[row["path"]] * 2,
+            y=[row["path"] if "%" in row["path"] else f"{row['path']}, {row['sparsity']:.0%}"] * 2,
             mode="lines+markers",
             line={"color": plots.GREY, "width": 1},
             marker={"size": 10, "symbol": ["circle-open", "circle"], "color": plots.BLUE},

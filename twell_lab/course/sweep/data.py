@@ -93,14 +93,13 @@ def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
     what renewing dead rows changed. Lines that these rows do not carry are left out."""
     base, spread, lines = twin(rows), seed_spread(rows), []
     for limit, said in (
-        (spread, "Within the {:.1%} by which seeds differ"),
-        (more, "Within {:.1%} of the twin's loss"),
+        (spread, "With a loss no further from the twin's than another seed's ({:.1%}), {} of {:,} fire; without L1, {:.0f}."),
+        (more, "Within {:.1%} of the twin's loss: {} fire."),
     ):
         found = [row for row in pressed(rows) if limit is not None and cost(row, rows) <= limit]
         if found:
             best = min(found, key=lambda row: row["mean_nnz"])
-            than = f" of {base['config']['d_ff']} fire, not {base['mean_nnz']:.0f}." if not lines else " fire."
-            lines.append(f"{said.format(limit)}: {best['mean_nnz']:.0f}{than}")
+            lines.append(said.format(limit, f"{best['mean_nnz']:.0f}", base["config"]["d_ff"], base["mean_nnz"]))
     if pairs := renewed(rows):
         dead = [[sum(layer["dead"] for layer in row["layers"]) for row in pair] for pair in pairs]
         moved = max(abs(cost(after, rows) - cost(before, rows)) for before, after in pairs)

@@ -40,6 +40,8 @@ def _seed_verdict(answer) -> str:
         (2.0, 1.9, 1.95),
         (2.0, 1.9, 2.15),
         (3.0, 2.5, 2.4),
+        (2.0, 2.5, 2.5),  # exactly as far as the other seed is no further
+        (2.0, 1.5, 2.5),
     ]
     cases += [(2 + random.random(), 2 + random.random(), 2 + random.random()) for _ in range(6)]
     for base, again, run in cases:
@@ -80,6 +82,7 @@ def _silent_for(answer) -> str:
 
 def _sparsest_within(answer) -> str:
     cases = [([(99.0, 2.0), (40.0, 2.03), (12.0, 2.1)], 2.0, 0.02), ([(5.0, 3.0)], 2.0, 0.02)]
+    cases.append(([(5.0, 3.0), (2.0, 3.5)], 2.0, 0.5))  # exactly 1 + more times the twin's is good enough
     for _ in range(5):
         runs = [(round(random.uniform(1, 90), 1), round(random.uniform(1.9, 2.2), 3)) for _ in range(8)]
         cases.append((runs, 2.0, 0.05))
