@@ -201,7 +201,7 @@ def test_a_layer_by_tokens_and_by_nnz():
     points = speedups.by_nnz(layers, "inference", 64)
     assert points == {"forced twell": [(8.0, 2.0), (60.0, 0.5)]}
     said = speedups.stops({"forward": points, "training step": {"forced twell": [(8.0, 2.0)]}})
-    assert said == "forward: from nnz 43; training step: nowhere up to 8"
+    assert said == "forward: between nnz 8 and 60; training step: nowhere up to 8"
     assert speedups.stops({"forward": {"forced twell": [(8.0, 0.9), (29.0, 0.8)]}}) == "forward: at nnz 8, 29"
     assert speedups.stops({"forward": {"planned": [(8.0, 0.9)]}}) == ""
 
@@ -241,7 +241,7 @@ def test_the_figures_show_what_was_measured(kept):
 def test_three_lines_are_about_the_numbers(kept):
     found = speedups.steps(*kept)
     models, law, here = speedups.three_lines(found, found[1:])
-    assert "2.00 to 2.00 times as fast make models 0.83 to 1.25" in models
+    assert "Layers timed as 2.00 to 2.00 times as fast make models 0.83 to 1.25; best of all: 1.25 (" in models
     assert law == "Amdahl's law is within 3% in 1 of 2; waiting for the host explains 1 more."
     assert here == "Here: 1.25 times as fast (1.25 predicted), decode step, batch 1, CUDA graph: swap."
     assert speedups.three_lines(found, [])[2] == "Nothing was timed here."

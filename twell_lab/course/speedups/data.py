@@ -362,12 +362,16 @@ def by_nnz(layers: list[dict], kind: str, tokens: int | None) -> dict[str, list[
 
 
 def stops(panels: dict[str, dict]) -> str:
-    """The nnz from which TwELL is slower than torch's layer. panels: what it was timed in -> what `by_nnz` returned."""
+    """Between which measured nnz TwELL becomes slower than torch's layer. panels: what it was timed in -> what `by_nnz`
+    returned."""
     said = []
     for what, paths in panels.items():
         if points := paths.get("forced twell"):
-            found, below = crossing(points), [f"{nnz:.0f}" for nnz, x in points if x < 1]
-            where = f"from nnz {found:.0f}" if found else f"at nnz {', '.join(below)}" if below else ""
+            below = [f"{nnz:.0f}" for nnz, x in points if x < 1]
+            where = next(
+                (f"between nnz {a:.0f} and {b:.0f}" for (a, x), (b, y) in zip(points, points[1:]) if x >= 1 > y),
+                f"at nnz {', '.join(below)}" if below else "",
+            )
             said.append(f"{what}: {where or f'nowhere up to {points[-1][0]:.0f}'}")
     return "; ".join(said)
 
@@ -475,10 +479,11 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
     else:
         ends = lambda values: f"{min(values):.2f} to {max(values):.2f}"  # noqa: E731
         right, host = ([step for step in both if between(step) == why] for why in ("as predicted", "host"))
-        best = max(both, key=lambda step: step.x)
+        best = max(found, key=lambda step: step.x)
         models = ends([step.x for step in both])
         lines = [
-            f"Layers {ends([step.layer_x for step in both])} times as fast make models {models} (best: {best.name}).",
+            f"Layers timed as {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
+            f"{best.x:.2f} ({best.name}).",
             f"Amdahl's law is within {1 - LEAST:.0%} in {len(right)} of {len(both)}; waiting for the host explains "
             f"{len(host)} more.",
         ]
