@@ -233,7 +233,7 @@ def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
 
 @pytest.mark.parametrize(
     "low, said",
-    [(0.97, "nothing surely beats dense: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
+    [(0.97, "none surely beats dense; the likeliest, 256 hot: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
 )
 def test_a_gain_within_the_spread_is_none(low, said):
     rows = [{"hot": 256, "x_dense": 1.05, "low": low, "high": 1.2}, {"hot": 0, "x_dense": 1.3, "low": 0.5, "high": 2.0}]
@@ -452,7 +452,7 @@ def test_three_lines_say_what_the_numbers_say(subject):
     found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
     padding = [{"real": 1.0, "path": path, "ms": 1.0, "where": WHERE} for path in ("padded", "padding removed")]
     lines = data.three_lines(MAP, found, padding)
-    assert lines[0] == "The map: dense 2, packed 1; at most 2.0 times, 1 token."
+    assert lines[0] == "The map, best of 3 cells: dense 2, packed 1; at most 2.0 times, 1 token."
     assert lines[1:] == [data.padding_sentence(padding), data.predictor_sentence(found)]
 
 

@@ -266,7 +266,7 @@ def hot_sentence(rows: list[dict]) -> str:
     best = max((row for row in rows if "low" in row), key=lambda row: row["low"])
     spread = f"{best['x_dense']:.2f} ({best['low']:.2f} to {best['high']:.2f})"
     if best["low"] <= 1:
-        return f"nothing surely beats dense: {spread}"
+        return f"none surely beats dense; the likeliest, {best['hot']} hot: {spread}"
     return f"{best['hot']} hot neurons beat dense: {spread}"
 
 
@@ -524,7 +524,7 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
     said = ", ".join(f"{_short(name)} {won[name]}" for name in sorted(won, key=lambda name: -won[name]))
     at = f"{top['tokens']} token{'s' * (top['tokens'] > 1)}"
     return [
-        f"The map: {said}; at most {top['x_dense']:.1f} times, {at}.",
+        f"The map, best of {len(best)} cells: {said}; at most {top['x_dense']:.1f} times, {at}.",
         padding_sentence(padding),
         predictor_sentence(found),
     ]
