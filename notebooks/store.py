@@ -5,8 +5,8 @@
 Needs what the course needs, and kaleido with a Chrome or Chromium for the pictures; where Pillow is installed, they
 are stored with a palette where that looks the same, two thirds smaller. Run it on an otherwise idle machine: the
 timings are stored. Widgets are not stored (their state would embed megabytes of script and no code host shows it); each
-is followed by a still figure. A cell that fails or writes to stderr stops it, and nothing is stored. The first cell's
-"Stored figures" line is filled in with what the set-up cell printed.
+is followed by a still figure, and a line in its place says so. A cell that fails or writes to stderr stops it, and
+nothing is stored. The first cell's "Stored figures" line is filled in with what the set-up cell printed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SECONDS = 300  # a cell
 UNSEEN = 12  # levels, of 255 a colour
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = "application/vnd.plotly.v1+json"
+MOVES = "*In JupyterLab there is something to move here; below, one of its positions.*"
 STAMP = re.compile(r"(?m)^(.*\*\*Stored figures:\*\*).*$")
 MACHINE = re.compile(r"(?m)^This machine: (.+)$")
 
@@ -95,7 +96,9 @@ def tidy(notebook) -> None:
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+        for output in cell.outputs:
+            if WIDGET in output.get("data", {}):
+                output.data, output.metadata = {"text/markdown": MOVES, "text/plain": MOVES.strip("*")}, {}
         merge_streams(cell)
         for output in cell.outputs:
             if FIGURE in output.get("data", {}) and "image/png" not in output.data:

@@ -132,7 +132,7 @@ def stored(*outputs, first="- **Stored figures:** not made yet"):
     return new_notebook(cells=cells, metadata={"widgets": {}, "kernelspec": {"name": "mine", "display_name": "Mine"}})
 
 
-def test_storing_stamps_the_first_cell_and_drops_widgets(store):
+def test_storing_stamps_the_first_cell_and_says_where_a_widget_is(store):
     notebook = stored(
         ("stream", {"name": "stdout", "text": "a"}),
         ("stream", {"name": "stdout", "text": "b\n"}),
@@ -142,8 +142,9 @@ def test_storing_stamps_the_first_cell_and_drops_widgets(store):
     store.tidy(notebook)
     assert notebook.cells[0].source == "- **Stored figures:** a toaster; 2026-01-01"
     assert "widgets" not in notebook.metadata and notebook.metadata.kernelspec.name == "python3"
-    text, figure = notebook.cells[2].outputs
+    text, widget, figure = notebook.cells[2].outputs
     assert text.text == "ab\n" and set(figure.data) == {FIGURE, PICTURE}
+    assert widget.data == {"text/markdown": store.MOVES, "text/plain": store.MOVES.strip("*")} and not widget.metadata
 
 
 def test_a_stored_figure_is_put_into_words(store):
