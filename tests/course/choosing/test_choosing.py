@@ -233,7 +233,10 @@ def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
 
 @pytest.mark.parametrize(
     "low, said",
-    [(0.97, "none surely beats dense; the likeliest, 256 hot: 1.05 (0.97 to 1.20)"), (1.02, "256 hot neurons beat dense:")],
+    [
+        (0.97, "none surely beats dense; the likeliest, 256 hot: 1.05 (0.97 to 1.20)"),
+        (1.02, "256 hot neurons beat dense:"),
+    ],
 )
 def test_a_gain_within_the_spread_is_none(low, said):
     rows = [{"hot": 256, "x_dense": 1.05, "low": low, "high": 1.2}, {"hot": 0, "x_dense": 1.3, "low": 0.5, "high": 2.0}]

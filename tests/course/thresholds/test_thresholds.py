@@ -202,7 +202,9 @@ def test_the_sentence_tells_what_thresholds_save_from_what_they_do_not(counted):
     assert "on the best path instead of" in said and "by fewer launches" in said
     assert "skip" not in said
     slow = view | {"us": view["dense_us"]}
-    assert shown.sentence(slow).endswith(f"no path should be faster than dense, with which 2 layers together should take {times[1]} us")
+    assert shown.sentence(slow).endswith(
+        f"no path should be faster than dense, with which 2 layers together should take {times[1]} us"
+    )
 
 
 def test_for_one_token_a_wide_layer_should_be_faster():

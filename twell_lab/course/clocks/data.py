@@ -266,8 +266,8 @@ def small_calls(call: Call) -> dict | None:
 
 
 def calls_sentence(rows: list[dict]) -> str:
-    """How long the GPU works, with emptied caches, and how long plain calls in a row take, for the fewest tokens of each
-    run that is there: of calls, between what the middle half of them lies.
+    """How long the GPU works, with emptied caches, and how long plain calls in a row take, for the fewest tokens of
+    each run that is there: of calls, between what the middle half of them lies.
 
     rows: `measure.recorded_calls`, and `small_calls` with its tokens."""
     lines = []

@@ -112,8 +112,8 @@ def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
 
 
 def paid(rows: Iterable[dict]) -> str:
-    """After how many products faster methods have made up for their conversions, and how many never do, in words: of the
-    bars that figures.beside_dense draws of these rows."""
+    """After how many products faster methods have made up for their conversions, and how many never do, in words: of
+    the bars that figures.beside_dense draws of these rows."""
     calls = [row["calls"] for row in conversions(rows)]
     counts = sorted(each for each in calls if each is not None)
     said = f"{counts[0]:,} to {counts[-1]:,} products; " if counts else ""

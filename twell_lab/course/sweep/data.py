@@ -93,7 +93,10 @@ def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
     what renewing dead rows changed. Lines that these rows do not carry are left out."""
     base, spread, lines = twin(rows), seed_spread(rows), []
     for limit, said in (
-        (spread, "With a loss no further from the twin's than another seed's ({:.1%}), {} of {:,} fire; without L1, {:.0f}."),
+        (
+            spread,
+            "With a loss no further from the twin's than another seed's ({:.1%}), {} of {:,} fire; without L1, {:.0f}.",
+        ),
         (more, "Within {:.1%} of the twin's loss: {} fire."),
     ):
         found = [row for row in pressed(rows) if limit is not None and cost(row, rows) <= limit]

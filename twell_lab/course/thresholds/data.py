@@ -262,11 +262,14 @@ def sentence(view: dict) -> str:
     if not view["us"]:
         time = ""
     elif not us < dense:
-        time = f"; on {view['gpu']} no path should be faster than dense, with which {all_layers} should take {dense:,.0f} us"
+        time = (
+            f"; on {view['gpu']} no path should be faster than dense, with which {all_layers} should take "
+            f"{dense:,.0f} us"
+        )
     elif view["sparsity"] == 0:
         time = (
-            f"; on {view['gpu']}, without a threshold, {all_layers} should take {us:,.0f} us on the best path instead of {dense:,.0f}, "
-            "by fewer launches or what is zero by itself"
+            f"; on {view['gpu']}, without a threshold, {all_layers} should take {us:,.0f} us on the best path instead "
+            f"of {dense:,.0f}, by fewer launches or what is zero by itself"
         )
     else:
         time = f"; on {view['gpu']} {all_layers} should take {us:,.0f} us if zeros are skipped instead of {dense:,.0f}"
