@@ -104,10 +104,11 @@ def count(
         raise InputError(
             f"greedy with {method!r:.80}; accepted: 'cats', whose layers have one place for a threshold each"
         )
-    rates = _rates(next(model.parameters()).device) if gpu is None else rates_of(gpu)
+    rates = None if gpu is None else rates_of(gpu)
     if type(tokens) is not int or tokens < 1:
         raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
     calibration = calibrate(model, batches, method=method)
+    rates = rates or _rates(next(model.parameters()).device)
     errors, overflow, us = [], [], []
     for layer in calibration.layers:
         firing = []
