@@ -47,6 +47,8 @@ def beside_dense(rows: list[dict]) -> go.Figure:
             y=[row["x_dense"] for row in mine],
             text=[f"{row['x_dense']:.2g}" for row in mine],
             textposition="outside",
+            constraintext="none",
+            textfont_size=10,
             cliponaxis=False,
             name=path,
             marker_color=colour,
@@ -87,10 +89,12 @@ def after_training(rows: list[dict]) -> go.Figure:
     if not rows:
         return nothing("Pruned, and trained on")
     figure, most = go.Figure(), max(max(row["before"], row["after"]) for row in rows)
+    zeros = {path: [row["sparsity"] for row in rows if row["path"] == path] for path in {row["path"] for row in rows}}
+    called = {path: path if "%" in path else f"{path}, {sum(each) / len(each):.0%}" for path, each in zeros.items()}
     for row in rows:
         figure.add_scatter(
             x=[row["before"], row["after"]],
-            y=[row["path"] if "%" in row["path"] else f"{row['path']}, {row['sparsity']:.0%}"] * 2,
+            y=[called[row["path"]]] * 2,
             mode="lines+markers",
             line={"color": plots.GREY, "width": 1},
             marker={"size": 10, "symbol": ["circle-open", "circle"], "color": plots.BLUE},
