@@ -23,7 +23,7 @@ def stops() -> str:
     layers = speedups.layers_of(rows)
     alike = speedups.alike(layers, speedups.trainings(speedups.steps(rows, layers))[0])
     many = speedups.most_measured(alike)
-    kinds = {"forward": "inference", "training step": "training"}
+    kinds = {"forward": "inference", "training": "training"}
     return speedups.stops({what: speedups.by_nnz(alike, kind, many) for what, kind in kinds.items()})
 
 

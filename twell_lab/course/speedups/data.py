@@ -482,7 +482,7 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
         best = max(found, key=lambda step: step.x)
         models = ends([step.x for step in both])
         lines = [
-            f"Layers timed as {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
+            f"Layers {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
             f"{best.x:.2f} ({best.name}).",
             f"Amdahl's law is within {1 - LEAST:.0%} in {len(right)} of {len(both)}; waiting for the host explains "
             f"{len(host)} more.",
@@ -492,5 +492,5 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
     last = max(own, key=lambda step: step.x)
     predicted = f" ({last.predicted:.2f} predicted)" if last.predicted else ""
     low, high = last.span
-    advice = "swap" if low > 1 else "stay dense" if high < 1 else "no difference that counts"
-    return [*lines, f"Here: {last.x:.2f} times as fast{predicted}, {last.name}: {advice}."]
+    advice = "swap" if low > 1 else "stay dense" if high < 1 else "no difference"
+    return [*lines, f"Here: {last.x:.2f} times{predicted}, {last.name}: {advice}."]
