@@ -144,8 +144,8 @@ def test_a_cut_is_compared_by_its_interval(low, high, said):
 
 def test_times_of_a_model_whose_layers_all_stayed_dense_are_called_noise():
     here = HERE | {"layers": "5 dense"}
-    assert own_model.noise(here) == ": no layer was swapped, so this is noise"
-    assert own_model.decide(here, PREDICTED, CUTS, [])[0].endswith("batch 1: no layer was swapped: stay dense.")
+    assert own_model.noise(here) == ": no layer swapped, just noise"
+    assert own_model.decide(here, PREDICTED, CUTS, [])[0].endswith("batch 1: no layer swapped, stay dense.")
     assert own_model.noise(HERE | {"layers": "4 dense, 1 twell"}) == own_model.noise(HERE) == ""
 
 

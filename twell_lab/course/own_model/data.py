@@ -206,7 +206,7 @@ def all_dense(here: dict) -> bool:
 
 def noise(here: dict) -> str:
     """What to add to the times of such a pair: nothing, or that both models do the same work."""
-    return ": no layer was swapped, so this is noise" * all_dense(here)
+    return ": no layer swapped, just noise" * all_dense(here)
 
 
 def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained: Sequence[dict]) -> list[str]:
@@ -221,7 +221,7 @@ def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained:
     """
     advice = "swap" if here["low"] > 1 else "stay dense"
     times = f"{here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {advice}"
-    first = f"Here, {here['what']}: {'no layer was swapped: stay dense' if all_dense(here) else times}."
+    first = f"Here, {here['what']}: {'no layer swapped, stay dense' if all_dense(here) else times}."
     spans = []
     for count in dict.fromkeys(row["tokens"] for row in predicted):
         each = [row["x_dense"] for row in predicted if row["tokens"] == count]
