@@ -102,8 +102,8 @@ def picture(view: dict) -> go.Figure:
     for row in (1, 2, 3):
         figure.update_yaxes(rangemode="tozero", row=row, col=2)
     figure.update_xaxes(title_text="sparsity, %", range=[-3, 100 * MOST + 4], row=3)
-    figure = plots.styled(figure, "", height=840)
-    figure.update_layout(margin_t=120, barmode="overlay" if len(view["density"]) == 1 else "group")
+    figure = plots.styled(figure, "", height=870)
+    figure.update_layout(margin_t=150, barmode="overlay" if len(view["density"]) == 1 else "group")
     figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
     figure.update_annotations(font_size=12)
     move(figure, view)
@@ -130,5 +130,7 @@ def move(figure: go.Figure, view: dict) -> None:
     step.y, without.y = medians, alone
     step.error_y.array = [top - median for top, median in zip(high, medians)]
     step.error_y.arrayminus = [median - bottom for median, bottom in zip(medians, low)]
-    said = sentence(view).replace("(lossy): ", "(lossy)<br><sup>").replace("; here", "</sup><br><sup>here")
+    said = sentence(view).replace("(lossy): ", "(lossy)<br><sup>")
+    for part in ("on ", "here "):
+        said = said.replace(f"; {part}", f"</sup><br><sup>{part}")
     figure.layout.title.text = f"{said}</sup>"
