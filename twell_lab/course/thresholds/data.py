@@ -273,7 +273,7 @@ def sentence(view: dict) -> str:
             f"of {dense:,.0f}, by fewer launches or what is zero by itself"
         )
     else:
-        time = f"; on {view['gpu']} {all_layers} should take {us:,.0f} us if zeros are skipped instead of {dense:,.0f}"
+        time = f"; on {view['gpu']}, {all_layers} should take {us:,.0f} us if zeros are skipped instead of {dense:,.0f}"
         time += f", and {plain:,.0f} without a threshold" if plain < dense else ""
         time += ": launches decide" if f"{us:,.0f}" == f"{plain:,.0f}" else ""
     if step := view["step"]:
