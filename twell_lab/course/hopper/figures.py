@@ -116,7 +116,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
 
     cells: `data.cells`. A column is a workload; columns are grouped by the number of tokens at once.
     """
-    title = "Times as fast as torch's dense layer, by the GPU's clock: blue wins, orange loses, empty: not recorded"
+    title = "Times as fast as torch's dense layer, by the GPU's clock: blue wins, orange loses"
     cells = [cell for cell in cells if cell["path"] in NAMES]
     if not cells:
         return nothing(title)
