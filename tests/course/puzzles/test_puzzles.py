@@ -304,7 +304,7 @@ WRONG = {
                 "if (!fires(value)) continue;\n        const unsigned votes = __ballot",
             ),
         ),
-        "Lanes come to __ballot_sync 0 or 1 times: all that the mask names have to come to each.",
+        "Lanes come to __ballot_sync 0",  # and 1, or 1 and 2 times: tiles are drawn, and with them who comes
     ),
     ("pack_words", "own lane counted"): (
         lambda: changed("pack_words", ("(1u << lane) - 1", "(2u << lane) - 1")),
