@@ -286,6 +286,8 @@ _TRAIN = {
 def _given(command: str) -> tuple[list[str], dict]:
     home = _home()
     model, words = str(home / "model"), str(home / "text.txt")
+    planning = dict.fromkeys(("", "--text"), _paths) | dict.fromkeys(("--windows", "--tokens"), _number)
+    planning |= dict.fromkeys(("--device", "--dtype"), _word)
     return {
         "doctor": ([], {}),
         "tour": (["--render", str(home / "list.json")], {"--render": _files, "--text": _paths, "--out": _new}),
@@ -300,29 +302,12 @@ def _given(command: str) -> tuple[list[str], dict]:
         ),
         "plan": (
             [model, "--text", words, "--windows", "2", "--tokens", "1", "--device", "cpu", "--predict-only"],
-            {
-                "": _paths,
-                "--text": _paths,
-                "--windows": _number,
-                "--tokens": _number,
-                "--device": _word,
-                "--dtype": _word,
-                "--out": _new,
-            },
+            planning | {"--out": _new},
         ),
         "sparsify": (
             [model, "--out", str(home / "hollow" / "swapped"), "--text", words, "--windows", "2", "--tokens", "1"]
             + ["--device", "cpu", "--predict-only"],
-            {
-                "": _paths,
-                "--text": _paths,
-                "--windows": _number,
-                "--tokens": _number,
-                "--device": _word,
-                "--dtype": _word,
-                "--plan": _files,
-                "--out": _new,
-            },
+            planning | {"--plan": _files, "--out": _new},
         ),
         "thresholds": (
             [model, "--text", words, "--windows", "2"],

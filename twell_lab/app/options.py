@@ -90,7 +90,7 @@ def add_device(parser: ArgumentParser, several: str | None = None) -> None:
         choices=DTYPES,
         nargs=several,
         metavar="DTYPE",
-        help=f"{', '.join(DTYPES)} [bfloat16 on a GPU, float16 on one older than that, else float32]",
+        help=f"{', '.join(DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]",
     )
 
 

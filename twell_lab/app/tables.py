@@ -20,7 +20,7 @@ from ..bench.comparison import (
 from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
 from ..bench.trained import QUALITY, RUN, TWIN
-from ..records.record import Record, newest, stale
+from ..records.record import Record, newest, stale, told
 from .walk import code_hash, with_code
 
 
@@ -626,13 +626,12 @@ def _of_kinds(recorded: list[Record], name: str, *kinds: str) -> tuple[Record | 
 
 def layer_rows(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list[dict]]:
     """The newest record of that name with such rows, and these: plain calls of a gated layer of 2,048 x 5,632."""
-    for record in reversed(recorded):
-        if record.name == name:
-            rows = [row for row in record.rows if row.get("kind") == name and row["gated"] and "wall_ms" in row]
-            rows = [row for row in rows if "(graph)" not in row["path"]]
-            rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and which(row)]
-            if rows:
-                return record, rows
+    for record in reversed(told(recorded, name)):
+        rows = [row for row in record.rows if row.get("kind") == name and row["gated"] and "wall_ms" in row]
+        rows = [row for row in rows if "(graph)" not in row["path"]]
+        rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and which(row)]
+        if rows:
+            return record, rows
     return None, []
 
 

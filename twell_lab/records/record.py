@@ -299,15 +299,20 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
     return sorted(records, key=lambda record: record.date)
 
 
+def told(records: Iterable[Record], name: str, gpu: str = TOLD) -> list[Record]:
+    """Those of these records that have this name and rows of a GPU that has `gpu` in its name; without one all of the
+    name."""
+    named = [record for record in records if record.name == name]
+    return [record for record in named if any(gpu in (row.get("device") or "") for row in record.rows)] or named
+
+
 def newest(records: Iterable[Record], name: str, gpu: str = TOLD) -> Record | None:
     """The newest record of this name with rows of a GPU that has `gpu` in its name; without one the newest of the name,
     None where there is none. records: oldest first.
 
     Pages and figures that tell of one GPU take their record by this, so that one of another GPU does not change them.
     """
-    named = [record for record in records if record.name == name]
-    there = [record for record in named if any(gpu in (row.get("device") or "") for row in record.rows)]
-    return (there or named or [None])[-1]
+    return (told(records, name, gpu) or [None])[-1]
 
 
 def flat_rows(records: list[Record]) -> list[dict]:

@@ -317,7 +317,13 @@ def _read_again(
         raise InputError(f"rows names {sorted(unknown)}; this launch touched {', '.join(footprints)}")
     if not rows:
         return 0.0
-    shares = {name: np.asarray(often, float) / np.sum(often) for name, often in rows.items()}
+    often = {name: np.asarray(each, float) for name, each in rows.items()}
+    for name, each in often.items():
+        if each.ndim != 1 or not (np.isfinite(each) & (each >= 0)).all() or not each.sum() > 0:
+            raise InputError(
+                f"rows[{name!r}] is {each}; a finite number from 0 up for each row, not all 0, is accepted"
+            )
+    shares = {name: each / each.sum() for name, each in often.items()}
     share = np.concatenate([*shares.values()])
     array = np.repeat(np.arange(len(shares)), [len(each) for each in shares.values()])
     size = np.array([footprints[name].bytes / len(each) for name, each in shares.items()])[array]
@@ -334,7 +340,7 @@ def predicted_time(
 
     rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Where not
     all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block
-    that reads them. Raises InputError for an array that was not touched.
+    that reads them. Raises InputError for an array that was not touched, and for what cannot be such numbers.
 
     "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
     different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors

@@ -46,7 +46,7 @@ from ..layers.paths import Path
 from ..layers.paths.converted import Converted
 from ..layers.paths.cost import Work
 from ..layers.weights import Weights
-from .weights import checked_weight
+from .weights import checked_layer, checked_weight
 
 WAYS = ("grouped", "loop", "padded")
 ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU}
@@ -372,9 +372,7 @@ class AsExperts(Converted):
         return size, groups, max(1, math.ceil(TAKEN * groups))
 
     def fitted(self, weights: Weights) -> Path:
-        for weight in weights[:3]:
-            if weight is not None:
-                checked_weight(weight)
+        checked_layer(weights)
         return self
 
     def form_bytes(self, weights: Weights) -> int:

@@ -184,7 +184,11 @@ class Padding:
 
     def gather(self, x: Tensor) -> Tensor:
         """The real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing is
-        moved, and they are x itself. Does not wait."""
+        moved, and they are x itself. Does not wait. Raises InputError for an x of other rows, or on another device."""
+        if x.shape[:-1] != self.shape or x.device != self.places.device:
+            raise InputError(
+                f"x is {_told(x)}; [{', '.join(map(str, self.shape))}, width] on {self.places.device} is accepted"
+            )
         rows = x.reshape(torch.Size(self.shape).numel(), x.shape[-1])
         return rows if self.whole else rows.index_select(0, self.places)
 

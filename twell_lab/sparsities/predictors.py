@@ -47,7 +47,7 @@ from ..layers.paths.dense import dense_parts
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import copies
-from .weights import checked_weight, largest
+from .weights import checked_layer, checked_weight, largest
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
@@ -574,9 +574,7 @@ class Predicted(Converted):
         return max(1, math.ceil(RANK * d_model)), max(1, math.ceil(NEURONS * d_ff))
 
     def fitted(self, weights: Weights) -> Path:
-        for weight in weights[:3]:
-            if weight is not None:
-                checked_weight(weight)
+        checked_layer(weights)
         return self
 
     def form_bytes(self, weights: Weights) -> int:

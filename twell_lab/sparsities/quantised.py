@@ -51,7 +51,7 @@ from ..ops import checks, decode, int8_products, portable
 from ..ops.activation import RELU, Activation
 from ..ops.int8_rows import gated_int8
 from ..ops.quantise_rows import quantise_rows
-from .weights import checked_weight
+from .weights import checked_layer, checked_weight
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -438,9 +438,7 @@ class TwellInt8(Converted):
         for weight in (weights.up, weights.down):
             if weight.dtype not in WEIGHTS:
                 raise InputError(f"the weight holds {weight.dtype}; accepted: {dtype_names(WEIGHTS)}")
-        for weight in weights[:3]:
-            if weight is not None:
-                checked_weight(weight)
+        checked_layer(weights)
         return self
 
     def form_bytes(self, weights: Weights) -> int:

@@ -33,6 +33,7 @@ from ..formats import CSR
 from ..formats.matrix import as_matrix, row_pointers, rows_of
 from ..layers.anatomy import HOOKS, Only, StandIn, check_model, raise_all, replaced, selected, title
 from ..layers.parts import whole
+from ..layers.weights import Weights
 
 Mask = Callable[[Tensor], Tensor]  # from a weight [out, in] to bool [out, in], True for what is kept
 
@@ -81,6 +82,13 @@ def checked_weight(weight: Tensor) -> Tensor:
     if not weight.isfinite().all():
         raise InputError("the weight holds a value that is not finite; finite weights are accepted")
     return weight
+
+
+def checked_layer(weights: Weights) -> None:
+    """`checked_weight` for the gate, up and down that a feed-forward layer has."""
+    for weight in weights[:3]:
+        if weight is not None:
+            checked_weight(weight)
 
 
 def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
