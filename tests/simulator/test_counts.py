@@ -128,6 +128,13 @@ def test_the_prediction_is_the_slowest_part():
     assert "16000" in str(predicted) and str(predicted).index("device") < str(predicted).index("<-")
 
 
+@pytest.mark.parametrize("often", [[], [0, 0], [1, -1], [1, math.nan], [math.inf, 1], [[1, 1]]])
+def test_what_cannot_be_how_often_rows_are_read_is_refused(often):
+    counts = Counts(footprints={"w": Footprint(read_sectors=4, block_read_sectors=8, bytes=128)})
+    with pytest.raises(InputError, match="rows\\['w'\\] is"):
+        predicted_time(counts, H100, {"w": often})
+
+
 def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
     counts = Counts(footprints={"w": Footprint(read_sectors=40, block_read_sectors=140, bytes=1280)})  # 4 rows of 320
 

@@ -184,6 +184,8 @@ def test_nothing_is_moved_where_every_row_is_real():
     real[1, 1] = False
     rows, padding = remove_padding(x, real)
     assert not padding.whole and torch.equal(padding.gather(3 * x), 3 * rows)
+    with pytest.raises(InputError, match="width\\] on cpu is accepted"):
+        padding.gather(x[:1])
 
 
 def test_a_layer_computes_the_real_rows_alone():
