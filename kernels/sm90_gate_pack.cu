@@ -48,41 +48,26 @@
 //   row of neurons   [ q = 0: 0 .. 63 ][ q = 1: 64 .. 127 ][ q = 2: 128 .. 191 ][ q = 3: 192 .. 255 ]
 
 // ---------------------------------------------------------------- packing one tile
-// Which words a lane writes, and where: the kept value of rank s (from 0) in its row goes to `to + 4 s` if low <= s <
-// high.
-struct Window { u32 to; int low, high; };
-// The words of one pair of columns, of which the even one fires, the odd one, or both; rank grows by their number.
-__device__ __forceinline__ void emit_pair(u32 pair, u32 even, u32 odd, u32 column, int& rank, const Window& out) {
-    const u32 span = out.high - out.low;
-    store_shared_if(even & ((u32)(rank - out.low) < span), out.to + 4 * rank, pair << 16 | column);
-    rank += even;
-    store_shared_if(odd & ((u32)(rank - out.low) < span), out.to + 4 * rank, (pair & 0xffff0000u) | (column + 1));
-    rank += odd;
-}
-// Write the firing ones among 16 neighbouring pairs of columns; returns the rank after them. mask: bit j the even
-// column of pair j, bit 16 + j the odd one. A register can't be picked by a run-time index, so the pairs go through
-// shared memory, where each thread reads back only what it wrote itself; and only what will be read: the tensor cores
-// need the bandwidth. That loop runs as often as the fullest lane of the warp needs. MANY: from so many turns on that
-// going through all 16 registers takes less time, do that.
-template <bool MANY>
-__device__ __forceinline__ int emit(const u32* v, u32 mask, u32 column, int rank, const Window& out, u32 scratch) {
-    constexpr int MOST_TURNS = 5;
-    u32 left = (mask | mask >> 16) & 0xffff;
-    if (MANY && __any_sync(ALL_LANES, __popc(left) > MOST_TURNS)) {
-#pragma unroll
-        for (int j = 0; j < 16; ++j) emit_pair(v[j], mask >> j & 1, mask >> (16 + j) & 1, column + 2 * j, rank, out);
-        return rank;
-    }
+// Write the firing ones among 16 neighbouring pairs of columns as words to shared memory, from `to` on; returns where the
+// next one goes. mask: bit j the even column of pair j, bit 16 + j the odd one. A register can't be picked by a run-time
+// index, so the pairs go through shared memory, where each thread reads back only what it wrote itself; and only what
+// will be read: the tensor cores need the bandwidth. The loop runs as often as the fullest lane of the warp needs.
+__device__ __forceinline__ u32 emit(const u32* v, u32 mask, u32 column, u32 to, u32 scratch) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_shared_4_if(mask & 0xf000fu << 4 * i, scratch + i * 2048, v + 4 * i);
+    u32 left = (mask | mask >> 16) & 0xffff;
 #pragma unroll 1
     while (left) {
         const int j = __ffs(left) - 1;
         left &= left - 1;
-        const u32 pair = load_shared(scratch + (j >> 2) * 2048 + (j & 3) * 4), bits = mask >> j;
-        emit_pair(pair, bits & 1, bits >> 16 & 1, column + 2 * j, rank, out);
+        const u32 pair = load_shared(scratch + (j >> 2) * 2048 + (j & 3) * 4), at = column + 2 * j, bits = mask >> j;
+        const u32 even = bits & 1, odd = bits >> 16 & 1;
+        store_shared_if(even, to, pair << 16 | at);
+        to += 4 * even;
+        store_shared_if(odd, to, (pair & 0xffff0000u) | (at + 1));
+        to += 4 * odd;
     }
-    return rank;
+    return to;
 }
 
 // What a lane keeps of a finished tile: two rows of one quarter of its columns, rounded.
@@ -90,7 +75,7 @@ struct Packing {
     u32 v[2][32];    // pairs of columns of the two rows
     u32 mask[2][2];  // of 16 pairs each, as in emit
     u32 total;       // kept values of the whole rows: first row in the low half, second in the high half
-    int rank[2];     // of the lane's next value in its row
+    u32 to[2];       // where the lane's next word of either row goes, in shared memory
     int row0, n;     // the warp's first token, the tile
 };
 // How many columns a lane holds: the narrow last tile is dealt evenly, by a tensor map of its own.
@@ -122,8 +107,10 @@ template <int R> __device__ __forceinline__ void find_firing(Packing& p, int tok
     // Rows beyond the tokens are zeros, which a bias may make fire; they have no words and no place in the pool.
     if (p.row0 + threadIdx.x % 32 / 4 + 8 * R >= tokens) p.mask[R][0] = p.mask[R][1] = 0;
 }
-__device__ __forceinline__ void rank_lanes(Packing& p) {
-    const int q = threadIdx.x % 4;
+// Where each lane's words go; staging: where those of the warp's 16 rows lie, each row's after its number of values. A row
+// with more values than words has none here: overfull_rows writes it.
+__device__ __forceinline__ void rank_lanes(Packing& p, u32 staging) {
+    const int lane = threadIdx.x % 32, q = lane % 4;
     const u32 count =
         (__popc(p.mask[0][0]) + __popc(p.mask[0][1])) | (__popc(p.mask[1][0]) + __popc(p.mask[1][1])) << 16;
     u32 through = count;  // both rows' prefix sums over the quad, in one register
@@ -132,10 +119,16 @@ __device__ __forceinline__ void rank_lanes(Packing& p) {
     below = __shfl_up_sync(ALL_LANES, through, 2, 4);
     if (q >= 2) through += below;
     p.total = __shfl_sync(ALL_LANES, through, 3, 4);
-    p.rank[0] = (through - count) & 0xffff;
-    p.rank[1] = (through - count) >> 16;
+    const u32 upper = staging + lane / 4 * (POOLED_WORDS * 4), lower = upper + 8 * POOLED_WORDS * 4;
+    p.to[0] = upper + 4 + 4 * ((through - count) & 0xffff);
+    p.to[1] = lower + 4 + 4 * ((through - count) >> 16);
+    if ((p.total & 0xffff) > SLOTS) p.mask[0][0] = p.mask[0][1] = 0;
+    if (p.total >> 16 > SLOTS) p.mask[1][0] = p.mask[1][1] = 0;
+    __syncwarp();  // the last tile's words have been read
+    if (q == 0) { store_shared(upper, p.total & 0xffff); store_shared(lower, p.total >> 16); }
 }
-// 16 rows of 128 bytes: 8 lanes a row. Only sectors (32 bytes) that hold a word in use are written.
+// 16 rows of 128 bytes: 8 lanes a row. Only sectors (32 bytes) that hold a word in use are written, and of overfull rows
+// none.
 __device__ __forceinline__ void store_words(const Packing& p, u32 staging, word_t* __restrict__ packed, int tokens,
                                             int n_count) {
     const int row = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
@@ -152,94 +145,118 @@ __device__ __forceinline__ void store_words(const Packing& p, u32 staging, word_
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (p.row0 + row + 4 * (2 * half + i) < tokens && chunk / 2 * 8 <= min(kept[i], (u32)SLOTS))
+            if (p.row0 + row + 4 * (2 * half + i) < tokens && kept[i] <= SLOTS && chunk / 2 * 8 <= kept[i])
                 *(uint4*)(to + (long long)(2 * half + i) * 4 * n_count * POOLED_WORDS) = words[i];
     }
 }
-// The packing of a tile is cut into steps, to be run in this order. A half is 16 of a lane's 32 pairs of columns in one
-// row.
-enum Step {
-    FIND_ROW_0, FIND_ROW_1,                      // which columns fire, and the lanes' ranks
-    EMIT_ROW_0_HALF_0, EMIT_ROW_0_HALF_1,        // words of the upper row to shared memory
-    EMIT_ROW_1_HALF_0, EMIT_ROW_1_HALF_1,        // of the lower row
-    STORE_WORDS,                                 // and out
-    SPILL_ROW_0_HALF_0, SPILL_ROW_0_HALF_1,      // what the words could not hold: to shared memory
-    SPILL_ROW_1_HALF_0, SPILL_ROW_1_HALF_1,      // and with the last of it to the pool
-    STEPS,
-    FIRST_SPILL = SPILL_ROW_0_HALF_0
+// What packing needs to know besides the tile: where its warp's shared memory is (words of 16 rows; the thread's own to
+// pick registers from; of that, a row for the whole warp), and where words go.
+struct Output {
+    u32 staging, scratch, row;
+    word_t *__restrict__ packed, *__restrict__ pool;
+    int tokens, d_ff, n_count;
 };
 
-// One of the SPILL steps.
-template <bool MANY>
-__device__ __forceinline__ void spill(int step, const Packing& p, u32 staging, u32 scratch, word_t* __restrict__ pool,
-                                      int n_count, int first) {
-    const int lane = threadIdx.x % 32, low = SLOTS;
-    const u32 excess = max(0, (int)(p.total & 0xffff) - low) | max(0, (int)(p.total >> 16) - low) << 16;
-    if (!__any_sync(ALL_LANES, excess)) return;
+// Rows with more values than words, of which the pool takes what it has room for. One after the other goes through shared
+// memory, so that every lane of the warp gets eight neighbouring columns of it: by themselves the row's four lanes would
+// have some dozen values each to go through, while 28 wait. From there words go out directly. which: a quarter of the 16
+// rows.
+__device__ __forceinline__ void overfull_rows(const Packing& p, const Output& o, int which) {
+    const int lane = threadIdx.x % 32;
+    const u32 excess = max(0, (int)(p.total & 0xffff) - SLOTS) | max(0, (int)(p.total >> 16) - SLOTS) << 16;
+    // One bit a row: bit 4 i row i, bit 4 i + 1 the row 8 below it.
+    const u32 upper = __ballot_sync(ALL_LANES, excess & 0xffff), lower = __ballot_sync(ALL_LANES, excess >> 16);
+    u32 left = ((upper & 0x11111111) | (lower & 0x22222222)) & 0xf000fu << 4 * which;
+    if (!left) return;
     u32 sum = excess;  // of the quads up to this one, both halves of the 16 rows at once
 #pragma unroll
     for (int by = 4; by < 32; by *= 2) {
         const u32 other = __shfl_up_sync(ALL_LANES, sum, by);
         if (lane >= by) sum += other;
     }
-    const u32 all = __shfl_sync(ALL_LANES, sum, 31);
-    const bool upper = step < SPILL_ROW_1_HALF_0;
-    const u32 start = upper ? (sum - excess) & 0xffff : ((sum - excess) >> 16) + (all & 0xffff);
-    const Window out = {staging + 4 * (start - low), low, max(low, low + POOL_WORDS - (int)start)};
-    const u32 room = start < POOL_WORDS ? ~0u : 0;  // without it, nothing of the row has a place
-    __syncwarp();  // every lane has read the words that lay here
-    // p.rank is by now the rank after the lane's last value
-    const int end0 = p.rank[0] - __popc(p.mask[0][1]), end1 = p.rank[1] - __popc(p.mask[1][1]);
-    if (step == SPILL_ROW_0_HALF_0) emit<MANY>(p.v[0], p.mask[0][0] & room, first, end0 - __popc(p.mask[0][0]), out, scratch);
-    if (step == SPILL_ROW_0_HALF_1) emit<MANY>(p.v[0] + 16, p.mask[0][1] & room, first + 32, end0, out, scratch);
-    if (step == SPILL_ROW_1_HALF_0) emit<MANY>(p.v[1], p.mask[1][0] & room, first, end1 - __popc(p.mask[1][0]), out, scratch);
-    if (step < SPILL_ROW_1_HALF_1) return;
-    emit<MANY>(p.v[1] + 16, p.mask[1][1] & room, first + 32, end1, out, scratch);
-    __syncwarp();
-    const int spilled = min(POOL_WORDS, (all & 0xffff) + (all >> 16));
-    word_t* to = pool + ((long long)(p.row0 / POOL_ROWS) * n_count + p.n) * POOL_WORDS;
-    for (int i = lane; i < spilled; i += 32) to[i] = load_shared(staging + 4 * i);
+    sum -= excess;
+    sum += __shfl_sync(ALL_LANES, sum + excess, 31) << 16;  // the lower rows come after the upper ones
+    const int width = min(BN, o.d_ff - p.n * BN), span = span_of(width);
+    const int in = lane % 8 * 8, column = span * (lane / 8) + in;  // the lane's first of eight, from its quarter and its tile
+    const int there = max(0, min(8, min(span - in, width - column)));
+    const u32 valid = ((1u << (there + 1) / 2) - 1) | ((1u << there / 2) - 1) << 16;
+#pragma unroll 1
+    while (left) {
+        const int bit = __ffs(left) - 1, quad = bit / 4, row = quad + bit % 4 * 8;
+        left &= left - 1;
+        __syncwarp();  // what lay here has been read
+        const u32 mine = lane / 4 == quad, at = o.row + lane % 4 * 128;
+        if (row < 8) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) store_shared_4_if(mine, at + 16 * i, p.v[0] + 4 * i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) store_shared_4_if(mine, at + 16 * i, p.v[1] + 4 * i);
+        }
+        __syncwarp();
+        const uint4 four = load_shared_4(o.row + lane * 16);
+        const u32 pairs[4] = {four.x, four.y, four.z, four.w};
+        u32 fires = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) fires |= fires_pair(pairs[j]) & 0x10001u << j;
+        fires &= valid;
+        const int count = __popc(fires);
+        int rank = count;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const int other = __shfl_up_sync(ALL_LANES, rank, by);
+            if (lane >= by) rank += other;
+        }
+        rank -= count;  // of the lane's next value in the row
+        const int start = __shfl_sync(ALL_LANES, sum, 4 * quad) >> row / 8 * 16 & 0xffff;
+        const int high = SLOTS + max(0, POOL_WORDS - start);
+        word_t* words = o.packed + ((long long)(p.row0 + row) * o.n_count + p.n) * POOLED_WORDS;
+        word_t* pool = o.pool + ((long long)(p.row0 / POOL_ROWS) * o.n_count + p.n) * POOL_WORDS + (start - SLOTS);
+        if (lane == 31) words[0] = rank + count;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const u32 pair = pairs[j / 2], word = (j % 2 ? pair & 0xffff0000u : pair << 16) | (column + j);
+            const int one = fires >> (j / 2 + j % 2 * 16) & 1;
+            if (one && rank < high) (rank < SLOTS ? words + 1 : pool)[rank] = word;
+            rank += one;
+        }
+    }
 }
-
-// What packing needs to know besides the tile: where its warp's shared memory is, and where words go.
-struct Output {
-    u32 staging, scratch;
-    word_t *__restrict__ packed, *__restrict__ pool;
-    int tokens, d_ff, n_count;
+// The packing of a tile is cut into steps, to be run in this order. A half is 16 of a lane's 32 pairs of columns in one
+// row.
+enum Step {
+    FIND_ROW_0, FIND_ROW_1,                      // which columns fire, and where each lane's words go
+    EMIT_ROW_0_HALF_0, EMIT_ROW_0_HALF_1,        // words of the upper row to shared memory
+    EMIT_ROW_1_HALF_0, EMIT_ROW_1_HALF_1,        // of the lower row
+    STORE_WORDS,                                 // and out
+    OVERFULL,                                    // rows with more values than words: a quarter of them a step
+    STEPS = OVERFULL + 4
 };
-
-// MANY: see emit.
-template <bool MANY>
 __device__ __forceinline__ void pack_step(int step, Packing& p, const Output& o) {
-    const int lane = threadIdx.x % 32, q = lane % 4;
-    const int width = min(BN, o.d_ff - p.n * BN), span = span_of(width), first = span * q;
-    const u32 upper = o.staging + lane / 4 * (POOLED_WORDS * 4), lower = upper + 8 * POOLED_WORDS * 4;
-    const Window out[2] = {{upper + 4, 0, SLOTS}, {lower + 4, 0, SLOTS}};
+    const int width = min(BN, o.d_ff - p.n * BN), span = span_of(width), first = span * (threadIdx.x % 4);
     if (step == FIND_ROW_0) {
         find_firing<0>(p, o.tokens, width, first, span);
     } else if (step == FIND_ROW_1) {
         find_firing<1>(p, o.tokens, width, first, span);
-        rank_lanes(p);
+        rank_lanes(p, o.staging);
     } else if (step == EMIT_ROW_0_HALF_0) {
-        __syncwarp();  // the last tile's words have been read
-        if (q == 0) { store_shared(upper, p.total & 0xffff); store_shared(lower, p.total >> 16); }
-        p.rank[0] = emit<MANY>(p.v[0], p.mask[0][0], first, p.rank[0], out[0], o.scratch);
+        p.to[0] = emit(p.v[0], p.mask[0][0], first, p.to[0], o.scratch);
     } else if (step == EMIT_ROW_0_HALF_1) {
-        p.rank[0] = emit<MANY>(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0], out[0], o.scratch);
+        emit(p.v[0] + 16, p.mask[0][1], first + 32, p.to[0], o.scratch);
     } else if (step == EMIT_ROW_1_HALF_0) {
-        p.rank[1] = emit<MANY>(p.v[1], p.mask[1][0], first, p.rank[1], out[1], o.scratch);
+        p.to[1] = emit(p.v[1], p.mask[1][0], first, p.to[1], o.scratch);
     } else if (step == EMIT_ROW_1_HALF_1) {
-        p.rank[1] = emit<MANY>(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1], out[1], o.scratch);
+        emit(p.v[1] + 16, p.mask[1][1], first + 32, p.to[1], o.scratch);
     } else if (step == STORE_WORDS) {
         __syncwarp();
         store_words(p, o.staging, o.packed, o.tokens, o.n_count);
     } else {
-        spill<MANY>(step, p, o.staging, o.scratch, o.pool, o.n_count, first);
+        overfull_rows(p, o, step - OVERFULL);
     }
 }
 __device__ __forceinline__ void pack_all(Packing& p, const Output& o) {
 #pragma unroll 1
-    for (int step = 0; step < STEPS; ++step) pack_step<false>(step, p, o);
+    for (int step = 0; step < STEPS; ++step) pack_step(step, p, o);
 }
 // This tile's bias, in the order of the accumulators; two buffers, so that no warp overwrites what another still reads.
 __device__ __forceinline__ void stage_bias(u32 at, const value_t* __restrict__ bias, int n, int d_ff) {
@@ -263,11 +280,12 @@ __device__ __forceinline__ void store_dense(const Packing& p, value_t* __restric
 
 // ---------------------------------------------------------------- the versions: what a consumer warpgroup does
 struct Consumer {
-    u32 base, staging, scratch;
+    u32 base, staging, scratch, row;
     const int number, warp;  // of the block's consumers, and of its warps
     __device__ __forceinline__ Consumer(u32 base, int number) : base(base), number(number), warp(threadIdx.x / 32 % 4) {
         staging = base + STAGING + (number * 4 + warp) * 16 * POOLED_WORDS * 4;
-        scratch = base + SCRATCH + number * 8192 + threadIdx.x % 128 * 16;
+        row = base + SCRATCH + number * 8192 + warp * 512;
+        scratch = row + threadIdx.x % 32 * 16;
     }
     __device__ __forceinline__ u32 bias_at(int parity) const { return base + BIAS_AT + (number * 2 + parity) * BN * 2; }
     // From the sums of tile t to rounded pairs.
@@ -285,7 +303,7 @@ __device__ __forceinline__ void one_after_the_other(u32 base, int number, Tiles 
                                                     word_t* __restrict__ packed, const value_t* __restrict__ bias,
                                                     word_t* __restrict__ pool, int tokens, int d_ff) {
     const Consumer me(base, number);
-    const Output out = {me.staging, me.scratch, packed, pool, tokens, d_ff, tiles.n_count};
+    const Output out = {me.staging, me.scratch, me.row, packed, pool, tokens, d_ff, tiles.n_count};
     float d[128];
     Packing p;
     Ring ring = {0, 0};
@@ -311,8 +329,8 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
                                                             word_t* __restrict__ pool, int tokens, int d_ff) {
     constexpr int MOST_SPACE = 4;  // k-steps from one step of packing to the next
     const Consumer me(base, number);
-    const Output out = {me.staging, me.scratch, packed, pool, tokens, d_ff, tiles.n_count};
-    const int space = max(1, min(MOST_SPACE, (k_count - (STEPS - FIRST_SPILL)) / FIRST_SPILL));
+    const Output out = {me.staging, me.scratch, me.row, packed, pool, tokens, d_ff, tiles.n_count};
+    const int space = max(1, min(MOST_SPACE, (k_count - (STEPS - OVERFULL)) / OVERFULL));
     float d[128];
     Packing p;
     Ring ring = {0, 0};
@@ -326,8 +344,8 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
         int due = space - 1, step = 0;  // the k-step after which the next step of packing is made
         multiply_tile(d, ring, base, me.number, k_count, max(k_count, (int)STEPS), [&](int k) {
             if (pending && k == due && step < STEPS) {
-                pack_step<true>(step, p, out);
-                due += ++step < FIRST_SPILL ? space : 1;
+                pack_step(step, p, out);
+                due += ++step < OVERFULL ? space : 1;
             }
             if (k == 0) next = tile_at(tiles, min(work + tiles.step, tiles.total - 1));
         });
