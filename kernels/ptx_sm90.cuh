@@ -173,6 +173,9 @@ __device__ __forceinline__ uint4 load_shared_4(u32 at) {
 __device__ __forceinline__ void store_shared_if(u32 keep, u32 at, u32 word) {
     asm volatile("{\n .reg .pred k;\n setp.ne.u32 k, %0, 0;\n @k st.shared.b32 [%1], %2;\n}\n" ::"r"(keep), "r"(at), "r"(word) : "memory");
 }
+__device__ __forceinline__ void store_if(u32 keep, u32* to, u32 word) {
+    asm volatile("{\n .reg .pred k;\n setp.ne.u32 k, %0, 0;\n @k st.global.b32 [%1], %2;\n}\n" ::"r"(keep), "l"(to), "r"(word) : "memory");
+}
 __device__ __forceinline__ void store_shared_4_if(u32 keep, u32 at, const u32* v) {
     asm volatile("{\n .reg .pred k;\n setp.ne.u32 k, %5, 0;\n @k st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}\n"
                  ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(keep) : "memory");

@@ -159,14 +159,13 @@ struct Output {
 
 // Rows with more values than words, of which the pool takes what it has room for. One after the other goes through shared
 // memory, so that every lane of the warp gets eight neighbouring columns of it: by themselves the row's four lanes would
-// have some dozen values each to go through, while 28 wait. From there words go out directly. which: a quarter of the 16
-// rows.
-__device__ __forceinline__ void overfull_rows(const Packing& p, const Output& o, int which) {
+// have some dozen values each to go through, while 28 wait. From there words go out directly.
+__device__ __forceinline__ void overfull_rows(const Packing& p, const Output& o) {
     const int lane = threadIdx.x % 32;
     const u32 excess = max(0, (int)(p.total & 0xffff) - SLOTS) | max(0, (int)(p.total >> 16) - SLOTS) << 16;
     // One bit a row: bit 4 i row i, bit 4 i + 1 the row 8 below it.
     const u32 upper = __ballot_sync(ALL_LANES, excess & 0xffff), lower = __ballot_sync(ALL_LANES, excess >> 16);
-    u32 left = ((upper & 0x11111111) | (lower & 0x22222222)) & 0xf000fu << 4 * which;
+    u32 left = (upper & 0x11111111) | (lower & 0x22222222);
     if (!left) return;
     u32 sum = excess;  // of the quads up to this one, both halves of the 16 rows at once
 #pragma unroll
@@ -217,7 +216,7 @@ __device__ __forceinline__ void overfull_rows(const Packing& p, const Output& o,
         for (int j = 0; j < 8; ++j) {
             const u32 pair = pairs[j / 2], word = (j % 2 ? pair & 0xffff0000u : pair << 16) | (column + j);
             const int one = fires >> (j / 2 + j % 2 * 16) & 1;
-            if (one && rank < high) (rank < SLOTS ? words + 1 : pool)[rank] = word;
+            store_if(one & (rank < high), (rank < SLOTS ? words + 1 : pool) + rank, word);
             rank += one;
         }
     }
@@ -229,8 +228,8 @@ enum Step {
     EMIT_ROW_0_HALF_0, EMIT_ROW_0_HALF_1,        // words of the upper row to shared memory
     EMIT_ROW_1_HALF_0, EMIT_ROW_1_HALF_1,        // of the lower row
     STORE_WORDS,                                 // and out
-    OVERFULL,                                    // rows with more values than words: a quarter of them a step
-    STEPS = OVERFULL + 4
+    OVERFULL_ROWS,                               // rows with more values than words, to the pool, too
+    STEPS
 };
 __device__ __forceinline__ void pack_step(int step, Packing& p, const Output& o) {
     const int width = min(BN, o.d_ff - p.n * BN), span = span_of(width), first = span * (threadIdx.x % 4);
@@ -251,7 +250,7 @@ __device__ __forceinline__ void pack_step(int step, Packing& p, const Output& o)
         __syncwarp();
         store_words(p, o.staging, o.packed, o.tokens, o.n_count);
     } else {
-        overfull_rows(p, o, step - OVERFULL);
+        overfull_rows(p, o);
     }
 }
 __device__ __forceinline__ void pack_all(Packing& p, const Output& o) {
@@ -330,7 +329,7 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
     constexpr int MOST_SPACE = 4;  // k-steps from one step of packing to the next
     const Consumer me(base, number);
     const Output out = {me.staging, me.scratch, me.row, packed, pool, tokens, d_ff, tiles.n_count};
-    const int space = max(1, min(MOST_SPACE, (k_count - (STEPS - OVERFULL)) / OVERFULL));
+    const int space = max(1, min(MOST_SPACE, k_count / STEPS));
     float d[128];
     Packing p;
     Ring ring = {0, 0};
@@ -344,8 +343,8 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
         int due = space - 1, step = 0;  // the k-step after which the next step of packing is made
         multiply_tile(d, ring, base, me.number, k_count, max(k_count, (int)STEPS), [&](int k) {
             if (pending && k == due && step < STEPS) {
-                pack_step(step, p, out);
-                due += ++step < OVERFULL ? space : 1;
+                pack_step(step++, p, out);
+                due += space;
             }
             if (k == 0) next = tile_at(tiles, min(work + tiles.step, tiles.total - 1));
         });

@@ -70,8 +70,8 @@ Calls = dict[Choice | None, Callable[[int], object]]
 
 def wall(calls: Calls, device: torch.device, beside: int = 0) -> dict[Choice | None, Times]:
     """Times of plain eager calls. `call` is the wall time of a burst that is waited for at its end, divided by its
-    calls. On a GPU `host` is what of it passes until the last call returns, the least of all bursts, and `device` is taken by
-    events, cold L2.
+    calls. On a GPU `host` is what of it passes until the last call returns, the least of all bursts, and `device` is
+    taken by events, cold L2.
 
     On a CPU there is one clock. beside: the bytes of the model's other weights, which come through a CPU's caches
     between two calls of a layer there. So they do here: else a layer that fits into the caches would be timed in them,

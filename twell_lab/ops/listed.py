@@ -43,8 +43,13 @@ def listed(
     gives the same bits. Raises InputError for what the kernels do not take."""
     if x.dim() != 2 or down_t.dim() != 2:
         raise InputError(f"x is {list(x.shape)} and down_t {list(down_t.shape)}; two dimensions of each are accepted")
+    if gate is None:
+        raise InputError("gate is None; a tensor of [tokens, d_ff] is accepted, and for a plain layer up is None")
     (tokens, d_model), d_ff = x.shape, down_t.shape[0]
     given = [t for t in (x, gate, up, down_t, up_bias, down_bias) if t is not None]
+    if x.is_meta or any(t.device != x.device for t in given):
+        where = ", ".join(str(t.device) for t in given)
+        raise InputError(f"the tensors are on {where}; all on one GPU, or all on the CPU, are accepted")
     if version not in (None, 1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
     if x.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != x.dtype for t in given):

@@ -121,11 +121,12 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, named):
     assert shown.err.startswith("twell-lab: ") and named in shown.err and shown.err.count("\n") == 1
 
 
-def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch):
+def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(forward, "ffn", stop)
+    monkeypatch.chdir(tmp_path)  # the folder is made before
     again = "\ntwell-lab: interrupted; to run it again: "
     monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
     assert cli.main(["bench", "--tokens", "1", "8", "--out", "a folder"]) == 130

@@ -88,6 +88,9 @@ def test_what_is_refused():
         ({"x": torch.zeros(33).bfloat16()[1:].view(2, 16)}, "multiple of 16 bytes"),
         ({"x": case.x.expand(2, 16)[:1].expand(number + 1, 16)}, f"up to {number} tokens"),
         ({"x": case.x[0]}, r"x is \[16\]"),
+        ({"gate": None}, "gate is None.*for a plain layer up is None"),
+        ({"up": case.up.to("meta")}, "on cpu, cpu, meta.*accepted"),
+        ({name: t if t is None else t.to("meta") for name, t in case._asdict().items()}, "on meta, meta"),
     ):
         with pytest.raises(InputError, match=message):
             case._replace(**changed).run()
