@@ -196,27 +196,29 @@ def model_paths(recorded: list[Record]) -> str:
     """Of the newest record of whole models on each path: for each model and path how many times as fast as the dense
     model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; and of the first forward
     how far results are from a float32 run, and the loss, each beside the dense model's, and how far a layer's output is
-    off."""
-    record = newest(recorded, "model-paths")
-    rows = [] if record is None else [row for row in record.rows if row["kind"] in ("model_forward", "model_decode")]
+    off. What that record has left out for want of time is of the one before it, in italics."""
+    record, before = newest(recorded, "model-paths"), told(recorded, "model-paths")[-2:-1]
+    rows = [] if record is None else [row for row in record.rows if row["kind"] in _MODEL_KINDS]
     if record is None or not rows:
         return _nothing("times as fast as the dense model")
-    of = {(*row["workload"].split(", ", 1), row["path"]): row for row in rows}
-    works = [*dict.fromkeys(work for _, work, _ in of)]
+    of, earlier = (
+        {(*row["workload"].split(", ", 1), row["path"]): row for row in found if row["kind"] in _MODEL_KINDS}
+        for found in (rows, before[0].rows if before and record.notes.get("left_out") else [])
+    )
+    works = [*dict.fromkeys(work for _, work, _ in [*of, *earlier])]
     forwards = [row["workload"].partition(", ")[2] for row in rows if row["kind"] == "model_forward"]
-    lines = [[f"times as fast as dense, {_where(rows[0]['device'], record)}", *works, "error", "of a layer", "loss"]]
+    where = _where(rows[0]["device"], record)
+    if earlier:
+        where += f"; in italics: earlier, {_day(before[0])}"
+    lines = [[f"times as fast as dense, {where}", *works, "error", "of a layer", "loss"]]
     for about, path in dict.fromkeys((about, path) for about, _, path in of):
         if path == DENSE or path.endswith("(graph)"):
             continue
         shown = []
         for work in works:
-            plain, graph = (
-                of[about, work, DENSE + how]["wall_ms"] / of[about, work, path + how]["wall_ms"]
-                if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
-                else None
-                for how in ("", " (graph)")
-            )
-            shown.append("" if plain is None else f"{plain:.2f}" + (f" ({graph:.2f})" if graph is not None else ""))
+            cell = _times_as_fast(of, about, work, path)
+            left_out = _times_as_fast(earlier, about, work, path) if not cell else ""
+            shown.append(cell or (f"*{left_out}*" if left_out else ""))
         first = next((work for work in forwards if (about, work, path) in of), None)
         both = [of[about, first, each] for each in (path, DENSE)] if first else []
         error, layer, loss = "", "", ""
@@ -226,6 +228,17 @@ def model_paths(recorded: list[Record]) -> str:
             loss = f"{both[0]['loss']:.4f} (dense {both[1]['loss']:.4f})" if "loss" in both[0] else ""
         lines.append([f"{about}: {path.removeprefix('forced ')}", *shown, error, layer, loss])
     return _markdown(lines)
+
+
+def _times_as_fast(of: dict[tuple[str, str, str], dict], about: str, work: str, path: str) -> str:
+    """How many times as fast as the dense model, and in brackets as a CUDA graph; nothing where that was not measured."""
+    times = [
+        f"{of[about, work, DENSE + how]['wall_ms'] / of[about, work, path + how]['wall_ms']:.2f}"
+        if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
+        else ""
+        for how in ("", " (graph)")
+    ]
+    return times[0] + (f" ({times[1]})" if all(times) else "")
 
 
 def trained(recorded: list[Record]) -> str:
@@ -608,6 +621,7 @@ def few_bits(recorded: list[Record]) -> str:
 
 
 _HEAVY = "heavy rows: "
+_MODEL_KINDS = ("model_forward", "model_decode")
 _STEPS = ("dense compiled", "planned compiled", "planned, compiled by layer")
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 
@@ -651,7 +665,11 @@ def _times(row: dict, dense: dict | None = None) -> str:
 
 def _where(device: str, record: Record) -> str:
     """Device and day, and whether the code has changed since."""
-    return f"{device}, {record.date[:10]}" + "; stale: code has changed since" * stale(record)
+    return f"{device}, {_day(record)}"
+
+
+def _day(record: Record) -> str:
+    return record.date[:10] + "; stale: code has changed since" * stale(record)
 
 
 def _tokens(count: int) -> str:

@@ -333,6 +333,16 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
     assert "nothing is recorded yet" in tables.model_paths([])
     assert tables.model_paths([record("model-paths", 1, [])]) == tables.model_paths([])
 
+    cut = replace(record("model-paths", 2, made[:4]), notes={"left_out": {"drawn": "1 of 2 steps"}})
+    said = "NVIDIA H100, 2026-01-02; in italics: earlier, 2026-01-01"
+    assert tables.model_paths([record("model-paths", 1, made), cut]).splitlines() == [
+        f"| times as fast as dense, {said} | decode step, batch 1 | 1 x 8 tokens | 1 x 4 tokens | error | of a layer | loss |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| drawn: int8 (lossy) | 2.00 (3.00) | *0.50* |  |  |  |  |",
+    ]
+    whole = replace(cut, notes={})  # which left nothing out: the workload is gone
+    assert "0.50" not in tables.model_paths([record("model-paths", 1, made), whole])
+
 
 def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
     """A record as the 2B shape on a GPU makes it: every model, path and workload, and what did not run missing."""
