@@ -32,7 +32,7 @@ class Standin(nn.Module):
 
     def forward(self, x):
         layer, cut = self.layer, self.layer.cut
-        act, bound = (layer.acts, cut.hidden) if cut else (layer.acts.activation, layer.acts.threshold)
+        act, bound = (layer.acts or torch.relu, cut.hidden) if cut else (layer.acts.activation, layer.acts.threshold)
         if self.fault == "another threshold":
             bound = bound * 1.1
         bound = torch.tensor(bound, dtype=x.dtype)
@@ -65,13 +65,13 @@ class Standin(nn.Module):
 
 
 class Cut:
-    """A random SiLU model with thresholds: in float32, in bfloat16, and that with stand-ins."""
+    """A random model with thresholds: in float32, in bfloat16, and that with stand-ins."""
 
-    def __init__(self, method, sparsity, seed=0):
+    def __init__(self, method, sparsity, seed=0, act=nn.SiLU):
         torch.manual_seed(seed)
         self.plain = LanguageModel(SIZES).eval().requires_grad_(False)
         for layer in self.plain.layers:
-            layer.mlp.act_fn = nn.SiLU()
+            layer.mlp.act_fn = act()
             for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
                 nn.init.normal_(part.weight, std=1.5 / part.in_features**0.5)
         text = torch.randint(64, (20_000,), generator=torch.Generator().manual_seed(seed))
@@ -126,6 +126,17 @@ OF_TEAL = ["an input more", "ties dropped"]
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
 def test_a_fault_in_a_layer_is_found(method, fault, sparsity):
     assert min(layer_ratios(Cut(method, sparsity), fault)) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])  # of the hidden values 0.5 leaves what the ReLU does, at a threshold of 0
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_with_a_relu_are_judged_alike(sparsity, seed):
+    cut = Cut("teal", sparsity, seed, nn.ReLU)
+    assert all(layer.acts is None for layer in cut.layers)
+    assert max(layer_ratios(cut, "", batch=1 + seed)) <= 1
+    for fault in ("a hidden value more", "an input more", "wrong scale", "ties dropped", "NaN dropped"):
+        assert min(layer_ratios(cut, fault)) > 1
 
 
 @torch.no_grad()

@@ -12,12 +12,15 @@ from twell_lab.bench import drawn, paths, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core.errors import DeviceError, InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.paths import PATHS
+from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
+LOSSY = ("int8", "twell_int8", "predicted", "experts", "kept_inputs, TEAL 50%")  # what a CPU runs
 TINY = drawn.Shape(
     layers=2,
     d_model=64,
@@ -48,7 +51,7 @@ def made():
 
 def test_each_model_is_measured_on_the_paths_that_its_weights_allow(made):
     found, left_out = made
-    lossy = [f"forced {path} (lossy)" for path in ("int8", "twell_int8", "predicted", "experts")]
+    lossy, teal = [f"forced {path} (lossy)" for path in LOSSY], f"forced {LOSSY[-1]} (lossy)"
     expected = {
         "drawn Llama": ["dense eager", "forced twell", "forced hot_cold", *lossy],
         "drawn Llama with 2:4 weights": ["dense eager"],
@@ -64,7 +67,8 @@ def test_each_model_is_measured_on_the_paths_that_its_weights_allow(made):
                 assert row["error"] < 1e-5 and row.get("error_over_allowed", 0) <= 1
                 assert row.get("layer_error", 0) < 1e-5
             else:
-                assert row["error"] > 1e-6 and 1e-3 < row["layer_error"] < 1 and "(lossy)" in row["choice"]
+                assert row["error"] > 1e-6 and 1e-3 < row["layer_error"] < 1
+                assert row["choice"].endswith(" kept_inputs" if row["path"] == teal else "(lossy)")
             assert ("layer_error" in row) == row["path"].startswith("forced")
     assert {key for key in left_out} == {
         "drawn Llama, fp8",
@@ -76,11 +80,33 @@ def test_each_model_is_measured_on_the_paths_that_its_weights_allow(made):
 
 def test_the_trained_model_has_a_loss_on_each_path(made):
     rows = [row for row in made[0]["trained small model"] if row["kind"] == "model_forward"]
-    losses = {row["path"]: row["loss"] for row in rows[-6:]}  # of the last workload
+    losses = {row["path"]: row["loss"] for row in rows[-7:]}  # of the last workload
     assert 1 < losses["dense eager"] < 2.5 and losses["forced twell"] == pytest.approx(losses["dense eager"], abs=1e-4)
-    for path in ("int8", "twell_int8", "predicted", "experts"):
+    for path in LOSSY:
         assert 1e-6 < abs(losses[f"forced {path} (lossy)"] - losses["dense eager"]) < 0.2
     assert not any("loss" in row for row in made[0]["drawn Llama"])
+
+
+def test_no_path_is_without_a_model_in_the_record():
+    assert {path for subject in paths.SUBJECTS for path in subject.paths} == {*PATHS.names()} - {"dense"}
+    in_full = next(subject for subject in paths.SUBJECTS if subject.name == "drawn Llama")
+    trained = next(subject for subject in paths.SUBJECTS if subject.trained)
+    assert {*paths.LOSSY} <= {*in_full.paths} & {*trained.paths}
+    assert {name for name in PATHS.names() if not PATHS[name].exact} == {*paths.LOSSY} - {paths.KEPT}
+
+
+def test_a_path_that_keeps_other_inputs_than_the_thresholds_say_is_left_out(monkeypatch):
+    def keeps_more(model, *given, **how):
+        for layer in feed_forwards(swapped := sparsify(model, *given, **how)):
+            layer.down.weight.mul_(1.05)
+        return swapped
+
+    monkeypatch.setattr(paths, "sparsify", keeps_more)
+    left_out = {}
+    subject = paths.Subject("drawn Llama", ("int8", paths.KEPT))
+    models, _ = paths.Measured(TINY, left_out).of(subject)
+    assert [*models.sparse] == ["forced int8 (lossy)"]
+    assert "is off by" in left_out["drawn Llama, kept_inputs"]
 
 
 def test_pruned_drawn_models_are_so_and_fire_as_asked():
@@ -106,7 +132,7 @@ def test_a_record_is_made_of_it(made, monkeypatch, tmp_path):
     lines = tables.model_paths([record]).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         f"| trained small model: {path}"
-        for path in ("twell", "int8 (lossy)", "twell_int8 (lossy)", "predicted (lossy)", "experts (lossy)")
+        for path in ("twell", *(f"{each} (lossy)" for each in LOSSY))
     ]
     assert all(" (dense 1." in line for line in lines[2:])
     for key, wrong in (("error", -0.1), ("loss", float("nan")), ("error", "none")):

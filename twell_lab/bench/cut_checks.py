@@ -47,7 +47,9 @@ class CutLayer:
     def __init__(self, layer: FeedForward) -> None:
         self.layer, self.cut = layer, layer.cut
         acts = layer.acts
-        self.act, self.threshold = (acts, layer.cut.hidden) if layer.cut else (acts.activation, acts.threshold)
+        self.act, self.threshold = (
+            (acts or torch.relu, layer.cut.hidden) if layer.cut else (acts.activation, acts.threshold)
+        )
         self._gate, self._up, self._down = (
             None if part is None else tuple(None if t is None else t.double() for t in (part.weight, part.bias))
             for part in (layer.gate, layer.up, layer.down)

@@ -1,12 +1,15 @@
 """Every path of a feed-forward layer in a whole model: the drawn Llama of the paper's 2B shape, dense beside each path
 that its weights allow, lossy ones with their error; and the small trained model that ships, where lossy paths have a
 loss as well. The drawn model is taken three times: as drawn, with weights that are 2:4, and with weights of which nine
-in ten blocks are empty, since some paths take such weights alone. What is compared has the same weights."""
+in ten blocks are empty, since some paths take such weights alone. What is compared has the same weights. One path takes
+layers with thresholds on their inputs alone: these are put on (TEAL), and compared with the model without them."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,16 +18,25 @@ from torch import Tensor
 
 from ..core import folders
 from ..core.errors import TwellError
+from ..layers.anatomy import feed_forwards
+from ..layers.choice import Choice
+from ..layers.choice import LOSSY as SAID
+from ..models.swap import sparsify
+from ..models.thresholds import thresholds
 from ..models.tiny import LanguageModel
+from ..ops import measure
 from ..sparsities.blocks import block_mask
 from ..sparsities.two_four import two_four_mask
 from ..training.text import source
 from . import drawn, rows
 from .causal import Causal
+from .cut_checks import CutLayer, hard_inputs
 from .rows import DENSE
-from .workloads import Clocks, Models, Tokens, Workload, decode, forward, right_ones, workload_rows
+from .workloads import FORCED, Clocks, Models, Tokens, Workload, decode, forward, right_ones, workload_rows
 
-LOSSY = ("int8", "fp8", "twell_int8", "predicted", "experts")
+KEPT = "kept_inputs"  # of a model with thresholds
+LOSSY = ("int8", "fp8", "twell_int8", "predicted", "experts", KEPT)
+CUT = 0.5  # of the inputs of gate and up, and of the hidden values, zeroed by the thresholds
 EMPTY = 0.9  # of the blocks of 32 x 32
 _SECONDS = 1.0  # that a workload is timed on a CPU
 
@@ -46,6 +58,11 @@ SUBJECTS = (  # the last one takes longest, and is left out first where there is
     Subject("drawn Llama with empty blocks", ("blocks",), functools.partial(block_mask, sparsity=EMPTY, size=32)),
     Subject("drawn Llama", ("twell", "hot_cold", *LOSSY)),
 )
+
+
+def called(path: str) -> str:
+    """What rows call the model that was forced onto this path."""
+    return f"{FORCED}{path}{f', TEAL {CUT:.0%}' * (path == KEPT)}{f' ({SAID})' * (path in LOSSY)}"
 
 
 def small() -> drawn.Shape:
@@ -97,8 +114,11 @@ class Measured:
         models.exact = None
         for path in subject.paths:
             try:
-                models.force(path, {each.tokens for each in works})
-            except TwellError as error:
+                if path == KEPT:
+                    _cut(models)
+                else:
+                    models.force(path, {each.tokens for each in works})
+            except (TwellError, measure.WrongResult) as error:
                 self.left_out[f"{subject.name}, {path}"] = str(error)[:300]
         return models, works
 
@@ -109,6 +129,24 @@ class Measured:
         paths = right_ones(models, works[at], models.sparse, self.left_out)
         clocks = Clocks(self.device, _SECONDS, graphs=works[at].tokens <= rows.LARGE)
         return workload_rows(models, works[at], [DENSE, *paths], clocks, self.left_out)
+
+
+def _cut(models: Models) -> None:
+    """Give `models` a copy of the dense model with thresholds, on the path that they allow.
+
+    Raises measure.WrongResult where one of its layers computes something else, for a token, than densely with the same
+    thresholds (bench.cut_checks)."""
+    tokens, length = models.tokens, models.length
+    seen = tokens.windows(tokens.PROFILED, drawn.windows_of(length), length)
+    cut = thresholds(models.dense.model, [seen], CUT, method="teal").apply(copy.deepcopy(models.dense.model))
+    sparse = sparsify(copy.deepcopy(cut), Choice(KEPT), memory=math.inf)
+    for layer in feed_forwards(cut):
+        x = models.inputs[layer.name][:1]
+        ratio = CutLayer(layer).ratio(sparse.get_submodule(layer.name), [x, *hard_inputs(layer, x)])
+        if not ratio <= 1.0:
+            raise measure.WrongResult(f"{layer.name} is off by {ratio:.3g} times what is allowed: nothing was timed")
+    models.sparse[called(KEPT)] = Causal(sparse)
+    models.judge(called(KEPT))
 
 
 def sections(shape: drawn.Shape, left_out: dict[str, str]) -> rows.Sections:

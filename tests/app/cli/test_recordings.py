@@ -78,14 +78,16 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
         recordings._sections({"one": [interrupt]}, 100)
 
 
-def test_a_terminated_recording_is_saved(tmp_path):
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
+def test_a_recording_that_is_told_to_stop_is_saved(tmp_path, kind):
     code = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & starts processes that ignore it
         "from twell_lab.app import cli, recordings\n"
         "from twell_lab.records import Record\n"
         "def slow(seconds=0):\n"
         "    row = {'kind': 'x', 'device': 'a machine', 'dtype': 'float32', 'path': 'dense', 'ms': 1.0, 'spread': 0.0}\n"
-        "    steps = [lambda: [row], lambda: os.kill(os.getpid(), signal.SIGTERM) or []]\n"
+        f"    steps = [lambda: [row], lambda: os.kill(os.getpid(), signal.{kind}) or []]\n"
         "    return Record.new('slow', 'a test', *recordings._sections({'one': steps}, 100))\n"
         "recordings.RECORDINGS['slow'] = slow\n"
         f"status = cli.main(['record', 'slow', '--out', {str(tmp_path)!r}])\n"

@@ -348,8 +348,7 @@ def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
     """A record as the 2B shape on a GPU makes it: every model, path and workload, and what did not run missing."""
     made = []
     for subject in paths.SUBJECTS:
-        lossy = [path for path in subject.paths if path in paths.LOSSY]
-        ways = ["dense eager", *(f"forced {path}{' (lossy)' * (path in lossy)}" for path in subject.paths)]
+        ways = ["dense eager", *map(paths.called, subject.paths)]
         length = 512 if subject.trained else 2048
         for work in ("decode step, batch 1", "decode step, batch 16", f"1 x {length} tokens", f"8 x {length} tokens"):
             few = not work.startswith("8 x ")
@@ -372,7 +371,7 @@ def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
     ]
     by = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
     assert [*by] == [
-        f"{subject.name}: {path}{' (lossy)' * (path in paths.LOSSY)}"
+        f"{subject.name}: {paths.called(path).removeprefix('forced ')}"
         for subject in paths.SUBJECTS
         for path in subject.paths
     ]
