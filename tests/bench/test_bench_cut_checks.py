@@ -129,7 +129,9 @@ def test_a_fault_in_a_layer_is_found(method, fault, sparsity):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sparsity", [0.5, 0.9])  # of the hidden values 0.5 leaves what the ReLU does, at a threshold of 0
+@pytest.mark.parametrize(
+    "sparsity", [0.5, 0.9]
+)  # of the hidden values 0.5 leaves what the ReLU does, at a threshold of 0
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_with_a_relu_are_judged_alike(sparsity, seed):
     cut = Cut("teal", sparsity, seed, nn.ReLU)

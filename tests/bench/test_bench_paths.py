@@ -131,8 +131,7 @@ def test_a_record_is_made_of_it(made, monkeypatch, tmp_path):
     assert record.notes["refused"] == {"a": "b"} and records.load(record.save(tmp_path)).rows == record.rows
     lines = tables.model_paths([record]).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == [
-        f"| trained small model: {path}"
-        for path in ("twell", *(f"{each} (lossy)" for each in LOSSY))
+        f"| trained small model: {path}" for path in ("twell", *(f"{each} (lossy)" for each in LOSSY))
     ]
     assert all(" (dense 1." in line for line in lines[2:])
     for key, wrong in (("error", -0.1), ("loss", float("nan")), ("error", "none")):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from twell_lab import records
+from twell_lab.bench import methods
 from twell_lab.course import sparsity_map
+from twell_lab.sparsities import experts, predictors, quantised
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = r"(?:us|ms|s|TB/s|GB/s|%|times|MB|GB|MiB|GiB|KB|seconds?|of torch's time)(?!\w)"
@@ -115,10 +117,94 @@ def unpadded() -> list[float]:
     return [whole / 1e6, 1e3 * whole * (1 + 4 * share) / 3.0e12, took - share * sum(dense) / len(dense)]
 
 
+def newest(name: str) -> str:
+    return max(path.name for path in (ROOT / "data" / "records").glob(f"{name}-2*.json"))
+
+
+SLOWEST, WEIGHTS = 3.0e12, 2 * 3 * 2048 * 5632  # bytes a second that floors assume; those of a layer's weights
+
+
+def share_of_layers() -> list[float]:
+    """Percent of the dense model's time that its layers take, and what it would gain if they took none."""
+    (whole,) = (
+        row["ms"]
+        for row in rows(newest("model-paths"), path=DENSE, tokens=131072)
+        if row["workload"].startswith("drawn Llama, ")
+    )
+    alone = next(
+        row["ms"] for row in rows(newest("inference"), path=DENSE, tokens=131072, **DRAWN) if 25 < row["nnz"] < 33
+    )
+    return [100 * 38 * alone / whole, whole / (whole - 38 * alone)]
+
+
+def longer(path: str, about: str = "drawn Llama") -> float:
+    """Microseconds by which a layer takes longer than a dense one, of a step of decoding as a CUDA graph."""
+    of = {"workload": f"{about}, decode step, batch 1"}
+    ours, dense = (row(newest("model-paths"), path=f"{each} (graph)", **of)["ms"] for each in (path, DENSE))
+    return 1e3 * (ours - dense) / 38
+
+
+def few_bits(path: str, tokens: int) -> float:
+    """Milliseconds of one of the gate's products."""
+    return row(comparison(), kind="few bits", tokens=tokens, path=f"part: x Wg^T{path}")["ms"]
+
+
+def two_four_layer() -> list[float]:
+    more, held = longer("forced two_four", "drawn Llama with 2:4 weights"), WEIGHTS * (0.5 + 1 / 16)
+    alone = rows(newest("inference"), path=f"{DENSE} (graph)", tokens=1, d_ff=5632, **DRAWN)
+    dense = next(1e3 * each["ms"] for each in alone if each["gated"] and 25 < each["nnz"] < 33)
+    return [more, more + dense, held / 1e6, 1e6 * held / SLOWEST]
+
+
+def algorithms() -> list[float]:
+    dense = two_four(DENSE)["ms"]
+    return [dense / two_four(f"2:4 (torch: cuSPARSELt{how})")["ms"] for how in (", searched", "")]
+
+
+def predicted_layer() -> list[float]:
+    rank, neurons = predictors.Predicted.sizes_of(5632, 2048)
+    moved = 2 * (3 * 3 * neurons * 2048 + rank * (2048 + 5632))
+    return [longer("forced predicted (lossy)"), moved / 1e6, 1e6 * moved / SLOWEST]
+
+
+def found_tiles() -> list[float]:
+    """MB of the widest activations, ms of reading them once, and ms of their dense product."""
+    dense = max(rows(comparison(), kind="activations", path=DENSE), key=lambda row: row["tokens"] * row["d_ff"])
+    moved = 2 * dense["tokens"] * dense["d_ff"]
+    return [moved / 1e6, 1e3 * moved / SLOWEST, dense["ms"]]
+
+
+def own_experts() -> list[float]:
+    """How many times as fast at least and at most; GB copied, and ms of that; ms of the slowest."""
+    of = {"kind": "map", "tokens": 16384}
+    ours = rows(comparison(), path=methods.GROUPED, **of)
+    dense = {row["share"]: row["ms"] for row in rows(comparison(), path=DENSE, **of)}
+    times = [dense[row["share"]] / row["ms"] for row in ours]
+    copied = 7 * 2 * 16384 * experts.AsExperts.sizes_of(5632)[2] * 2048
+    return [min(times), max(times), copied / 1e9, 1e3 * copied / SLOWEST, max(row["ms"] for row in ours)]
+
+
+def scaled_apart() -> list[float]:
+    """GB of int32 and float32 sums, written and read; ms of that; and ms that are spared."""
+    moved = 16 * 16384 * 5632
+    spared = few_bits(" in INT8, scaled apart", 16384) - few_bits(" in INT8, scaled within", 16384)
+    return [moved / 1e9, 1e3 * moved / SLOWEST, spared]
+
+
+def from_a_bitmap() -> list[float]:
+    """MB held, and dense; times as fast as dense fused; MB moved apart, ms of that; and ms that it takes longer."""
+    counted, places = quantised.traffic(1, 2048, 5632, density=0.5), 2048 * 5632
+    held, apart = places * (1 + 1 / 8), 25 * places
+    slower = few_bits(", Wg half zeros, expanded from a bitmap", 1) - few_bits("", 1)
+    fused = counted["dense"] / counted["bitmap, fused"]
+    return [held / 1e6, 2 * places / 1e6, fused, 25, apart / 1e6, 1e3 * apart / SLOWEST, slower]
+
+
 def without_launches() -> list[float]:
     """How many times as fast one token is as a CUDA graph and compiled, by the newest record of layers."""
-    name = max(path.name for path in (ROOT / "data" / "records").glob("inference-*.json"))
-    found = [each for each in rows(name, tokens=1, **DRAWN) if 25 < each["nnz"] < 33 and each["d_ff"] == 5632]
+    found = [
+        each for each in rows(newest("inference"), tokens=1, **DRAWN) if 25 < each["nnz"] < 33 and each["d_ff"] == 5632
+    ]
     at = {each["path"]: each for each in found if each["gated"]}
     replayed = next(path for path in ("planned for graphs (graph)", "planned (graph)") if path in at)
     ways = (("dense eager (graph)", replayed, "ms"), ("dense compiled", "planned compiled", "wall_ms"))
@@ -181,6 +267,63 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         "With a quarter of {:.0f} MB real that is {:.2f} ms at 3.0 TB/s, of the {:.2f} ms that the layer takes beyond a "
         "quarter of the dense one's time",
         unpadded,
+    ),
+    (
+        "docs/measured.md",
+        "of 64 x 2,048 tokens the 38 layers are {:.0f}% of the dense model's time, so that with layers that take none it "
+        "would be {:.2f} times as fast",
+        share_of_layers,
+    ),
+    (
+        "docs/measured.md",
+        "A dense layer's weights are {:.0f} MB, {:.0f} us at 3.0 TB/s",
+        lambda: [WEIGHTS / 1e6, 1e6 * WEIGHTS / SLOWEST],
+    ),
+    (
+        "docs/measured.md",
+        "`two_four` takes {:.0f} us longer than a dense layer, {:.0f} in all. Its weights are {:.0f} MB, {:.0f} us,",
+        two_four_layer,
+    ),
+    (
+        "docs/measured.md",
+        "is {:.2f} times as fast as dense in the product of 4,096 (below), where this one is {:.2f} times",
+        algorithms,
+    ),
+    (
+        "docs/measured.md",
+        "takes as long as dense, {:.1f} us more",
+        lambda: [longer("forced blocks", "drawn Llama with empty blocks")],
+    ),
+    (
+        "docs/measured.md",
+        "read half of the bytes, in {:.1f} us less and {:.1f} us more",
+        lambda: [-longer("forced int8 (lossy)"), longer("forced fp8 (lossy)")],
+    ),
+    ("docs/measured.md", "`predicted` takes {:.0f} us longer", lambda: predicted_layer()[:1]),
+    ("docs/measured.md", "of its own, {:.0f} MB in all, {:.0f} us;", lambda: predicted_layer()[1:]),
+    (
+        "docs/measured.md",
+        "of the widest layer {:.0f} MB, {:.2f} ms at 3.0 TB/s, and its dense product takes {:.2f} ms",
+        found_tiles,
+    ),
+    (
+        "docs/measured.md",
+        "{:.2f} to {:.2f} times as fast as dense. A quarter of up and down is left, but a token's row of x and its results "
+        "are copied for each of its groups, {:.1f} GB, which is {:.1f} ms at 3.0 TB/s of the {:.1f} ms that it takes",
+        own_experts,
+    ),
+    (
+        "docs/measured.md",
+        "as int32 and as float32, {:.2f} GB, {:.2f} ms at 3.0 TB/s, of the {:.2f} ms by which",
+        scaled_apart,
+    ),
+    (
+        "docs/measured.md",
+        "half of the values and a bit for each place are {:.0f} MB, dense they are {:.0f}. Expanded on the way into the "
+        "product, with one token, that would be {:.1f} times as fast. Expanded before it, by torch's operations, each place "
+        "takes some {:.0f} bytes (zeros, its bit as a byte and as a boolean, a running sum of those as int64, its value), "
+        "{:.0f} MB, {:.2f} ms of the {:.2f} ms that it takes longer",
+        from_a_bitmap,
     ),
     (
         "docs/status.md",

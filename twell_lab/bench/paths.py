@@ -19,8 +19,8 @@ from torch import Tensor
 from ..core import folders
 from ..core.errors import TwellError
 from ..layers.anatomy import feed_forwards
-from ..layers.choice import Choice
 from ..layers.choice import LOSSY as SAID
+from ..layers.choice import Choice
 from ..models.swap import sparsify
 from ..models.thresholds import thresholds
 from ..models.tiny import LanguageModel
@@ -118,7 +118,7 @@ class Measured:
                     _cut(models)
                 else:
                     models.force(path, {each.tokens for each in works})
-            except (TwellError, measure.WrongResult) as error:
+            except TwellError as error:
                 self.left_out[f"{subject.name}, {path}"] = str(error)[:300]
         return models, works
 
