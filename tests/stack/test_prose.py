@@ -167,6 +167,22 @@ def predicted_layer() -> list[float]:
     return [longer("forced predicted (lossy)"), moved / 1e6, 1e6 * moved / SLOWEST]
 
 
+def packed_in_each_call() -> list[float]:
+    """Of 16,384 tokens: ms of h's bytes and of those that are kept of it, and ms that packing takes."""
+    took = rows(newest("experiments"), path="compress", tokens=16384)[0]
+    dense = 2 * took["tokens"] * took["d_ff"]
+    return [1e3 * dense * (1 + 1 / 2 + 1 / 16) / SLOWEST, took["ms"]]
+
+
+def dropped() -> list[float]:
+    """Of 2:4 dropout's product at all numbers of tokens, alone and packed: the least and most times as fast as dense."""
+    notes = json.loads((ROOT / "data" / "records" / newest("experiments")).read_text())["notes"]["dropout"]
+    said = [each for each in notes.values() if "product_x" in each]
+    assert not any(each["loss_differs"] or each["pays"] for each in said)
+    times = ([each[key] for each in said] for key in ("product_x", "with_compress_x"))
+    return [end for each in times for end in (min(each), max(each))]
+
+
 def found_tiles() -> list[float]:
     """MB of the widest activations, ms of reading them once, and ms of their dense product."""
     dense = max(rows(comparison(), kind="activations", path=DENSE), key=lambda row: row["tokens"] * row["d_ff"])
@@ -311,6 +327,16 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         "{:.2f} to {:.2f} times as fast as dense. A quarter of up and down is left, but a token's row of x and its results "
         "are copied for each of its groups, {:.1f} GB, which is {:.1f} ms at 3.0 TB/s of the {:.1f} ms that it takes",
         own_experts,
+    ),
+    (
+        "docs/measured.md",
+        "are {:.2f} ms at 3.0 TB/s with 16,384 tokens, of the {:.1f} ms that it takes",
+        packed_in_each_call,
+    ),
+    (
+        "docs/measured.md",
+        "is only {:.2f} to {:.2f} times as fast as the dense one, and with packing {:.2f} to {:.2f} times",
+        dropped,
     ),
     (
         "docs/measured.md",
