@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import records
+from twell_lab import records, sparsities
+from twell_lab.analysis.predict import rates_of
 from twell_lab.bench import methods
 from twell_lab.course import sparsity_map
 from twell_lab.sparsities import experts, predictors, quantised
@@ -121,6 +122,7 @@ def newest(name: str) -> str:
     return max(path.name for path in (ROOT / "data" / "records").glob(f"{name}-2*.json"))
 
 
+H100 = rates_of("H100 SXM")
 SLOWEST, WEIGHTS = 3.0e12, 2 * 3 * 2048 * 5632  # bytes a second that floors assume; those of a layer's weights
 
 
@@ -272,6 +274,13 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         "docs/measured.md",
         "by counted bytes (`two_four.bound`) this product can be {:.2f} times as fast at most",
         lambda: [sparsity_map.row_products(4096, d_in=4096, d_out=4096)["y = x W^T"]],
+    ),
+    (
+        "docs/measured.md",
+        "y would be read and written once more, and this product {:.2f} times as fast at most",
+        lambda: [
+            sparsities.two_four.bound(sparsities.two_four.linear_products(4096, 4096, 4096)[:1], H100, fused=False)
+        ],
     ),
     (
         "docs/measured.md",

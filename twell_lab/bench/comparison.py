@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log
 from subprocess import SubprocessError
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that
 TILED = "micro-tiles 32 x 1"
 MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
 WHOLE = "all experts as one dense layer"
+APART = "2:4 (cuSPARSELt, searched, called at once, y turned apart)"
 REMOVED, ALONE = "padding removed", "real tokens alone"
 LAYERS, SHARES = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 
@@ -82,6 +84,16 @@ def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
 
 def _searched(a: Tensor) -> Tensor:
     return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1])
+
+
+def _searched_apart(a: Tensor) -> Tensor:
+    return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1], fused=False)
+
+
+def _turned_apart(held: Any, x: Tensor) -> Tensor:
+    """y of x [n, k] by way of y^T, which an operation of its own turns."""
+    made = torch._cslt_sparse_mm(held.packed, x.t(), transpose_result=False, alg_id=held.alg_id_cusparselt)
+    return made.t().contiguous()
 
 
 def _layer(a: Tensor) -> nn.Linear:
@@ -158,6 +170,7 @@ METHODS: tuple[Method, ...] = (
         (TWO_FOUR,),
         turned=True,
     ),
+    Method(APART, _searched_apart, _turned_apart, (TWO_FOUR,), turned=True),
     Method(TILED, find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
 )

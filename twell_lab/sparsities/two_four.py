@@ -21,6 +21,10 @@ straight-through way of Zhou et al. (arXiv 2102.04010, there with a decay of wha
   gains only if dy or x is 2:4 along the tokens, as activations after a squared ReLU can be made (Haziza et al., arXiv
   2503.16672).
 
+What the instruction gives is y^T, and the next layer reads y. cuSPARSELt writes it turned as it is stored (`product`),
+which torch calls fusing the transpose; an operation of its own would read and write y once more. `bound(fused=False)`
+counts that: of 4,096 in each direction 1.32 times as fast as dense are then left of 1.58, at most.
+
 **Why about 1.6x and not 2x** is counted by `linear_products` and `bound`. Half of the operations are left, but not half
 of the bytes: a kept value of 16 bits brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at
 all. With few tokens, where reading W is what takes the time, that is 1.78x at most. With many, each tile of y still
@@ -306,9 +310,9 @@ def _check_tokens(tokens: int) -> None:
         raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
 
 
-def searched(sparse: Any, tokens: int) -> Any:
+def searched(sparse: Any, tokens: int, *, fused: bool = True) -> Any:
     """The given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
-    algorithm, and so that y is written as it is wanted and not as y^T.
+    algorithm, and so that y is written as it is wanted; or, where it is not `fused`, as y^T.
 
     cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
     takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
@@ -320,9 +324,9 @@ def searched(sparse: Any, tokens: int) -> Any:
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensorCUSPARSELT):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
     _check_tokens(tokens)
-    sparse.fuse_transpose_cusparselt = True  # torch's newer releases always do
+    sparse.fuse_transpose_cusparselt = fused  # torch's newer releases always fuse
     x = torch.empty(tokens + -tokens % 16, sparse.shape[1], dtype=sparse.dtype, device=sparse.device)
-    sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.zero_().t(), transpose_result=True)
+    sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.zero_().t(), transpose_result=fused)
     return sparse
 
 
@@ -360,6 +364,10 @@ class Product:
     def memory(self, two_four: bool) -> float:
         """Bytes from and to memory: each operand and the result once."""
         return self.first_bytes(two_four) + self.itemsize * (self.k * self.n + self.m * self.n)
+
+    def turning(self) -> float:
+        """Bytes from and to memory of turning the result by an operation of its own: read, and written again."""
+        return 2 * self.itemsize * self.m * self.n
 
     def fetched(self, two_four: bool) -> float:
         """Bytes that the tiles of the result fetch from the L2 cache, each the rows and columns that it is made of."""
@@ -439,14 +447,18 @@ def linear_products(
     )
 
 
-def bound(products: Iterable[Product], rates: Rates) -> float:
+def bound(products: Iterable[Product], rates: Rates, *, fused: bool = True) -> float:
     """How many times as fast as dense these products, one after the other, can be at most with 2:4.
 
     Each takes as long as the longest of its `seconds`. Launches, and clocks that fall under load, are not counted.
     rates: such as `analysis.predict.rates_of("H100 SXM")`; for other GPUs that scales the rate of the L2 cache from the
-    H100's, and the bound of many tokens is only as good. Half of the operations count at the dense rate."""
+    H100's, and the bound of many tokens is only as good. Half of the operations count at the dense rate.
+
+    fused: the result of a sparse product is written as it is wanted; with False, an operation of its own turns it."""
     chosen = list(products)
     dense, two_four = (sum(max(each.seconds(rates, how).values()) for each in chosen) for how in (False, True))
+    if not fused:
+        two_four += sum(each.turning() for each in chosen if each.sparse) / rates.bandwidth
     return dense / two_four
 
 

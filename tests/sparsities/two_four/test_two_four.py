@@ -8,6 +8,7 @@ from torch import nn
 from torch.sparse import _semi_structured_conversions as conversions
 
 from twell_lab.analysis.costs import Rates
+from twell_lab.analysis.predict import rates_of
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.sparsities import two_four
 from twell_lab.sparsities.two_four import (
@@ -368,6 +369,25 @@ def test_the_bound_is_what_takes_longest():
     assert limited_by(matmul=operations / 1.0, l2=fetched / 0.8) == pytest.approx(1 / (0.8 * (1 + 9 / 16) / 2))
     whole = bound(linear_products(256, 256, 256), Rates("a GPU", "bfloat16", 1e30, 1e30, 1.0, 0.0))
     assert whole == pytest.approx(3 / 2.5)
+
+
+def test_turning_the_result_apart_reads_and_writes_it_once_more():
+    rates = Rates("a GPU", "bfloat16", bandwidth=1e3, l2=1e30, matmul=1e30, launch=0.0)
+    forward, back, weights = linear_products(16, 32, 64, transposable=True)
+    took = lambda products, two_four: sum(each.memory(two_four) for each in products)  # noqa: E731
+    for products, turned in (([forward], 16 * 64), ([forward, back], 16 * (64 + 32)), ([forward, weights], 16 * 64)):
+        apart = bound(products, rates, fused=False)
+        assert apart == pytest.approx(took(products, False) / (took(products, True) + 2 * 2 * turned))
+        assert apart < bound(products, rates)
+    assert bound([weights], rates, fused=False) == 1  # which is not sparse
+
+
+def test_what_fusing_gains_on_an_h100_is_what_the_page_says():
+    y = linear_products(4096, 4096, 4096)[:1]
+    rates = rates_of("H100 SXM")
+    assert f"{bound(y, rates, fused=False):.2f} times as fast as dense are then left of {bound(y, rates):.2f}," in (
+        " ".join(two_four.__doc__.split())
+    )
 
 
 def test_a_row_says_what_was_counted():
