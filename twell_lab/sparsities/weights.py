@@ -277,7 +277,8 @@ class SparseLinear(nn.Module):
             )
         shape = self.out_features, self.in_features
         weight = torch.sparse_csr_tensor(self.pointer, self.column, self.values, shape, check_invariants=False)
-        y = (weight @ x.reshape(-1, self.in_features).t()).t()
+        # Turned in a copy: an entry then reads the values of neighbouring tokens side by side, not each in a sector.
+        y = (weight @ x.reshape(-1, self.in_features).t().contiguous()).t()
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 

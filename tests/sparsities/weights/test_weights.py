@@ -150,6 +150,23 @@ def test_torchs_sparse_product_gives_the_same_and_its_gradients(sparsity, bias):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_torchs_sparse_product_reads_neighbouring_tokens_side_by_side(monkeypatch):
+    layer, x, read = SparseLinear(8, 4, sparsity=0.5, product="csr"), torch.randn(3, 8), []
+
+    class Operand:
+        def __init__(self, *given, **how):
+            self.held = real(*given, **how)
+
+        def __matmul__(self, other):
+            read.append(other)
+            return self.held @ other
+
+    real, wanted = torch.sparse_csr_tensor, torch.nn.functional.linear(x, layer.weight, layer.bias)
+    monkeypatch.setattr(torch, "sparse_csr_tensor", Operand)
+    torch.testing.assert_close(layer(x), wanted)
+    assert [each.shape for each in read] == [(8, 3)] and read[0].is_contiguous()
+
+
 def test_masked_training_moves_the_kept_weights_alone_and_stores_no_other():
     layer = pruned(0.75)
     assert {name: each.numel() for name, each in layer.named_parameters()} == {"values": layer.nnz, "bias": 6}
