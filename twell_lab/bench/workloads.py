@@ -480,9 +480,9 @@ def _loss(logits: Tensor, ids: Tensor) -> float:
 def right_ones(models: Models, work: Workload, paths: Iterable[str], left_out: dict[str, str]) -> list[str]:
     """Those of these paths that give what they should, so that one that does not, or that torch's kernels refuse,
     keeps no other from being timed; why the others do not is put into `left_out`."""
-    found = []
+    found, dense = [], work.makes(models.dense, False)(0)  # computed once, for all
     for path in paths:
-        calls: rows.Calls = {each: work.makes(models.model_of(each), False) for each in (DENSE, path)}
+        calls: rows.Calls = {DENSE: lambda turn: dense, path: work.makes(models.model_of(path), False)}
         try:
             _check(calls, work, models.facts(work.tokens), None)
         except torch.OutOfMemoryError:
