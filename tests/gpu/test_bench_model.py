@@ -51,10 +51,10 @@ def test_every_path_in_a_whole_model():
     assert not any("are off by" in why or "CUDA graphs" in what for what, why in left_out.items()), left_out
     for subject in paths.SUBJECTS:
         rows = found[subject.name]
-        ways = {row["path"].removesuffix(" (graph)").removesuffix(" (lossy)") for row in rows}
+        ways = {row["path"].removesuffix(" (graph)") for row in rows}
         refused = {each for each in subject.paths if f"{subject.name}, {each}" in left_out}
         assert refused <= {"fp8", "two_four"}  # where this GPU or this torch has none
-        assert ways == {"dense eager", *(f"forced {each}" for each in subject.paths if each not in refused)}, left_out
+        assert ways == {"dense eager", *(paths.called(each) for each in subject.paths if each not in refused)}, left_out
         assert {row["path"].endswith(" (graph)") for row in rows if row["tokens"] < 2**14} == {True, False}
         for row in rows:
             assert row["dtype"] == "bfloat16" and 0 < row["error"] < 1

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.gpu import needed
+from twell_lab.bench import comparison
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
@@ -98,6 +99,14 @@ def test_the_product_has_the_bits_of_torchs_dispatched_one(with_bias, shape, dty
     wide = torch.randn(24, 600, device="cuda", dtype=dtype)
     for rows in (wide[:, :256], wide[:, 1:257]):  # as they lie, and at an odd address
         assert torch.equal(product(rows, fast.weight, bias), product(rows.contiguous(), fast.weight, bias))
+
+
+def test_what_the_comparison_times_for_the_gain_of_fusing_is_right():
+    needed.two_four("cusparselt")
+    methods = [each for each in comparison.METHODS if each.name in (comparison.FUSED, comparison.APART)]
+    rows = comparison.product_rows(comparison.TWO_FOUR, 0.5, comparison.Shape(256, 256, 256), methods)
+    assert rows[0]["left_out"] == {}
+    assert {row["path"] for row in rows} >= {comparison.FUSED, comparison.APART}
 
 
 def test_the_product_runs_in_a_graph_and_compiled_and_does_not_wait():

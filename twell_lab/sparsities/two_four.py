@@ -310,9 +310,9 @@ def _check_tokens(tokens: int) -> None:
         raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
 
 
-def searched(sparse: Any, tokens: int, *, fused: bool = True) -> Any:
+def searched(sparse: Any, tokens: int) -> Any:
     """The given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
-    algorithm, and so that y is written as it is wanted; or, where it is not `fused`, as y^T.
+    algorithm, and so that y is written as it is wanted and not as y^T.
 
     cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
     takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
@@ -324,9 +324,9 @@ def searched(sparse: Any, tokens: int, *, fused: bool = True) -> Any:
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensorCUSPARSELT):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
     _check_tokens(tokens)
-    sparse.fuse_transpose_cusparselt = fused  # torch's newer releases always fuse
+    sparse.fuse_transpose_cusparselt = True  # torch's newer releases always do
     x = torch.empty(tokens + -tokens % 16, sparse.shape[1], dtype=sparse.dtype, device=sparse.device)
-    sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.zero_().t(), transpose_result=fused)
+    sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.zero_().t(), transpose_result=True)
     return sparse
 
 
