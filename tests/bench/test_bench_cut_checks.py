@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from twell_lab.bench import cut_checks
+import twell_lab as tl
+from twell_lab.bench import cut_checks, models
 from twell_lab.bench.causal import Causal
-from twell_lab.bench.cut_checks import CutLayer, hard_inputs, inputs_of, model_ratio
+from twell_lab.bench.cut_checks import CutLayer, forward_ratio, hard_inputs, has_thresholds, inputs_of, model_ratio
 from twell_lab.bench.workloads import MARGIN, SLACK, Tokens
 from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
@@ -32,7 +34,8 @@ class Standin(nn.Module):
 
     def forward(self, x):
         layer, cut = self.layer, self.layer.cut
-        act, bound = (layer.acts or torch.relu, cut.hidden) if cut else (layer.acts.activation, layer.acts.threshold)
+        act = getattr(layer.acts, "activation", torch.relu if layer.acts is None or not cut else layer.acts)
+        bound = cut.hidden if cut else layer.acts.threshold
         if self.fault == "another threshold":
             bound = bound * 1.1
         bound = torch.tensor(bound, dtype=x.dtype)
@@ -71,7 +74,7 @@ class Cut:
         torch.manual_seed(seed)
         self.plain = LanguageModel(SIZES).eval().requires_grad_(False)
         for layer in self.plain.layers:
-            layer.mlp.act_fn = act()
+            layer.mlp.act_fn = act().eval()
             for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
                 nn.init.normal_(part.weight, std=1.5 / part.in_features**0.5)
         text = torch.randint(64, (20_000,), generator=torch.Generator().manual_seed(seed))
@@ -225,3 +228,133 @@ def test_what_too_few_tokens_do_not_say_is_refused(monkeypatch):
     cut = Cut("teal", 0.9)
     with pytest.raises(measure.WrongResult, match="64 tokens do not say whether the logits are right"):
         cut.ratio(cut.sparse(), 32)
+
+
+# ---- forwards ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS)
+@pytest.mark.parametrize("head", [True, False])
+def test_a_forward_of_a_right_model_passes(method, sparsity, head):
+    cut = Cut(method, sparsity)
+    given = cut.exact, cut.dense, cut.sparse(), cut.tokens
+    ratio, read = forward_ratio(*given, 2, 24, head=head)
+    assert 0.5 < ratio <= 1 and read >= cut_checks.SEQUENCES[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method, sparsity", METHODS[1:])
+@pytest.mark.parametrize("where", ["wrong scale", "attention"])
+def test_a_fault_is_found_in_a_forward(method, sparsity, where):
+    cut = Cut(method, sparsity)
+    sparse = cut.sparse(where)
+    if where == "attention":
+        sparse.model.layers[1].attention.out_proj.weight.mul_(1.5)
+    assert forward_ratio(cut.exact, cut.dense, sparse, cut.tokens, 2, 24)[0] > 1.2
+
+
+@torch.no_grad()
+def test_no_window_of_a_short_text_is_read_twice():
+    """Twice the same would count as two, and make chance look certain."""
+    tokens = Tokens(64, torch.device("cpu"), torch.arange(60))
+    windows = cut_checks._windows(tokens, 1000, 24)
+    assert windows.shape == (7, 24) and sorted(windows[:, 0].tolist()) == list(range(30, 37))
+    assert cut_checks._windows(Tokens(64, torch.device("cpu")), 50, 24).shape == (50, 24)  # random tokens never end
+
+
+# ---- a model that is to be timed ----
+
+
+class FATReLU(nn.Module):
+    """As MiniCPM-S has it: what is above the threshold stays."""
+
+    threshold = 0.3
+
+    def forward(self, x):
+        return torch.where(x > self.threshold, x, 0.0)
+
+
+def bench(model, monkeypatch, fault="", **changes):
+    """tl.bench.model of a dense model with thresholds, whose sparse layers are computed by stand-ins."""
+
+    def forward(self, x):
+        (layer,) = feed_forwards(self, only=None)
+        return Standin(layer, fault)(x)
+
+    monkeypatch.setattr(SparseFFN, "forward", forward)
+    return tl.bench.model(
+        model,
+        **{"tokens": (24,), "batches": (1,), "cached": CACHED, "seconds": 0.0, "progress": False, "plan": PLAN}
+        | changes,
+    )
+
+
+PLAN = tl.Choice("dense")  # which takes every layer; the stand-ins compute them
+
+
+@pytest.mark.parametrize("method, sparsity", METHODS)
+def test_a_right_model_is_timed_though_a_few_tokens_speak_against_it(method, sparsity, monkeypatch):
+    cut = Cut(method, sparsity)
+    text = cut.tokens.text
+    record = bench(cut.dense.model, monkeypatch, text=text)
+    assert len(record.rows) == 2 * 2 * 2
+    for row in record.rows:
+        what = "tokens" if row["kind"] == "model_decode" else "sequences"
+        if row["path"] != "dense eager":
+            assert 0 < row["layer_over_allowed"] <= 1 and 0.5 < row["error_over_allowed"] <= 1
+            assert row[f"compared_{what}"] >= (cut_checks.LEAST if what == "tokens" else cut_checks.SEQUENCES[0])
+    if (method, sparsity) == ("teal", 0.9):  # what was asked before
+        monkeypatch.setattr(models, "has_thresholds", lambda layer: False)
+        with pytest.raises(measure.WrongResult, match="forced dense: the logits are off by"):
+            bench(cut.dense.model, monkeypatch, text=text)
+
+
+def test_thresholds_of_a_fatrelu_are_judged_so_too(monkeypatch):
+    torch.manual_seed(0)
+    model = LanguageModel(SIZES).eval().requires_grad_(False)
+    for layer in model.layers:
+        layer.mlp.act_fn = FATReLU().eval()
+        nn.init.normal_(layer.mlp.gate_proj.weight, std=1.5 / 48**0.5)
+    assert all(map(has_thresholds, feed_forwards(model)))
+    record = bench(model.bfloat16(), monkeypatch)
+    assert all(0 < row["layer_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
+    with pytest.raises(measure.WrongResult, match="layers.0.mlp is off by"):
+        bench(model, monkeypatch, "wrong scale")
+
+
+@pytest.mark.parametrize("fault", ["a hidden value more", "another threshold", "an input more", "ties dropped"])
+def test_a_wrong_layer_is_not_timed(fault, monkeypatch):
+    said = r"1 x 24 tokens: forced dense: layers.\d.mlp is off by .* times what is allowed: nothing was timed"
+    with pytest.raises(measure.WrongResult, match=said):
+        bench(Cut("teal", 0.5).dense.model, monkeypatch, fault)
+
+
+def test_a_wrong_model_with_right_layers_is_not_timed(monkeypatch):
+    real = models.Models.follow
+
+    def wrongly(self, name, plan, **how):
+        real(self, name, plan, **how)
+        with torch.no_grad():
+            self.sparse[name].model.layers[1].attention.out_proj.weight.mul_(1.5)
+
+    monkeypatch.setattr(models.Models, "follow", wrongly)
+    with pytest.raises(measure.WrongResult, match="the logits of .* sequences are off by .* on average"):
+        bench(Cut("teal", 0.5).dense.model, monkeypatch)
+
+
+def test_a_float32_model_with_thresholds_is_its_own_yardstick(monkeypatch):
+    model = Cut("teal", 0.9).exact.model
+    record = bench(model, monkeypatch)
+    assert all(row["error_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
+    with pytest.raises(measure.WrongResult, match="is off by"):
+        bench(model, monkeypatch, "wrong scale")
+
+
+def test_a_relu_model_is_judged_as_before(monkeypatch):
+    torch.manual_seed(0)
+    model = LanguageModel(SIZES).eval().requires_grad_(False)
+    assert not any(map(has_thresholds, feed_forwards(model)))
+    monkeypatch.setattr(models, "Judge", lambda _: pytest.fail("it was made"))
+    record = tl.bench.model(model, tokens=(24,), batches=(), seconds=0.0, progress=False, plan=PLAN)
+    assert all("compared_sequences" not in row for row in record.rows)

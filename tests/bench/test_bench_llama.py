@@ -8,7 +8,9 @@ import torch
 
 from twell_lab import records
 from twell_lab.analysis.profile import profile
-from twell_lab.bench import drawn, energy, workloads
+from twell_lab.app import recordings
+from twell_lab.app import tables as pages
+from twell_lab.bench import drawn, energy, sizes, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
 from twell_lab.core.errors import StackError
@@ -147,6 +149,46 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
     assert sum(map(int, eager["planned"]["choice"].replace(",", "").split()[::2])) == 3
     flat = records.flat_rows([records.Record.new("model", "a test's own", rows)])
     assert all(row["wall_ms"] for row in flat if row["path"] not in paths["plan"])
+
+
+def test_the_record_of_a_size_has_what_bench_model_measures(stopped, models, monkeypatch):
+    asked = []
+    named = copy.copy(models)
+    named.about = sizes.model_name("2B")
+    monkeypatch.setattr(tables, "recorded", lambda *given: asked.append(given) or named)
+    rows, notes = recordings._sections(sizes.sections("2B", TINY), 1000.0)
+    assert asked == [(TINY, "drawn 2B Llama", (1, 8, 64, 24, 288))] and "left_out" not in notes
+    ways, compiled = ["dense eager", "planned", "planned for graphs"], ["dense compiled", "planned compiled"]
+    replayed = [*ways, *(f"{way} (graph)" for way in ways)]
+    steps = ["dense compiled", "planned for graphs compiled"]
+    many, one = "drawn 2B Llama, 12 x 24 tokens", "drawn 2B Llama, 1 x 24 tokens"
+    wanted = [(many, True, path) for path in ways[:2] + compiled] + [(many, False, path) for path in ways[:2]]
+    wanted += [(one, True, path) for path in replayed + compiled] + [(one, False, path) for path in replayed]
+    for batch in (1, 8, 64):
+        work = f"drawn 2B Llama, decode step, batch {batch}"
+        wanted += [(work, head, path) for head in (True, False) for path in replayed]
+        wanted += [(work, True, path) for path in [*steps, *(f"{path} (graph)" for path in steps)]]
+    wanted += [("drawn 2B Llama, training step, 1 x 24 tokens", True, path) for path in ways[:2]]
+    found = [(row["workload"], row["head"], row["path"]) for row in rows]
+    assert sorted(found) == sorted(wanted)
+    assert {row["kind"] for row in rows} == {"model_forward", "model_decode", "model_training"}
+    assert all(
+        row["error_over_allowed"] <= 1 for row in rows if row["path"] == "planned" and "training" not in row["kind"]
+    )
+    record = records.Record.new(sizes.RECORD, "a test's own", rows, notes)
+    lines = pages.sizes([record]).splitlines()
+    assert len(lines) > 20 and lines[2].startswith("| forward, 12 x 24 tokens, eager, tokens/ms | ")
+    assert any(line.startswith("| decode step, batch 1, compiled, CUDA graph, tokens/s |") for line in lines)
+
+
+def test_each_of_the_papers_sizes_has_a_record_of_its_own(monkeypatch):
+    assert sizes.SIZES == ("0.5B", "1B", "1.5B", "2B")
+    asked = []
+    monkeypatch.setattr(recordings, "need_gpu", lambda: None)
+    monkeypatch.setattr(sizes, "sections", lambda size: asked.append(size) or {"a": [lambda: []]})
+    for size in sizes.SIZES:
+        assert recordings.RECORDINGS[f"bench-{size}"](seconds=5.0).name == "bench-model"
+    assert asked == [*sizes.SIZES]
 
 
 def test_weights_in_bytes_hold_the_copies_of_the_sparse_layers(models):

@@ -1,16 +1,18 @@
 """The record of a trained model and its dense twin, tiny and on the CPU."""
 
 import math
+import os
+import signal
 import time
 from dataclasses import replace
 
 import pytest
 
-from twell_lab.app import recordings, tables
+from twell_lab.app import cli, recordings, tables
 from twell_lab.bench import trained, workloads
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import measure
-from twell_lab.records import Record
+from twell_lab.records import Record, load_all
 from twell_lab.training import presets
 
 BASE = trained.small()
@@ -187,7 +189,36 @@ def test_a_path_that_cannot_be_planned_keeps_no_other(record, monkeypatch):
     made.models[trained.DENSE] = LanguageModel(TINY.config.model()).eval().requires_grad_(False)
     monkeypatch.setattr(workloads.planner, "plan", lambda *_, **__: 1 / 0)
     assert list(made.sparse.sparse) == ["forced twell"]
-    assert made.notes()["refused"] == {"trained with L1, planned": "ZeroDivisionError: division by zero"}
+    assert made.left_out == {"trained with L1, planned": "ZeroDivisionError: division by zero"}
     with pytest.raises(trained.LeftOut, match="planned: ZeroDivisionError"):
         made.quality_rows("planned")
     assert [row["path"] for row in made.decode_rows(1)] == ["dense eager", "forced twell"]
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_record_keeps_its_finished_rows(number, monkeypatch, tmp_path):
+    row = {"kind": trained.RUN, "device": "CPU", "dtype": "float32", "path": "L1", "ms": 1.0, "spread": 0.0}
+
+    def interrupted(made):
+        assert made.shape == TINY
+        os.kill(os.getpid(), getattr(signal, number))
+        time.sleep(10)
+        pytest.fail("nobody was interrupted")
+
+    monkeypatch.setattr(trained, "small", lambda: TINY)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(trained.Trained, "train", lambda made: [row])
+    monkeypatch.setattr(trained.Trained, "train_twin", interrupted)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert cli.main(["record", "trained", "--out", str(tmp_path)]) == 0
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    (made,) = load_all(tmp_path)
+    assert made.rows == [row] and made.notes["text"]["name"].startswith("Python")
+    rest = [name for name in trained.Trained(TINY, 1.0).sections() if name != "training with L1"]
+    assert [*made.notes["left_out"]] == rest
+    assert {said.partition(": ")[2] for said in made.notes["left_out"].values()} == {"interrupted"}

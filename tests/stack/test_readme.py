@@ -77,6 +77,7 @@ def test_links_and_pictures_lead_somewhere(page, text):
                     tables.layer,
                     tables.calls,
                     tables.model,
+                    tables.sizes,
                     tables.heavy,
                     tables.training,
                     tables.steps,

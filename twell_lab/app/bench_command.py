@@ -266,7 +266,7 @@ def pairs(rows: list[dict]) -> list[dict]:
         base, compiled, _ = base.partition(" compiled")
         if base == "dense" or base.startswith("dense ") or (base.endswith("for graphs") and not graph):
             continue
-        beside = "dense compiled" if compiled else "dense eager (graph)" if graph else "dense eager"
+        beside = f"dense {'compiled' if compiled else 'eager'}{' (graph)' if graph else ''}"
         if (dense := known.get((workload, head, beside))) is None:
             continue
         own = ", planned for it" if base.endswith("for graphs") else ""
@@ -279,7 +279,11 @@ def pairs(rows: list[dict]) -> list[dict]:
             {
                 "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
                 "head": "with" if head else "without",
-                "how": f"CUDA graph{own}" if graph else "compiled" if compiled else "eager",
+                "how": f"{'compiled, ' if compiled else ''}CUDA graph{own}"
+                if graph
+                else "compiled"
+                if compiled
+                else "eager",
                 "unit": rate.replace("_per_", "/"),
                 "dense": dense[rate],
                 "sparse": row[rate],

@@ -36,7 +36,11 @@ from .options import DTYPES, TourOptions, add_device, add_fields, given, path, p
 from .terminal import Answer, terminated_like_interrupted
 
 # The options of `record` that not all recordings take.
-_LIMITED = ("attack", "comparison", "inference", "model", "model-paths", "pruning", "thresholds", "trained", "training")
+_SIZES = ("bench-0.5B", "bench-1B", "bench-1.5B", "bench-2B")
+_LIMITED = (
+    *("attack", *_SIZES, "comparison", "inference", "model", "model-paths", "pruning", "thresholds"),
+    *("trained", "training"),
+)
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED, "at_once": ("course",)}
 
 

@@ -24,6 +24,7 @@ import torch
 
 from ..bench import density, forward
 from ..bench.rows import Sections
+from ..bench.sizes import SIZES
 from ..core import folders
 from ..core.errors import DeviceError, InputError, StackError, TwellError
 from ..cuda import registry
@@ -78,6 +79,18 @@ def model(seconds: float = SECONDS) -> Record:
 
     rows, notes = _sections(tables.sections(), seconds)
     return Record.new("model", "a Llama with sparse feed-forward layers beside the dense one", rows, notes)
+
+
+def bench_size(size: str, seconds: float = 570.0) -> Record:
+    """A drawn Llama of one of the paper's sizes, dense and as planned, in all that `twell-lab bench model` measures:
+    forwards of one and of 64 sequences, steps of decoding at batch 1, 8 and 64, a training step; with the LM head and
+    without it, as plain calls, CUDA graphs and compiled; with memory and energy; bf16. seconds, and the notes: as for
+    `inference`."""
+    need_gpu()
+    from ..bench import sizes as tables
+
+    rows, notes = _sections(tables.sections(size), seconds)
+    return Record.new(tables.RECORD, f"a drawn Llama of the paper's {size}, dense beside sparse", rows, notes)
 
 
 def _sections(sections: Sections, limit: float) -> tuple[list[dict], dict[str, dict]]:
@@ -412,9 +425,11 @@ def trained(seconds: float = 420.0) -> Record:
     from ..bench import trained as tables
 
     made = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
+    about = made.notes()  # before there is something to lose
     rows, notes = _sections(made.sections(), seconds)
+    notes |= {"refused": made.left_out} if made.left_out else {}
     purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
-    return Record.new("trained", purpose, rows, notes | made.notes())
+    return Record.new("trained", purpose, rows, notes | about)
 
 
 def profiling() -> Record:
@@ -486,6 +501,7 @@ RECORDINGS = {
     "inference": inference,
     "training": training,
     "model": model,
+    **{f"bench-{size}": functools.partial(bench_size, size) for size in SIZES},
     "model-paths": model_paths,
     "thresholds": thresholds,
     "comparison": comparison,

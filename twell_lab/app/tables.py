@@ -19,8 +19,10 @@ from ..bench.comparison import (
 )
 from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
+from ..bench.sizes import RECORD, SIZES, model_name
 from ..bench.trained import QUALITY, RUN, TWIN
 from ..records.record import Record, newest, stale, told
+from .bench_command import pairs
 from .walk import code_hash, with_code
 
 
@@ -231,7 +233,7 @@ def model_paths(recorded: list[Record]) -> str:
 
 
 def _times_as_fast(of: dict[tuple[str, str, str], dict], about: str, work: str, path: str) -> str:
-    """How many times as fast as the dense model, and in brackets as a CUDA graph; nothing where that was not measured."""
+    """How many times as fast as the dense model, in brackets as a CUDA graph; nothing where that was not measured."""
     times = [
         f"{of[about, work, DENSE + how]['wall_ms'] / of[about, work, path + how]['wall_ms']:.2f}"
         if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
@@ -239,6 +241,37 @@ def _times_as_fast(of: dict[tuple[str, str, str], dict], about: str, work: str, 
         for how in ("", " (graph)")
     ]
     return times[0] + (f" ({times[1]})" if all(times) else "")
+
+
+def sizes(recorded: list[Record]) -> str:
+    """Of all records of drawn models of the paper's sizes, each of which may hold a part: of each workload, and each
+    way to run it, the newest: how many times as fast planned layers make it, with both rates; what they save of energy
+    and of peak memory."""
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    heads: dict[str, str] = {}
+    for record in told(recorded, RECORD):
+        for size in SIZES:
+            rows = [row for row in record.rows if row.get("workload", "").startswith(f"{model_name(size)}, ")]
+            for pair in pairs([row for row in rows if row["path"].startswith(("dense", "planned"))]):
+                what = pair["what"] + " without the LM head" * (pair["head"] == "without")
+                # A graph of the model that is planned for graphs follows that of the other one, whose place it takes.
+                how = pair["how"].removesuffix(", planned for it")
+                said = {pair["unit"]: (f"{pair['times']:.2f}", pair["dense"], pair["sparse"])}
+                for key, unit in (("mj", "mJ a token"), ("peak", "peak MiB")):
+                    both = [pair[f"{side}_{key}"] for side in ("dense", "sparse")]
+                    if None not in both:
+                        dense, sparse = (float(str(each).partition(" ")[0]) for each in both)
+                        said[unit] = f"{sparse / dense - 1:+.0%}", dense, sparse
+                for unit, (change, dense, sparse) in said.items():
+                    lines.setdefault((what, how, unit), {})[size] = f"{change} ({_ms(dense)} to {_ms(sparse)})"
+                heads[size] = f"{size}; {_where(rows[0]['device'], record)}"
+    if not lines:
+        return _nothing("times as fast as the dense model")
+    shown = [size for size in SIZES if size in heads]
+    table = [["times as fast, or by how much mJ and MiB change (dense to planned)", *(heads[size] for size in shown)]]
+    for (what, how, unit), cells in sorted(lines.items(), key=lambda item: _SIZED.index(item[0][2])):
+        table.append([f"{what}, {how}, {unit}", *(cells.get(size, "") for size in shown)])
+    return _markdown(table)
 
 
 def trained(recorded: list[Record]) -> str:
@@ -622,6 +655,7 @@ def few_bits(recorded: list[Record]) -> str:
 
 _HEAVY = "heavy rows: "
 _MODEL_KINDS = ("model_forward", "model_decode")
+_SIZED = ("tokens/ms", "tokens/s", "mJ a token", "peak MiB")  # what `sizes` shows of a model, in this order
 _STEPS = ("dense compiled", "planned compiled", "planned, compiled by layer")
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 

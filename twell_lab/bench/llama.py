@@ -4,6 +4,7 @@ for CUDA graphs. Beside rows of twell_lab.bench.workloads there are those of kin
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ..layers.choice import STEP, one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
 from . import drawn, rows
-from .causal import Causal
+from .causal import Causal, Head
 from .drawn import LLAMA, Shape
 from .rows import COMPILED, DENSE
 from .workloads import (
@@ -38,25 +39,25 @@ GPU = torch.device("cuda")
 MANY, FEW = 25, 3
 
 
-def recorded(shape: Shape) -> Models:
-    """The drawn model of the record, planned for CLASSES, eager and for graphs. How long a plan takes is recorded too:
-    so all kernels are compiled before."""
+def recorded(shape: Shape, about: str = "Llama", classes: Sequence[int] = CLASSES) -> Models:
+    """The drawn model of the record, planned for these numbers of tokens, eager and for graphs. How long a plan takes
+    is recorded too: so all kernels are compiled before. about: what rows call it."""
     dense = Causal(drawn.fired(shape))
-    models = Models(dense, Tokens(shape.vocabulary, torch.device(shape.device)), "Llama", shape.context)
-    _compile_all(shape, dense.model)
+    models = Models(dense, Tokens(shape.vocabulary, torch.device(shape.device)), about, shape.context)
+    _compile_all(shape, dense.model, classes)
     for name in PLANS:
-        models.plan(CLASSES, for_graphs=name == FOR_GRAPHS)
+        models.plan(classes, for_graphs=name == FOR_GRAPHS)
     return models
 
 
-def _compile_all(shape: Shape, dense: nn.Module) -> None:
+def _compile_all(shape: Shape, dense: nn.Module, classes: Sequence[int]) -> None:
     """Compile the kernels, as happens once on a machine. There are decode kernels for each power of two of tokens."""
     if shape.device == "cuda":
         measure_rates(shape.device, torch.bfloat16)
     with torch.no_grad():
         for choice in one_of_each(shape.d_ff, STEP):
             layer = SparseFFN.from_module(feed_forwards(dense)[0].module, plan=choice)
-            for tokens in sorted({*CLASSES, *(2**n for n in range(12))}):
+            for tokens in sorted({*classes, *(2**n for n in range(12))}):
                 layer(torch.zeros(tokens, shape.d_model, dtype=torch.bfloat16, device=shape.device))
 
 
@@ -70,10 +71,13 @@ def plan_rows(models: Models) -> list[dict]:
     ]
 
 
-def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, graphs: bool = False) -> list[dict]:
-    """The model on `sequences` of whole length, which gives the logits of the last token: eager; with `graphs` also as
-    a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled models alone."""
-    work = forward(models.tokens, sequences, models.length, "last")
+def prefill_rows(
+    models: Models, sequences: int, *, head: Head = "last", compiled: bool = False, graphs: bool = False
+) -> list[dict]:
+    """The model on `sequences` of whole length, which gives the logits of the last token, or what `head` says: eager;
+    with `graphs` also as a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled
+    models alone."""
+    work = forward(models.tokens, sequences, models.length, head)
     paths = [DENSE, COMPILED, PLANNED + COMPILED_TOO] if compiled else [DENSE, *(PLANS if graphs else (PLANNED,))]
     many = sequences > 1
     clocks = _Clocks(GPU, ENERGY if many else 0.0, graphs=graphs, rounds=FEW if many else MANY, watched=many)
@@ -82,10 +86,10 @@ def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, grap
     return [row for row in found if "compiled" in row["path"]] if compiled else found
 
 
-def decode_rows(models: Models, batch: int, cached: int, *, compiled: bool = False) -> list[dict]:
-    """A step of decoding: eager, and the whole step as one CUDA graph; or, compiled, the same rows of the compiled
-    models alone."""
-    work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (True,)))
+def decode_rows(models: Models, batch: int, cached: int, *, head: bool = True, compiled: bool = False) -> list[dict]:
+    """A step of decoding, with the LM head or without it: eager, and the whole step as one CUDA graph; or, compiled,
+    the same rows of the compiled models alone."""
+    work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (head,)))
     paths = [DENSE, COMPILED, FOR_GRAPHS + COMPILED_TOO] if compiled else [DENSE, *PLANS]
     clocks = _Clocks(GPU, ENERGY, graphs=True, compiled=compiled, rounds=MANY, watched=True)
     clocks.of = paths[1:] if compiled else paths

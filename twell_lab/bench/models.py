@@ -27,6 +27,7 @@ from ..ops import measure
 from ..records.record import Record
 from . import drawn
 from .causal import Causal
+from .cut_checks import Judge, has_thresholds
 from .forward import _check_seconds
 from .rows import COMPILED, DENSE
 from .workloads import (
@@ -71,7 +72,8 @@ def model(
     head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
 
     The model itself stays as it is; copies are swapped. Before any clock starts, logits are compared with those of a
-    float32 run.
+    float32 run. Of a model with thresholds (CATS, TEAL, FATReLU) a few tokens say little: there, as many are compared
+    as it takes, and each layer (twell_lab.bench.cut_checks).
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
@@ -103,6 +105,7 @@ def model(
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
         run), `error` (of logits, or without the head of states, against a float32 run), `error_over_allowed`,
+        of thresholds `layer_over_allowed` and how many tokens or sequences were compared,
         `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
         forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes` and `mj_per_token` with `mj_spread`.
         Its notes say under "energy" why there is none, and under "left_out" what does not run here. An interruption
@@ -141,6 +144,7 @@ def model(
             left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
         models = Models(dense, source, subject.about, longest)
         works = _workloads(models, counts, steps, held, left_out)
+        judge = Judge(models) if any(map(has_thresholds, models.layers)) else None
         models.exact = None
         if given is not None:
             models.follow(PLANNED if isinstance(given, Plan) else f"{FORCED}{given}", given, reorder=on_gpu)
@@ -156,7 +160,7 @@ def model(
         made: list[tuple[str, Callable[[], list[dict]]]] = [
             (
                 work.label + ("" if work.head else " without the LM head"),
-                functools.partial(workload_rows, models, work, ways, clocks, left_out),
+                functools.partial(workload_rows, models, work, ways, clocks, left_out, judge),
             )
             for work in works
         ]

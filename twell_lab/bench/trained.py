@@ -351,9 +351,9 @@ class Trained:
         return found
 
     def notes(self) -> dict:
-        """What the record says beside its rows."""
+        """What the record says of its text and its words."""
         seen, held_out = self.text.split()
-        found = {
+        return {
             "text": self.text.describe(),
             "training_size": seen.size,
             "validation_size": held_out.size,
@@ -363,7 +363,6 @@ class Trained:
             "settled": f"nnz_moved is sweep.settled of the last {LAST:.0%} of the steps: the mean of the last third of "
             f"the history's rows there over that of the first third, minus 1; settled where it is below {SETTLED:.0%}",
         }
-        return found | ({"refused": self.left_out} if self.left_out else {})
 
 
 class _Clocks(Clocks):

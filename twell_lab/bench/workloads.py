@@ -70,10 +70,15 @@ class Tokens:
         """int64 [count, length]. Of a text windows are spread evenly over the part; they overlap where it is short."""
         if self.text is None:
             return torch.randint(0, self.vocabulary, (count, length), device=self.device)
-        size = len(self.text)
-        here = self.text[int(part[0] * size) : int(part[1] * size)].to(self.device)
+        here = self.part(part)
         starts = torch.arange(count, device=self.device) * (len(here) - length) // max(1, count - 1)
         return here[starts[:, None] + torch.arange(length, device=self.device)]
+
+    def part(self, part: tuple[float, float]) -> Tensor:
+        """int64 [tokens]: this part of the text."""
+        assert self.text is not None
+        size = len(self.text)
+        return self.text[int(part[0] * size) : int(part[1] * size)].to(self.device)
 
     def inputs(self, sequences: int, length: int) -> Tensor:
         """What is measured: int64 [ROTATED, sequences, length]."""
@@ -87,6 +92,7 @@ class Workload:
 
     Attributes:
         kind: of the rows.
+        sequences, length: of its inputs; in a step of decoding the last token of each alone is computed.
         tokens: what the rows call tokens.
         label: what the rows call it.
         head: whether the LM head is part of it.
@@ -97,6 +103,8 @@ class Workload:
     """
 
     kind: str
+    sequences: int
+    length: int
     tokens: int
     label: str
     head: bool
@@ -109,7 +117,7 @@ class Workload:
     def expect(self, exact: Causal | None) -> Workload:
         """Keep what the model in float32 gives, to compare others with."""
         assert exact is not None  # Models.exact, before it is dropped
-        self.right = _some(self.few(exact)).float()
+        self.right = compared_part(self.few(exact)[:_CHECKED]).float()
         return self
 
 
@@ -124,7 +132,7 @@ def forward(tokens: Tokens, sequences: int, length: int, head: Head) -> Workload
     few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
     label = f"{sequences} x {length:,} tokens"
     read = ids[0] if head == "all" and tokens.text is not None and length > 1 else None
-    return Workload("model_forward", sequences * length, label, head != "none", makes, few, {}, read)
+    return Workload("model_forward", sequences, length, sequences * length, label, head != "none", makes, few, {}, read)
 
 
 def decode(
@@ -153,15 +161,17 @@ def decode(
 
     label, says = f"decode step, batch {batch}", {"cached": cached}
     return [
-        Workload("model_decode", batch, label, head, partial(makes, head=head), partial(few, head=head), says)
+        Workload(
+            "model_decode", batch, cached, batch, label, head, partial(makes, head=head), partial(few, head=head), says
+        )
         for head in heads
     ]
 
 
-def _some(result: Tensor) -> Tensor:
-    """The part of a result [batch, tokens, n] that is compared."""
+def compared_part(result: Tensor) -> Tensor:
+    """The part of a result [batch, tokens, n] that is compared: some tokens of each sequence."""
     places = torch.linspace(0, result.shape[1] - 1, min(_PLACES, result.shape[1]), device=result.device).long()
-    return result[:_CHECKED, places]
+    return result[:, places]
 
 
 # ---- the models ----
@@ -412,16 +422,28 @@ def clock_cpu(calls: rows.Calls, seconds: float) -> tuple[dict[str, list[float]]
     return {name: wall for name, (_, wall) in bursts.items()}, bursts
 
 
+def is_compiled(path: str) -> bool:
+    """Whether the model of this path runs under torch.compile."""
+    return path == COMPILED or path.endswith(COMPILED_TOO)
+
+
+Judged = Callable[[Workload, str], dict]  # of a path: what its row says of the checks, or measure.WrongResult
+
+
 @torch.no_grad()
 def workload_rows(
-    models: Models, work: Workload, paths: Iterable[str], clocks: Clocks, left_out: dict[str, str] | None = None
+    models: Models,
+    work: Workload,
+    paths: Iterable[str],
+    clocks: Clocks,
+    left_out: dict[str, str] | None = None,
+    judge: Judged | None = None,
 ) -> list[dict]:
     """A row for each path, and each way in which it was timed. left_out: where a model cannot be compiled, why is kept
-    there, and its rows are missing; without it, that is an error."""
-    calls: rows.Calls = {}
-    for path in paths:
-        calls[path] = work.makes(models.model_of(path), path == COMPILED or path.endswith(COMPILED_TOO))
-    facts = _check(calls, work, models.facts(work.tokens), left_out)
+    there, and its rows are missing; without it, that is an error. judge: what says whether paths that are not lossy are
+    right, in place of the errors of a few tokens, where these say nothing (bench.cut_checks)."""
+    calls: rows.Calls = {path: work.makes(models.model_of(path), is_compiled(path)) for path in paths}
+    facts = _check(calls, work, models.facts(work.tokens), left_out, judge)
     shared = models.shared(work.kind, work.tokens, work.label)
     timed = clocks.time(calls, work.tokens, work.label, left_out)
     return _rows(shared, calls, facts, clocks, timed, {"head": work.head, **work.says})
@@ -443,7 +465,9 @@ def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, timed: t
     return found
 
 
-def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[str, str] | None) -> dict[str, dict]:
+def _check(
+    calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[str, str] | None, judge: Judged | None = None
+) -> dict[str, dict]:
     """Compare the results of all calls with float32. Returns the facts of those that ran, with their error and loss,
     and the ratio of error to what is allowed. Raises measure.WrongResult where a path that is not lossy exceeds that,
     and where one that is gives what is no number.
@@ -451,7 +475,7 @@ def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[s
     assert work.right is not None  # Workload.expect came before
     right, found = work.right, {}
     for name, result in _first(calls, work.label, left_out):
-        found[name] = _some(result).float()
+        found[name] = compared_part(result[:_CHECKED]).float()
         if work.read is not None:
             facts[name] = facts.get(name, {}) | {"loss": round(_loss(result, work.read), 6)}
     allowed = MARGIN * (found[DENSE] - right).norm() + SLACK * right.norm()
@@ -461,6 +485,12 @@ def _check(calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[s
         if name != DENSE:
             ratio = float(off / allowed)
             lossy = LOSSY in name or LOSSY in facts[name].get("choice", "")
+            if judge is not None and not lossy:
+                try:
+                    facts[name] |= judge(work, name)
+                except measure.WrongResult as error:
+                    raise measure.WrongResult(f"{work.label}: {name}: {error}: nothing was timed") from None
+                continue
             if not ratio <= (sys.float_info.max if lossy else 1.0):
                 raise measure.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "

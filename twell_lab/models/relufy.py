@@ -105,7 +105,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
     probe.check_all((name, module) for name, module, _ in layers)
     before = [(module, at, part_at(module, at)) for _, module, at in layers]
     for _, module, at in layers:
-        put(module, at, nn.ReLU())
+        put(module, at, nn.ReLU().train(module.training))
     try:
         for name, saved in _saved(model):
             _say_relu(

@@ -430,11 +430,12 @@ class Thresholds:
         self.remove(model)
         for layer, found in seats:
             if self.method == "cats":
-                family = family_of(found.module)
-                put(found.module, family.activation, ThresholdedActivation(found.acts, layer.thresholds["activation"]))
+                cut = ThresholdedActivation(found.acts, layer.thresholds["activation"])
+                put(found.module, family_of(found.module).activation, cut.train(found.module.training))
                 continue
             for place, projections in cut_places(family_of(found.module), found.module).items():
-                ThresholdedInput(layer.thresholds[place]).put_on(found.module, place, projections)
+                inputs = ThresholdedInput(layer.thresholds[place]).train(found.module.training)
+                inputs.put_on(found.module, place, projections)
         return model
 
     @staticmethod
@@ -446,7 +447,9 @@ class Thresholds:
             ThresholdedInput.take_off(module)
             family = family_of(module)
             if family is not None and isinstance(found := family.acts(module), ThresholdedActivation):
-                put(module, family.activation, found.activation)
+                if isinstance(before := found.activation, nn.Module):
+                    before.train(module.training)  # which did not reach it while it was no child
+                put(module, family.activation, before)
         return model
 
     def loss(self, model: nn.Module, windows: Tensor, *, bytes_per_token: float | None = None) -> LossChange:

@@ -206,8 +206,8 @@ def test_graphs_on_a_cpu_are_told_of(capsys, saved, text):
 
 def test_each_row_is_compared_with_the_dense_model_that_was_run_in_the_same_way():
     paths = ["dense eager", "planned", "planned for graphs", "dense compiled", "planned compiled"]
-    paths += [f"{name} (graph)" for name in paths[:3]]
-    walls = [[float(ms)] * 3 for ms in (10, 5, 6, 8, 2, 9, 4, 3)]
+    paths += [f"{name} (graph)" for name in (*paths[:4], "planned for graphs compiled")]
+    walls = [[float(ms)] * 3 for ms in (10, 5, 6, 8, 2, 9, 4, 3, 7, 2)]
     made = rows(*walls, paths=paths, mj_per_token=2.5, mj_spread=0.25, peak_bytes=2**21)
     found = [(each["how"], each["times"], each["dense_mj"], each["sparse_peak"]) for each in bench_command.pairs(made)]
     assert found == [
@@ -215,6 +215,7 @@ def test_each_row_is_compared_with_the_dense_model_that_was_run_in_the_same_way(
         ("compiled", 4.0, "2.5 (0.25)", 2.0),
         ("CUDA graph", 9 / 4, "2.5 (0.25)", 2.0),
         ("CUDA graph, planned for it", 3.0, "2.5 (0.25)", 2.0),
+        ("compiled, CUDA graph, planned for it", 3.5, "2.5 (0.25)", 2.0),
     ]
 
 

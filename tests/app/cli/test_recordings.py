@@ -121,8 +121,8 @@ def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert f"{name} takes no --cases; accepted: with attack, which does" in capsys.readouterr().err
     assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
     assert (
-        "accepted: with attack and comparison and inference and model and model-paths and pruning and thresholds and trained and training, which do"
-        in capsys.readouterr().err
+        "accepted: with attack and bench-0.5B and bench-1B and bench-1.5B and bench-2B and comparison and inference and "
+        "model and model-paths and pruning and thresholds and trained and training, which do" in capsys.readouterr().err
     )
 
 

@@ -405,6 +405,41 @@ def test_the_table_of_the_model_compares_like_with_like():
     assert "nothing is recorded yet" in tables.model([])
 
 
+def test_the_table_of_sizes_joins_what_records_hold_in_part():
+    def made(day: int, size: str, work: str, walls: dict[str, float], kind="model_decode", **more) -> records.Record:
+        rate = "tokens_per_s" if kind == "model_decode" else "tokens_per_ms"
+        shared = {"kind": kind, "device": "NVIDIA H100", "workload": f"drawn {size} Llama, {work}", "head": True}
+        rows = [
+            {**shared, "path": path, "ms": ms, "wall_ms": ms, "wall_samples": [ms] * 5, rate: 1e3 / ms, **more}
+            for path, ms in walls.items()
+        ]
+        date = f"2026-01-{day:02}T00:00:00Z"
+        return records.Record("bench-model", "a test's own", rows, date, None, None, {}, kernels={})
+
+    graphs = {"dense eager": 9.0, "planned": 9.0, "planned for graphs": 9.0}
+    graphs |= {"dense eager (graph)": 4.0, "planned (graph)": 3.0, "planned for graphs (graph)": 2.0}
+    step = "decode step, batch 1"
+    halves = [
+        made(2, "2B", step, graphs),
+        made(3, "2B", "64 x 2,048 tokens", {"dense eager": 13.0, "planned": 10.0}, "model_forward", peak_bytes=2**20),
+        made(4, "0.5B", step, {"dense eager": 8.0, "planned": 5.0, "forced twell": 1.0}, mj_per_token=2.0, mj_spread=1),
+        made(5, "1M", step, {"dense eager": 8.0, "planned": 4.0}),  # none of the paper's
+    ]
+    head, _, *lines = tables.sizes(halves).splitlines()
+    assert head.endswith("| 0.5B; NVIDIA H100, 2026-01-04 | 2B; NVIDIA H100, 2026-01-03 |")
+    assert lines == [
+        "| forward, 64 x 2,048 tokens, eager, tokens/ms |  | 1.30 (76.9 to 100) |",
+        "| decode step, batch 1, eager, tokens/s | 1.60 (125 to 200) | 1.00 (111 to 111) |",
+        "| decode step, batch 1, CUDA graph, tokens/s |  | 2.00 (250 to 500) |",
+        "| decode step, batch 1, eager, mJ a token | +0% (2 to 2) |  |",
+        "| forward, 64 x 2,048 tokens, eager, peak MiB |  | +0% (1 to 1) |",
+    ]
+    again = made(6, "2B", step, {"dense eager": 8.0, "planned": 4.0})
+    assert "1.60 (125 to 200) | 2.00 (125 to 250) |" in tables.sizes([*halves, again])  # the newest of that workload
+    assert "2.00 (250 to 500) |" in tables.sizes([*halves, again])  # and the rest stays
+    assert "nothing is recorded yet" in tables.sizes(halves[3:])
+
+
 def test_the_table_of_chosen_neurons_has_both_records_graphs_and_plain_calls():
     def row(work, path, ms, wall, **more):
         return {"device": "NVIDIA H100", "tokens": 1, "workload": work, "path": path, "ms": ms, "wall_ms": wall} | more

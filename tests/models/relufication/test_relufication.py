@@ -159,6 +159,12 @@ def test_a_squared_model_becomes_a_relu_model_and_is_saved_as_one(tmp_path):
     assert len(feed_forwards(LanguageModel.load(model.save(tmp_path)))) == 2
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_its_relus_are_in_the_mode_of_their_layers(training):
+    model = relufy(llama().train(training))
+    assert {each.training for each in model.modules()} == {training}
+
+
 def test_layers_with_a_relu_stay_dense_or_swapped():
     model = course()
     before = [layer.mlp.act_fn for layer in model.layers]

@@ -234,6 +234,16 @@ def test_modes_and_hooks_are_left_as_they_were():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("method", ["cats", "teal"])
+def test_what_is_put_on_and_what_comes_back_is_in_the_mode_of_the_layer(method):
+    """A model in evaluation mode is taken by verbs that refuse one in training mode, such as bench.model."""
+    model = llama()
+    found = tl.thresholds(model, [tokens()], method=method)
+    for training in (False, True):
+        assert {each.training for each in found.apply(model.train(training)).modules()} == {training}
+        assert {each.training for each in found.remove(model.train(not training)).modules()} == {not training}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype):
     model = llama().to(dtype)
