@@ -94,6 +94,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         tile: int = TILE,
         words: int = WORDS,
         _check: bool = True,
+        _finite: bool = True,
         _turns: bool = False,
         _reorders: bool = False,
         _holders: Holders | None = None,
@@ -157,7 +158,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._learned = False
         self.train(source.training)
         self.layout = Layout(_turns, _reorders, _holders)
-        copies.check_finite(self._weights().named())
+        if _finite:
+            copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN._forget)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
         self._rows: tuple[Tensor, list[Tensor]] | None = None  # the counters, and each class's row of them

@@ -25,7 +25,7 @@ from ..layers.parts import HandOn, own_forward, set_forward
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..layers.weights import Weights
-from ..ops import turned
+from ..ops import copies, turned
 
 AUTO = "auto"
 
@@ -126,7 +126,7 @@ def sparsify(
     room = _room(model, plan, layers, memory, reorder)
     shared = Shared(room, beside(model, layers[0].up.weight))
     follows = _followed(plan, [found for found in layers if found.name not in alone], room)
-    how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_reorders": reorder}
+    how = {"tile": tile, "words": words, "_check": False, "_finite": False, "_turns": True, "_reorders": reorder}
     how["_holders"] = Holders(layers) if reorder else None
     for found in layers:
         source, followed = found.module, follows.get(found.name, DENSE)
@@ -169,9 +169,15 @@ def _alone(found: FeedForward, both: set[int]) -> bool:
 
 
 def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) -> None:
-    """Raise a TwellError where a path that a layer is told does not take its weights."""
+    """Raise a TwellError where a path that a layer is told does not take its weights, and where those of a layer that
+    is to be swapped are not finite."""
     for found in layers:
         weights = Weights.of(found.gate, found.up, found.down)
+        if not isinstance(found.module, SparseFFN):
+            try:
+                copies.check_finite(weights.named())
+            except InputError as error:
+                raise InputError(f"{found.name}: {error}") from None
         told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
         for name in {each.path for each in told if isinstance(each, Choice)}:
             if name in FOR_CUT and found.cut is None:

@@ -281,8 +281,11 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
     cuda, capturing, made = copies[0].is_cuda, _capturing(copies), _note_of(copies)
     # On a GPU only once the answer was no: then the weights, as they are now, are looked at while the host waits.
     if not changing and not capturing and (not cuda or hasattr(copies[0], "refused")):
+        named = dict(zip(names.split(), weights + beside))
+        if valueless := next((name for name, weight in named.items() if weight.is_meta), ""):
+            raise InputError(f"{valueless} is on meta, without values; cpu and cuda are accepted")
         if not all_finite(weights + beside):
-            _refuse(dict(zip(names.split(), weights + beside)))
+            _refuse(named)
         vars(copies[0]).pop("refused", None)
     if _up_to_date(made, weights, copies, order, changing, anew):
         sources = made.sources

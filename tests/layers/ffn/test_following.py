@@ -259,8 +259,10 @@ def test_weights_that_arrive_after_the_model(dense, x):
             sparse.to_empty(device="cpu")
         sparse.load_state_dict(dense.state_dict(), assign=assign)
         assert_follows(sparse, dense, x)
-    with pytest.raises(InputError, match="is on meta"):
-        SparseFFN.from_module(empty)(x)
+    for valueless in (empty, copy.deepcopy(empty).eval()):
+        for given in (x, x.to("meta")):
+            with pytest.raises(InputError, match="is on meta"):
+                SparseFFN.from_module(valueless)(given)
 
 
 def test_fewer_neurons(dense, x):

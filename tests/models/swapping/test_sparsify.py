@@ -192,6 +192,17 @@ def test_a_plan_for_elsewhere_is_refused_with_nothing_changed(model, plan):
         tl.sparsify(model.half(), plan)
 
 
+@pytest.mark.parametrize("told", [None, "dense", "twell", "auto"])
+def test_a_layer_whose_weights_are_not_finite_is_named_with_nothing_changed(model, told):
+    with torch.no_grad():
+        model.layers[1].mlp.up_proj.weight[2, 3] = float("nan")
+    with pytest.raises(
+        InputError, match=r"layers.1.mlp: up has 1 values that are not finite, the first at \[2, 3\]: nan"
+    ):
+        tl.sparsify(model, told)
+    assert not sparse(model)
+
+
 def test_a_plans_file_says_who_made_it_how(plan, tmp_path):
     path = plan.save(tmp_path / "plan.json")
     content = json.loads(path.read_text())
