@@ -118,6 +118,24 @@ def test_at_the_size_of_the_tables(gated, ran):
         assert a is None or torch.equal(a, b)  # the same bits
 
 
+@pytest.mark.parametrize("tokens, d_model, d_ff", [(300, 256, 1000), (2048, 768, 3072)])
+def test_a_squared_relu_is_a_gate_that_is_up_and_gets_both_gradients(tokens, d_model, d_ff, ran):
+    made = tensors(tokens, d_model, d_ff, False, torch.bfloat16, False, rate=2.3)
+    dy, dl1 = upstream(made)
+
+    def squared(function):
+        return lambda x, _, up, down, *biases: function(x, up, up, down, *biases)
+
+    found, reached = (step(squared(each), made, dy, dl1) for each in (differentiable.train_ffn, dense))
+    y, l1, dx, of_gate, of_up, *rest = exact(made[0], made[2], made[2], *made[3:], dy, dl1)
+    ulp = torch.finfo(torch.bfloat16).eps / 2
+    for name, a, b, e in zip(("y", "l1", *NAMES), found, reached, [y, l1, dx, None, of_gate + of_up, *rest]):
+        if a is not None:
+            off, allowed = (a.double() - e).norm(), 2 * (b.double() - e).norm() + ulp * e.norm()
+            assert off <= allowed, f"{name}: {float(off):.4g} of {float(e.norm()):.4g}, {float(allowed):.4g} allowed"
+    assert all_ran(ran)
+
+
 @pytest.mark.parametrize("share, many", [(0.2, 40), (0.2, 200), (1.0, 256)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_overflowing_rows_lose_nothing(share, many, gated, ran):

@@ -81,6 +81,8 @@ def run(options: argparse.Namespace) -> Answer | None:
     if options.config == "list":
         return Answer(presets.rows(), presets.table())
     told = given(options, TrainConfig)
+    if told.get("activation") == "relu2" and options.resume is None:
+        told.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
     if options.config is not None:
         told = {**presets.named(options.config), **told}
     if options.checkpoint_every and not (options.out or options.resume):

@@ -65,7 +65,8 @@ class TrainConfig:
         heads: attention heads.
         d_ff: feed-forward width.
         gated: gated feed-forward layers; if not, plain ones.
-        activation: relu, or relu2 for its square.
+        activation: relu, or relu2 for its square, which sparse layers compute in plain layers alone; there
+            `twell-lab train` makes those, unless told otherwise.
         tokenizer: what the model reads the text as: bytes, bpe:4096 (a BPE of that size, trained on the text), or a
             tokenizer's file; unless named, what the text comes with, or bytes.
 
@@ -156,10 +157,10 @@ class TrainConfig:
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 words = " or ".join(map(repr, get_args(kind)))
                 raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
-        if self.kernels != "off" and self.activation != "relu":
+        if self.kernels != "off" and self.activation != "relu" and self.gated:
             raise InputError(
-                f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
-                "activation 'relu', which the sparse layers compute"
+                f"kernels is {self.kernels!r} with activation {self.activation!r} in gated layers; accepted: kernels "
+                "'off', or activation 'relu', or plain layers (gated=False), which sparse layers compute"
             )
         if not isinstance(self.compile, bool):
             raise InputError(f"compile is {self.compile!r}; accepted: True or False")

@@ -21,6 +21,7 @@ from twell_lab.app import cli
 from twell_lab.app import options as options_module
 from twell_lab.core.errors import InputError
 from twell_lab.layers.terms import layer_l1, layer_nnz
+from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import differentiable
 from twell_lab.training import checkpoint as checkpoint_module
@@ -164,12 +165,34 @@ def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "sparse"])
-def test_squared_relu_has_no_sparse_layers(tiny, kernels):
+def test_squared_relu_in_gated_layers_has_no_sparse_layers(tiny, kernels):
     with pytest.raises(
         InputError,
-        match=f"kernels is '{kernels}' with activation 'relu2'; accepted: kernels 'off', or activation 'relu'",
+        match=f"kernels is '{kernels}' with activation 'relu2' in gated layers; accepted: kernels 'off', or activation",
     ):
         tiny(kernels=kernels, activation="relu2")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "sparse"])
+def test_squared_relu_in_plain_layers_trains_to_the_same_curve_and_is_swapped(tiny, kernels):
+    dense = train(tiny(activation="relu2", gated=False), progress=False)
+    result = train(tiny(activation="relu2", gated=False, kernels=kernels), progress=False)
+    close(result.history, dense.history, 1e-5)
+    assert result.validation_bits_per_byte == pytest.approx(dense.validation_bits_per_byte, rel=1e-5)
+    model, tokens = result.model.eval(), torch.randint(50, (2, 9))
+    with torch.no_grad():
+        expected = model(tokens)
+        torch.testing.assert_close(sparsify(model, "twell")(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("told, gated", [([], False), (["--gated"], True)])
+def test_the_command_trains_squared_relu_in_plain_layers_unless_told(told, gated, capsys, tmp_path):
+    sizes = "--steps 2 --warmup 1 --d-model 16 --layers 1 --heads 2 --d-ff 20 --context 8 --batch 2 --eval-windows 4"
+    out = tmp_path / "run"
+    line = ["train", *sizes.split(), "--activation", "relu2", *told, "--device", "cpu", "--out", str(out)]
+    assert cli.main(line) == 0
+    saved = json.loads((out / "config.json").read_text())
+    assert (saved["activation"], saved["gated"]) == ("relu2", gated)
 
 
 def test_what_is_no_config_is_named():
