@@ -114,6 +114,22 @@ def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep)
     assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
 
 
+def test_the_papers_largest_size_is_the_model_of_the_record_and_joins_it(keep):
+    def named(rows, model):
+        return [{**row, "workload": f"{model}, {row['workload'].partition(', ')[2]}"} for row in rows]
+
+    forward = [of_model(path, 3.0, kind="model_forward", label="1 x 8 tokens") for path in ("dense eager", "planned")]
+    newer = [of_model("dense eager", 10.0), of_model("planned", 6.0)]
+    keep(
+        record([*MODEL, *forward], "2026-01-01T00:00:00Z"),
+        record(named(newer, "drawn 2B Llama"), "2026-01-02T00:00:00Z"),
+    )
+    rows = speedups.recorded()
+    assert {row["model"] for row in rows} == {"drawn Llama"}
+    assert {row["what"] for row in rows} == {"decode step, batch 1", "1 x 8 tokens"}
+    assert [row["wall_ms"] for row in rows if row["what"].startswith("decode")] == [10.0, 6.0]
+
+
 def test_a_newer_record_of_forced_paths_alone_hides_no_planned_layers(keep):
     forced = [row | {"path": row["path"].replace("planned", "forced twell")} for row in MODEL[:2]]
     keep(record([*MODEL[:2], *LAYER]), record(forced, "2026-02-02T03:04:05Z"))

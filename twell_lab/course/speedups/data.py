@@ -19,6 +19,7 @@ from ...bench import drawn, workloads
 from ...bench import rows as timed
 from ...bench.causal import Causal
 from ...bench.rows import DENSE
+from ...bench.sizes import model_name
 from ...bench.workloads import PLANNED
 from ...core.errors import StackError
 from ...layers.anatomy import feed_forwards
@@ -113,7 +114,7 @@ def _read(row: dict) -> dict | None:
     model, _, what = row["workload"].partition(", ")
     if row["kind"] == "training":
         model, what = f"a model of {row['layers']} layers", f"training step, {row['tokens']:,} tokens"
-    if model == "Llama":  # what the record of the library itself calls its model, whose weights are drawn
+    if model in ("Llama", model_name("2B")):  # what two records of the library itself call that model, which is drawn
         model = DRAWN
     return {"head": True, **row, "step": step, "model": model, "what": what}
 
