@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -496,7 +496,7 @@ def widgets() -> Record:
     return Record.new("widgets", purpose, rows, {"browser": "headless Chromium, painting on the CPU"})
 
 
-RECORDINGS = {
+RECORDINGS: dict[str, Callable[..., Record]] = {
     "portable": portable,
     "inference": inference,
     "training": training,
