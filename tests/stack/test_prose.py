@@ -128,11 +128,14 @@ SLOWEST, WEIGHTS = 3.0e12, 2 * 3 * 2048 * 5632  # bytes a second that floors ass
 
 def share_of_layers() -> list[float]:
     """Percent of the dense model's time that its layers take, and what it would gain if they took none."""
-    (whole,) = (
+    every = sorted(path.name for path in (ROOT / "data" / "records").glob("model-paths-2*.json"))
+    wholes = (  # of the newest record that came as far
         row["ms"]
-        for row in rows(newest("model-paths"), path=DENSE, tokens=131072)
+        for name in reversed(every)
+        for row in rows(name, path=DENSE, tokens=131072)
         if row["workload"].startswith("drawn Llama, ")
     )
+    whole = next(wholes)
     alone = next(
         row["ms"] for row in rows(newest("inference"), path=DENSE, tokens=131072, **DRAWN) if 25 < row["nnz"] < 33
     )
