@@ -137,6 +137,19 @@ def test_a_reader_who_predicts_is_answered(name):
     assert all(cell["outputs"] for cell in guessing), [source(cell) for cell in guessing if not cell["outputs"]]
 
 
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_reader_predicts_something(name):
+    assert "Predict, then run" in "\n".join(map(source, read(name)["cells"]))
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_result_stands_within_three_cells(name):
+    """A figure, or a number. The first cell, which is the same in all, does not count."""
+    outputs = [output for cell in code(read(name))[1:4] for output in cell["outputs"]]
+    texts = ["".join(output.get("text", "")) for output in outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs) or re.search(r"\d", "".join(texts))
+
+
 def notebook_with(cell: dict, **metadata) -> dict:
     full = {"cell_type": "code", "source": ["1"], "execution_count": 1, "metadata": {"tags": [TAG]}, "outputs": []}
     return {"cells": [full | cell], "metadata": {"kernelspec": {"name": "python3"}} | metadata}

@@ -1,8 +1,10 @@
 """The exercises: every folded answer passes its check, what is handed out does not, and wrong answers are told."""
 
+import itertools
 import json
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import clocks, exercises, packing, progress
+from twell_lab.course import clocks, exercises, packing, progress, puzzles
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.formats import COO, TwELL
@@ -442,7 +444,33 @@ WRONG = {
         lambda gate, up, down, threshold: 0.93,  # what the cell above prints
     ],
     "at_most": [20, 3, 1 / 0.35, True, "2.73"],
-    "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
+    "csr_bytes": [
+        lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes),  # no last pointer
+        lambda rows, nnz, value_bytes: 4 * (rows + 1) + nnz * (4 + value_bytes),  # pointers as small as columns
+        lambda rows, nnz, value_bytes: nnz * (8 + 4 + value_bytes),  # a row number for each value, as COO has
+    ],
+    "amdahl": [
+        lambda share, times: 1 - share + share * times,  # the mean of the speedups, not of the times
+        lambda share, times: 1 / (1 - share) if share < 1 else times,  # as if the layers took no time
+        lambda share, times: times,
+    ],
+    "layer_needed": [
+        lambda share, wanted: share / (1 / wanted - 1 + share),  # a negative speedup where there is none
+        lambda share, wanted: 1 + (wanted - 1) / share if share > 1 - 1 / wanted else None,
+        lambda share, wanted: share / (1 / wanted - 1 + share) if share >= 1 - 1 / wanted else None,  # 1 / 0
+    ],
+    "share_from": [
+        lambda layer, model: (model - 1) / (layer - 1),
+        lambda layer, model: 1 - 1 / model,  # as if the layers took no time
+        lambda layer, model: max(0.0, (1 - 1 / model) / (1 - 1 / max(layer, 1.001))),  # slower layers left out
+    ],
+    "crossing": [
+        lambda points: max((nnz for nnz, times in points if times > 1), default=None),  # the last that is faster
+        lambda points: next((nnz for nnz, times in points if times <= 1), None),  # the first that is not
+        lambda points: next(
+            ((a + b) / 2 for (a, x), (b, y) in itertools.pairwise(points) if x > 1 >= y), None
+        ),  # halfway between them
+    ],
     "to_coo": [
         lambda matrix: [each.tolist() for each in matrix.nonzero().T] + [matrix.tolist()],
         lambda matrix: (
@@ -862,6 +890,13 @@ WRONG = {
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows
     ],
 }
+
+
+def test_each_check_meets_two_typical_mistakes():
+    """Those of the puzzles and of the capstone's kernel stand in their folders of tests/course."""
+    mistakes = Counter(name for name, _ in WRONG_KERNELS) + Counter({name: len(each) for name, each in WRONG.items()})
+    elsewhere = {*puzzles.PUZZLES, "down"}
+    assert {name for name in exercises.CHECKS if mistakes[name] < 2} == elsewhere
 
 
 @pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in WRONG.items() for answer in answers])

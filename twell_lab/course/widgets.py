@@ -55,11 +55,25 @@ def _fitted(figure: go.FigureWidget) -> list[ipywidgets.Widget]:
     return [figure, anywidget.AnyWidget(_esm=_FIT)]
 
 
+def _light(figure: go.Figure) -> go.Figure:
+    """The figure, without what plotly would measure anew at each move: whether numbers beside an axis overlap, leave
+    the figure or need a wider margin. Axes with names, which are longer, keep that."""
+    named = set()
+    for trace in figure.data:
+        for letter in "xy":
+            if any(isinstance(each, str) for each in (() if trace[letter] is None else trace[letter])):
+                named.add((trace[f"{letter}axis"] or letter).replace(letter, f"{letter}axis"))
+    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+        if axis.plotly_name not in named and axis.ticktext is None:
+            axis.update(automargin=False, ticklabeloverflow="allow", tickangle=0)
+    return figure
+
+
 class Drawn(ipywidgets.VBox):
     """Controls above a figure, which is `.figure` and as wide as the notebook."""
 
     def __init__(self, controls: list, figure: go.Figure) -> None:
-        self.figure = live_figure(figure)
+        self.figure = live_figure(_light(figure))
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
         super().__init__([*controls, *(_fitted(self.figure) if self._canvas is None else [self._canvas])])
 

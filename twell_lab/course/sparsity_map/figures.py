@@ -223,7 +223,7 @@ def move(figure: go.Figure, view: dict) -> None:
     """Show another view of the same weight in a figure that `picture` made (a FigureWidget of it too). "no": the format
     does not take this weight, or this machine not the format."""
     corner, rows, broken, size, took, error = figure.data
-    corner.z = view["kept"].int().tolist()
+    corner.z = view["kept"].int().numpy()  # as a list each of its numbers is looked at twice, at every move
     rows.y = [100 * each for each in view["by_row"]]
     in_the_way = [view["violations"], *view["filled"].values()]
     broken.y, broken.text = [100 * each for each in in_the_way], [f"{each:.0%}" for each in in_the_way]
