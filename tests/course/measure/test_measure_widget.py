@@ -85,3 +85,14 @@ def test_without_ipywidgets_a_sentence_says_what_to_install():
 def test_a_move_is_light(light, sweep):
     explorer = widget.threshold_explorer(sweep)
     light(explorer, [lambda: setattr(explorer.slider, "index", 1), lambda: setattr(explorer.slider, "index", 0)])
+
+
+def test_plotly_need_not_measure_what_stands_beside_numbers(draws):
+    """It would at each move. Names, which are longer and may overlap, are measured."""
+    figure = go.Figure(go.Bar(x=["a long name", "another"], y=[1, 2]))
+    figure.add_scatter(x=[1, 2], y=[3, 4], xaxis="x2", yaxis="y2")
+    figure.update_layout(xaxis={"domain": [0, 0.4]}, xaxis2={"domain": [0.6, 1]}, yaxis2={"anchor": "x2"})
+    shown = widgets.Explorer(figure, lambda figure, index: None, [("one", 1)], "choice").figure.layout
+    names, numbers = (shown.xaxis,), (shown.yaxis, shown.xaxis2, shown.yaxis2)
+    assert all(axis.automargin is None and axis.tickangle is None for axis in names)
+    assert all((axis.automargin, axis.tickangle, axis.ticklabeloverflow) == (False, 0, "allow") for axis in numbers)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from math import ceil, exp, log
 
@@ -309,6 +310,11 @@ class Weighed:
     densities: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     times: dict[str, list[float]] = field(default_factory=dict)
 
+    @cached_property
+    def norm(self) -> Tensor:
+        """That of the exact product, which no threshold changes."""
+        return (self.inputs @ self.weight.t()).norm()
+
 
 FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
 
@@ -350,8 +356,7 @@ def view(weighed: Weighed, threshold: float) -> dict:
     count, (out, width) = int(kept.sum()), weight.shape
     filled = {size: 1 - blocks.empty_share(pruned, size) for size in BLOCK_SIZES}
     groups = kept.view(out, width // 4, 4).sum(-1) > 2
-    right = weighed.inputs @ weight.t()
-    lost = (weighed.inputs @ (weight - pruned).t()).norm() / right.norm()
+    lost = (weighed.inputs @ (weight - pruned).t()).norm() / weighed.norm
     legal = not bool(groups.any())
     size_of = {
         "dense": 2 * weight.numel(),

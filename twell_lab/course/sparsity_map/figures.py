@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -223,8 +224,10 @@ def move(figure: go.Figure, view: dict) -> None:
     """Show another view of the same weight in a figure that `picture` made (a FigureWidget of it too). "no": the format
     does not take this weight, or this machine not the format."""
     corner, rows, broken, size, took, error = figure.data
-    corner.z = view["kept"].int().numpy()  # as a list each of its numbers is looked at twice, at every move
-    rows.y = [100 * each for each in view["by_row"]]
+    # Plotly looks at each number of a list by itself. Of objects, since it writes other arrays in a way of its own into
+    # a stored figure, which older versions do not read.
+    corner.z = view["kept"].int().numpy(force=True).astype(object)
+    rows.y = (100 * np.asarray(view["by_row"])).astype(object)
     in_the_way = [view["violations"], *view["filled"].values()]
     broken.y, broken.text = [100 * each for each in in_the_way], [f"{each:.0%}" for each in in_the_way]
     dense = view["bytes"]["dense"]
