@@ -173,11 +173,6 @@ def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) 
     is to be swapped are not finite."""
     for found in layers:
         weights = Weights.of(found.gate, found.up, found.down)
-        if not isinstance(found.module, SparseFFN):
-            try:
-                copies.check_finite(weights.named())
-            except InputError as error:
-                raise InputError(f"{found.name}: {error}") from None
         told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
         for name in {each.path for each in told if isinstance(each, Choice)}:
             if name in FOR_CUT and found.cut is None:
@@ -189,6 +184,11 @@ def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) 
                 PATHS[name].fitted(weights)
             except TwellError as error:
                 raise type(error)(f"path {name!r}, layer {found.name!r}: {error}") from None
+        if not isinstance(found.module, SparseFFN):
+            try:
+                copies.check_finite(weights.named())
+            except InputError as error:
+                raise InputError(f"{found.name}: {error}") from None
 
 
 def _room(model: nn.Module, plan, layers: list[FeedForward], memory: float | None, reorder: bool) -> Room:

@@ -129,7 +129,8 @@ def test_the_clock_of_a_gpu_is_three(monkeypatch, busy_ms, count, rounds):
     monkeypatch.setattr(measure, "time_cuda", events)
     monkeypatch.setattr(measure, "time_bursts", bursts)
     found = trials.wall({None: id, DENSE: id}, CUDA)
-    assert found == {each: pytest.approx(Times(3000.0, 200.0, 1e3 * busy_ms)) for each in (None, DENSE)}
+    # The host's least: what else it does only adds.
+    assert found == {each: pytest.approx(Times(3000.0, 100.0, 1e3 * busy_ms)) for each in (None, DENSE)}
     assert asked == [(count, rounds)]
 
 
