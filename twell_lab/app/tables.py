@@ -219,7 +219,8 @@ def model_paths(recorded: list[Record]) -> str:
         shown = []
         for work in works:
             cell = _times_as_fast(of, about, work, path)
-            left_out = _times_as_fast(earlier, about, work, path) if not cell else ""
+            # Where the dense model was measured, a path without a time was refused, and an earlier time says nothing.
+            left_out = _times_as_fast(earlier, about, work, path) if (about, work, DENSE) not in of else ""
             shown.append(cell or (f"*{left_out}*" if left_out else ""))
         first = next((work for work in forwards if (about, work, path) in of), None)
         both = [of[about, first, each] for each in (path, DENSE)] if first else []

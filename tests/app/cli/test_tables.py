@@ -340,6 +340,10 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| drawn: int8 (lossy) | 2.00 (3.00) | *0.50* |  |  |  |  |",
     ]
+    refused = replace(
+        cut, rows=[*cut.rows, record("model-paths", 2, made[4:5]).rows[0]]
+    )  # dense, and nothing beside it
+    assert "0.50" not in tables.model_paths([record("model-paths", 1, made), refused])
     whole = replace(cut, notes={})  # which left nothing out: the workload is gone
     assert "0.50" not in tables.model_paths([record("model-paths", 1, made), whole])
 
