@@ -45,7 +45,7 @@ def _jobs() -> list[tuple[str, str, tuple]]:
     add("sm_75", [FP32])
     add("sm_90", [FP16, FP32])
     add("sm_90", [BF16], [8, 64, 768, 2056, 5120])
-    for kernel in ("sm90_gate_up", "sm90_down_rows"):  # blocks on their own
+    for kernel in ("sm90_gate_up", "sm90_down_sums", "sm90_down_rows"):  # blocks on their own
         jobs.append(("sm_90", kernel, (*macros.value(BF16), ("CLUSTER", 1))))
     turing = [macros.setup_for((7, 5), version).defines(FP16) for version in (1, 2, 3)]
     jobs.extend(("sm_90", "sm80_gate_pack", each) for each in turing)  # sm_75's way, which tests take there
@@ -101,7 +101,7 @@ def test_wgmma_runs_beside_what_surrounds_it(job, cubins):
     assert "serialized" not in cubins[job].log and "setmaxnreg" not in cubins[job].log  # ptxas's words for giving up
     # 168 for each of 384 threads are all that a multiprocessor has; the warpgroups then deal them out anew.
     assert {used["registers"] for used in jit.resources(cubins[job].log).values()} == {168}
-    whole = "SHARED_BYTES" if name == "sm90_gate_pack" else "OUT_END"
+    whole = {"sm90_gate_pack": "SHARED_BYTES", "sm90_down_sums": "EPILOGUE"}.get(name, "OUT_END")
     assert sources.number(f"{name}.cu", whole, defines) <= SHARED["sm_90"] * 1024
 
 

@@ -1,4 +1,4 @@
-"""gate_up and finish_lost on Hopper against float64, with what they must not write poisoned."""
+"""gate_up, down_sums and finish_lost on Hopper against float64, with what they must not write poisoned."""
 
 import pytest
 import torch
@@ -80,6 +80,28 @@ def test_rows_of_larger_weights_and_a_wider_x():
     close(h, hidden_of(x[:, 256:], gate[512:, 256:], up[512:, 256:], None, None))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows", [1, 128, 300, 4097, 20000])
+def test_down_sums(rows, dtype):
+    """Sums that are not rounded: float32's error alone, and the same bits each time. h may be part of a wider matrix."""
+    for d_ff, d_model in [(8, 8), (256, 2048), (264, 72), (1000, 1000), (512, 4096), (5632, 768)]:
+        g = torch.Generator("cuda").manual_seed(rows + d_ff)
+        normal = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
+        h, down_t = normal(rows, d_ff + 64)[:, 64:], normal(d_ff + 8, d_model)[:d_ff]
+        sums = dense.down_sums(h, down_t)
+        exact, size = h.double() @ down_t.double(), h.double().abs() @ down_t.double().abs()
+        assert sums.dtype == torch.float32 and sums.shape == (rows, d_model)
+        assert ((sums - exact).abs() <= 2.0**-20 * size).all()
+        assert torch.equal(sums, dense.down_sums(h.contiguous(), down_t))
+
+
+def test_down_sums_of_values_that_are_not_finite():
+    h, down_t = torch.randn(300, 264, device="cuda").to(BF16), torch.randn(264, 136, device="cuda").to(BF16)
+    h[3, 5], h[7, 6], down_t[9, 4] = torch.nan, torch.inf, -torch.inf
+    sums, exact = dense.down_sums(h, down_t), h.double() @ down_t.double()
+    assert torch.equal(sums.isnan(), exact.isnan()) and torch.equal(sums.isfinite(), exact.isfinite())
+
+
 def losing(rows, tokens, seed):
     """A list of lost rows as the readers leave it: their number, then them in any order, then anything."""
     picked = torch.randperm(tokens, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")[:rows]
@@ -99,8 +121,8 @@ def losing(rows, tokens, seed):
         (300, 300),
         (4097, 0),
         (4097, 129),
-        (20000, 8192),
-        (20000, 8193),
+        (20000, dense.CHUNK),
+        (20000, dense.CHUNK + 1),
         (20000, 20000),
     ],
 )
@@ -204,6 +226,7 @@ def test_both_run_inside_a_graph():
 def test_no_rows():
     x, gate, up, _, _, down, _, _ = layer(1, 64, 256)
     assert dense.gate_up(x[:0], gate, up).shape == (0, 256)
+    assert dense.down_sums(x[:0], gate.t().contiguous()).shape == (0, 256)
     lost = torch.zeros(1, dtype=torch.int32, device="cuda")
     dense.finish_lost(lost, x[:0], gate, up, None, None, down.t().contiguous(), None, None, x[:0])
 
@@ -216,6 +239,10 @@ def test_what_is_not_taken_is_refused():
     for wrong in [(x.float(), gate, up), (x, gate[:128], up), (x, None, up[:, :32]), (x[:, 4:60], None, up[:, 4:60])]:
         with pytest.raises(InputError, match="accepted are x"):
             dense.gate_up(*wrong)
+    h, down_t = dense.gate_up(x, gate, up), down.t().contiguous()
+    for wrong in [(h.float(), down_t), (h, down_t.to(FP16)), (h[:, :128], down_t), (h, down), (h[0], down_t)]:
+        with pytest.raises(InputError, match="accepted are h"):
+            dense.down_sums(*wrong)
     with pytest.raises(InputError, match="up_bias"):
         dense.gate_up(x, gate, up, None, up[0])
     right = {

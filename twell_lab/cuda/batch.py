@@ -17,7 +17,7 @@ from typing import NamedTuple
 from . import launcher
 from .launcher import Kernel, Prepared
 
-_LEAST = 8  # launches that are worth a graph
+_LEAST = 4  # launches that are worth a graph
 _VARIANTS = 4  # sets of addresses for which a Batch has a graph,
 _UNUSED = 64  # unless one was not met in so many runs: then another may take its place
 _MOST_SEEN = 16  # sets of addresses that were met once and are remembered

@@ -104,6 +104,7 @@ KERNELS: dict[str, Kernel] = {
             (9, 0),
             alone=True,
         ),
+        Kernel("sm90_down_sums", ("ops.hopper_dense.down_sums", _HOPPER), macros.clusters, (9, 0), alone=True),
         Kernel("sm90_down_rows", ("ops.hopper_dense.finish_lost", _HOPPER), macros.clusters, (9, 0), alone=True),
         Kernel("smxx_survivors", ("ops.train_rows.survivors", *_TRAINED), macros.whole_rows),
         Kernel("smxx_train_rows", _TRAINED_ROWS, macros.whole_rows),

@@ -108,7 +108,7 @@ def _chosen(x, weights, path, hot, tile, words, acts) -> Call:
     if acts.falls_back and (gate is None or x.shape[0] > decode.MOST_TOKENS):
         return _Dense(x, gate, up, acts)
     if acts == RELU and _hopper(x, gate, up, down_t, hot, tile, words):
-        return _Hopper(x, gate, up, hot)
+        return _Hopper(x, hot)
     if _lists(x, weights, acts):
         return _Listed(acts)
     return _Portable(hot, tile, words, acts)
@@ -132,45 +132,28 @@ class _Decode(Call):
         return decode.decode(x, *weights, stats, acts=self.acts)
 
 
-class _Hidden:
-    """act(x gate^T) * (x up^T), or act(x up^T) in a plain layer, for the first `neurons` neurons of these weights."""
+class _Dense(Call):
+    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere, and for other
+    activations, torch's operations."""
 
-    def __init__(self, x, gate, up, neurons: int, acts: Activation = RELU):
-        parts = [w[:neurons] for w in (gate, up) if w is not None]
-        self.neurons, self.acts, self.tape = neurons, acts, Tape()
-        self.fused = x.shape[0] >= LEAST_DENSE and acts == RELU and hopper_dense.takes(x, *parts)
+    def __init__(self, x, gate, up, acts: Activation = RELU) -> None:
+        self.acts, self.tape = acts, Tape()
+        weights = [w for w in (gate, up) if w is not None]
+        self.fused = x.shape[0] >= LEAST_DENSE and acts == RELU and hopper_dense.takes(x, *weights)
 
-    def run(self, x, *weights) -> Tensor:
-        if self.fused:
-            return self.tape.play(self._fused, (x,), weights)
-        gate, up, gate_bias, up_bias = self._first(weights)
+    def run(self, x, weights, stats):
+        gate, up, down, _, gate_bias, up_bias, down_bias = weights
+        of_hidden = (gate, up, gate_bias, up_bias)
+        h = self.tape.play(hopper_dense.gate_up, (x,), of_hidden) if self.fused else self._hidden(x, *of_hidden)
+        return linear(h, down, down_bias)
+
+    def _hidden(self, x, gate, up, gate_bias, up_bias) -> Tensor:
         first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
         if gate is None:
             return self.acts.dense(first)
         # What falls back is asked neuron by neuron: torch's own curve of a gate that overflowed far below zero is NaN.
         value = self.acts.applied(first) if self.acts.falls_back else self.acts.dense(first)
         return value.mul_(self.acts.of_up(linear(x, up, up_bias)))
-
-    def _fused(self, x, *weights) -> Tensor:
-        return hopper_dense.gate_up(x, *self._first(weights))
-
-    def _first(self, weights: tuple) -> tuple:
-        """The rows of gate, up and their biases that belong to the first neurons."""
-        if self.neurons == len(weights[1]):
-            return weights
-        return tuple(t if t is None else t[: self.neurons] for t in weights)
-
-
-class _Dense(Call):
-    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere, and for other
-    activations, torch's operations."""
-
-    def __init__(self, x, gate, up, acts: Activation = RELU) -> None:
-        self.hidden = _Hidden(x, gate, up, len(up), acts)
-
-    def run(self, x, weights, stats):
-        gate, up, down, _, gate_bias, up_bias, down_bias = weights
-        return linear(self.hidden.run(x, gate, up, gate_bias, up_bias), down, down_bias)
 
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
@@ -199,47 +182,31 @@ class _Hopper(Call):
     hot: how many neurons, the first ones, are computed densely before. packs: the module whose gate_pack is used,
     hopper_pack, or ampere to compare the two."""
 
-    def __init__(self, x, gate, up, hot: int, packs=hopper_pack) -> None:
+    def __init__(self, x, hot: int, packs=hopper_pack) -> None:
         self.hot, self.packs = hot, packs
-        # By the tokens of a pass: the last one may have fewer than the others.
-        self.warm = {len(part): _Hidden(part, gate, up, hot) for part in x.split(_PIECE)} if hot else {}
-        self.cold = {len(part): Tape() for part in x.split(_PIECE)}
-        # The tapes of a call of one pass; hidden: of what is hot.
-        self.alone = self.cold[x.shape[0]] if x.shape[0] <= _PIECE else None
-        self.hidden = self.warm[x.shape[0]].tape if hot and x.shape[0] <= _PIECE else None
+        self.tapes = {len(part): Tape() for part in x.split(_PIECE)}  # by tokens: the last pass may have fewer
+        self.alone = self.tapes[x.shape[0]] if x.shape[0] <= _PIECE else None  # of a call of one pass
 
     def again(self, x, weights, stats):
-        y = None
-        if self.hidden is not None:  # nothing but what has to be done: a host that is behind feels each step
-            h = self.hidden.replayed((x,))
-            if h is not None:  # of the shape of x, where that is as wide
-                y = self.alone.replayed((x, None, _start(h.view(-1, self.hot), weights[3][: self.hot]), stats))
-        elif self.alone is not None:
-            y = self.alone.replayed((x, None, None, stats))
+        y = None if self.alone is None else self.alone.replayed((x, None, stats))
         return super().again(x, weights, stats) if y is None else y
 
     def run(self, x, weights, stats):
         if x.shape[0] <= _PIECE:
-            return self._pass(x, None, weights, stats)
+            return self.tapes[x.shape[0]].play(self._pass, (x, None, stats), weights)
         y = torch.empty_like(x)
         for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-            self._pass(piece, out, weights, stats)
+            self.tapes[piece.shape[0]].play(self._pass, (piece, out, stats), weights)
         return y
 
-    def _pass(self, x, y, weights, stats) -> Tensor:
+    def _pass(self, x, y, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
         """At most _PIECE tokens. y: where to write; None: a new tensor."""
-        start = None
-        if self.hot:
-            gate, up, _, down_t, gate_bias, up_bias, _ = weights
-            start = _start(self.warm[x.shape[0]].run(x, gate, up, gate_bias, up_bias), down_t[: self.hot])
-        return self.cold[x.shape[0]].play(self._packed, (x, y, start, stats), weights)
-
-    def _packed(self, x, y, start, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
-        """start, or 0, plus what all neurons but the hot ones add to y."""
         x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
-        gate, up, down_t, gate_bias, up_bias = (
-            t if t is None else t[self.hot :] for t in (gate, up, down_t, gate_bias, up_bias)
-        )
+        start, of_neurons = None, (gate, up, gate_bias, up_bias, down_t)
+        if self.hot:
+            *of_hidden, hot_down_t = (t if t is None else t[: self.hot] for t in of_neurons)
+            start = hopper_dense.down_sums(hopper_dense.gate_up(x, *of_hidden), hot_down_t)
+        gate, up, gate_bias, up_bias, down_t = (t if t is None else t[self.hot :] for t in of_neurons)
         gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
         (tokens, d_model), device = x.shape, x.device
         lost = empty(1 + tokens, dtype=torch.int32, device=device)
@@ -256,12 +223,6 @@ class _Hopper(Call):
         return y
 
 
-def _start(h: Tensor, down_t: Tensor) -> Tensor:
-    """What the hot neurons add to y, float32 [tokens, d_model], so that y is rounded only once. h: [tokens, hot];
-    down_t: [hot, d_model]."""
-    return torch.mm(h, down_t, out_dtype=torch.float32)
-
-
 def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:
     """The packed path on Hopper, also where others would be chosen: x [tokens, d_model] -> [tokens, d_model]. hot,
     packs: see _Hopper."""
@@ -270,7 +231,7 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, p
         return torch.empty_like(x)
     x = x.contiguous()
     key = key_of(x, weights, stats, packs.__name__, hot, 256, 32)
-    return _kept(key, lambda: _Hopper(x, gate, up, hot, packs)).run(x, weights, stats)
+    return _kept(key, lambda: _Hopper(x, hot, packs)).run(x, weights, stats)
 
 
 def _first(x, weights, acts: Activation) -> Tensor:

@@ -1,4 +1,5 @@
-"""Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu and kernels/sm90_down_rows.cu.
+"""Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu, sm90_down_sums.cu and
+sm90_down_rows.cu.
 
 They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path lost: those that its
 pool could not hold, and those with many kept values. Everything runs on torch's current stream and nothing waits for
@@ -19,10 +20,12 @@ from ..cuda.tape import empty
 from .hopper_pack import BM, BN, VECTOR, fits
 from .portable import check_packed
 
-CHUNK = 8192  # lost rows that are computed at a time, which bounds the memory for their h
+# Lost rows that are computed at a time, which bounds the memory for their h. Each chunk costs the host two launches.
+CHUNK = 16384
 _number = partial(sources.number, "sm90_down_rows.cu")
 _K_STEP = _number("BK")
 _CLUSTER, _OUT_ROWS, _PART_BYTES, _SHARED = map(_number, ("CLUSTER", "OUT_ROWS", "PART_BYTES", "OUT_END"))
+_SUMS_SHARED = sources.number("sm90_down_sums.cu", "EPILOGUE")
 _WARPS = 4 * _number("CONSUMERS") * _CLUSTER  # consumer warps of a cluster
 
 
@@ -97,6 +100,25 @@ def gate_up(
     h = empty(len(x), len(up), dtype=x.dtype, device=x.device)
     _gate_up(x, gate, up, fitting(gate_bias), fitting(up_bias), h)
     return h
+
+
+def down_sums(h: Tensor, down_t: Tensor) -> Tensor:
+    """h [rows, d_ff] down_t [d_ff, d_model] -> float32 [rows, d_model], the sums as they are. Raises InputError for what
+    `takes` refuses."""
+    if h.dim() != 2 or down_t.dim() != 2 or h.shape[1] != down_t.shape[0] or not takes(h, down_t):
+        raise InputError(
+            f"got h {h.dtype} {list(h.shape)} strides {h.stride()} and down_t {down_t.dtype} {list(down_t.shape)} "
+            f"strides {down_t.stride()} on {h.device}; accepted are h [rows, d_ff] and down_t [d_ff, d_model] of "
+            "bfloat16 or float16 on one GPU of capability 9.0, d_ff and d_model multiples of 8, and each row contiguous "
+            "and aligned to 16 bytes"
+        )
+    (rows, d_ff), d_model = h.shape, down_t.shape[1]
+    sums = empty(rows, d_model, dtype=torch.float32, device=h.device)
+    if rows:
+        made = kernel("sm90_down_sums.cu", "down_sums", (*value(h.dtype), ("CLUSTER", _CLUSTER)), _SUMS_SHARED)
+        maps = tma.matrix_map(h, BM), tma.matrix_map(down_t, _K_STEP)
+        made.launch(h.device, _grid(rows, d_model, BN, h.device), (*maps, sums, rows, d_ff, d_model))
+    return sums
 
 
 def _gate_up(

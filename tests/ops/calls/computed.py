@@ -49,6 +49,8 @@ def compute(seen) -> None:
         gate_pack(seen.file, dtype, defines, values)
     elif seen.name == "gate_up":
         gate_up(dtype, defines, values, seen.grid[0])
+    elif seen.name == "down_sums":
+        down_sums(dtype, values)
     elif seen.name == "down_rows":
         down_rows(dtype, values, seen.grid[0])
     elif seen.name == "decode_gate_v2":
@@ -106,6 +108,12 @@ def gate_up(dtype, defines, values, blocks) -> None:
     h[:rows].copy_(made)
     if counted:
         at(counters, torch.int32, counted).zero_()
+
+
+def down_sums(dtype, values) -> None:
+    h, down_t = (matrix(v, dtype) for v in values[:2])
+    sums, rows, d_ff, d_model = values[2:]
+    at(sums, torch.float32, rows, d_model).copy_(h[:, :d_ff].float() @ down_t.float())
 
 
 def down_rows(dtype, values, blocks) -> None:

@@ -71,9 +71,6 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(train_lost, "multiprocessors", lambda index: 2)
         monkeypatch.setattr(inference, "Tensor", Pretended)
         monkeypatch.setattr(checks, "Tensor", Pretended)
-        monkeypatch.setattr(
-            dispatch, "_start", lambda h, down_t: pretend(torch.zeros(len(h), down_t.shape[1], dtype=torch.float32))
-        )
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
         cached = [tma.tensor_map, decode._layer]
         for each in (*cached, dispatch.calls, differentiable._tapes):

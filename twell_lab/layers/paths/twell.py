@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from ...formats.twell import TILE, WORDS
-from ...ops import decode, dispatch
+from ...ops import decode, dispatch, hopper_dense
 from ...ops.copies import TRANSPOSED
 from .cost import Work
 from .dense import dense_parts
@@ -42,7 +42,7 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
     heavy, entries = firing.beyond(dispatch.HEAVY, hot) if fused else (0.0, 0.0)
-    pieces = 2 * math.ceil(tokens / 8192) if fused else 0
+    pieces = 2 * math.ceil(tokens / hopper_dense.CHUNK) if fused else 0
     return {
         "gemm": gemm,
         "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
