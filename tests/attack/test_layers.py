@@ -1,5 +1,11 @@
 """Random and hostile layers on a CPU against float64, and proof that the attack sees a layer that is wrong."""
 
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -104,12 +110,104 @@ def test_several_processes_do_what_one_does():
 
 def test_what_fails_in_another_process_is_told(monkeypatch):
     monkeypatch.setattr(attack, "_part", broken_part)
-    with pytest.raises(attack.Broken, match="2 failures in 7 layers:\nnumbers 0 2 4 6\nnumbers 1 3 5"):
+    with pytest.raises(attack.Broken) as told:
         attack.layers(5, cases=7, processes=2)
+    first, *lines = str(told.value).splitlines()  # whoever is ready first is told first
+    assert first == "2 failures in 7 layers:" and sorted(lines) == ["numbers 0 2 4 6", "numbers 1 3 5"]
 
 
-def broken_part(seed, numbers, seconds, device):
-    return attack.Counts(layers=len(numbers)), [f"numbers {' '.join(map(str, numbers))}"]
+def broken_part(writer, seed, numbers, seconds, device):
+    writer.send(attack.Counts(layers=len(numbers), failures=[f"numbers {' '.join(map(str, numbers))}"]))
+
+
+def test_an_attack_ends_after_so_many_failures_of_all_processes(monkeypatch):
+    monkeypatch.setattr(attack, "_part", endless_part)
+    with pytest.raises(attack.Broken, match=f"^{attack.MOST_FAILURES} failures in {attack.MOST_FAILURES} layers:"):
+        attack.layers(5, cases=7, processes=2)
+    assert not multiprocessing.active_children()
+
+
+def endless_part(writer, *attacked):
+    with suppress(BrokenPipeError):
+        while True:
+            writer.send(attack.Counts(layers=1, failures=["wrong"]))
+
+
+def test_an_error_in_another_process_is_raised_here(monkeypatch):
+    monkeypatch.setattr(attack, "_part", raising_part)
+    with pytest.raises(torch.OutOfMemoryError, match="no more") as told:
+        attack.layers(5, cases=7, processes=2)
+    assert "in draw_nothing" in "".join(told.value.__notes__) and not multiprocessing.active_children()
+
+
+def raising_part(*arguments, part=attack._part):
+    def draw_nothing(*_):
+        raise torch.OutOfMemoryError("no more")
+
+    attack.draw = draw_nothing
+    part(*arguments)
+
+
+def test_a_process_that_dies_ends_the_attack(monkeypatch):
+    monkeypatch.setattr(attack, "_part", dying_part)
+    with pytest.raises(RuntimeError, match="a process of the attack ended with exit status -9"):
+        attack.layers(5, cases=7, processes=2)
+    assert not multiprocessing.active_children()
+
+
+def dying_part(writer, seed, numbers, *how):
+    if 0 in numbers:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+# ---- interrupted ----
+
+
+@pytest.fixture
+def interrupted_in(monkeypatch):
+    """interrupted_in(layer): an interruption comes within the last path of this layer, counted from 0."""
+    real, seen = attack.paths_of, []
+
+    def interrupt(layer, x):
+        raise KeyboardInterrupt
+
+    def install(number):
+        def paths_of(layer):
+            seen.append(layer)
+            found = real(layer)
+            return found | ({list(found)[-1]: interrupt} if len(seen) == number + 1 else {})
+
+        monkeypatch.setattr(attack, "paths_of", paths_of)
+
+    return install
+
+
+def test_an_interrupted_attack_has_the_counts_of_whole_layers(interrupted_in):
+    whole = attack.layers(5, cases=3)
+    interrupted_in(3)
+    with pytest.raises(attack.Interrupted, match="stopped after 3 layers") as told:
+        attack.layers(5, cases=7)
+    assert told.value.counts == whole and whole.layers == 3 and whole.cases > 20
+
+
+def test_interrupted_before_a_layer_is_whole_an_attack_has_nothing(interrupted_in):
+    interrupted_in(0)
+    with pytest.raises(KeyboardInterrupt) as told:
+        attack.layers(5, cases=7)
+    assert told.type is KeyboardInterrupt
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_what_failed_before_an_interruption_is_told(layers, interrupted_in):
+    """Also of the layer in which it came."""
+    interrupted_in(layers)
+    with pytest.raises(attack.Broken) as told:
+        attack.layers(5, cases=7, change=lambda path, y: y + 1 if path == "operator" else y)
+    first, *lines = str(told.value).splitlines()
+    assert first == f"{layers + 1} failures in {layers} layers:"
+    for number, line in enumerate(lines):
+        assert line.startswith(f"layers, seed 5, case {number}, cpu: operator: row ")
 
 
 def test_every_trait_and_path_is_drawn():

@@ -1,6 +1,12 @@
 """`twell-lab record attack`: what it runs with and without a GPU, what it records, and that a failure leaves no record."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +91,153 @@ def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
     assert asked["cases"] == 3 and asked["seconds"] is None
 
 
+@pytest.mark.parametrize(
+    "how, left_out",
+    [({"cases": 2000}, "1,996 of 2,000 layers"), ({}, "320 of 420 s"), ({"seconds": 60.0}, "0 of 60 s")],
+)
+def test_the_notes_say_how_much_an_interruption_left_out(how, left_out, monkeypatch, capsys):
+    counts, clock = attack.layers(2, cases=4), iter([0.0, 100.0])
+
+    def layers(seed, **how):
+        raise attack.Interrupted(counts)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attack, "layers", layers)
+    monkeypatch.setattr(recordings.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, *told, kernels: told))
+    _, _, (row,), notes = recordings.attack(seed=2, **how)
+    assert notes["left_out"] == {"layers on a GPU": f"{left_out}: interrupted"} and notes["attack"]["seed"] == 2
+    assert capsys.readouterr().err == f"layers on a GPU: left out {left_out}: interrupted\n"
+    assert row["layers"] == 4 and row["cases"] == counts.cases and row["seconds"] == 100.0
+
+
+# `twell-lab record attack`, on layers of a CPU as if they were a GPU's. It prints how many are whole.
+COMMAND = """import signal, sys, torch
+from twell_lab.app import cli
+from twell_lab.bench import attack
+
+real, there, plus = attack.layers, torch.cuda.is_available, attack.Counts.plus
+
+def layers(seed, *, device, processes, **how):
+    torch.cuda.is_available = there
+    return real(seed, device="cpu", processes=int(count), **how)
+
+def counted(self, other):
+    print(self.layers, flush=True)
+    return plus(self, other)
+
+torch.cuda.is_available, attack.layers, attack.Counts.plus = (lambda: True), layers, counted
+torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
+count = sys.argv.pop()
+sys.exit(cli.main())
+"""
+
+
+class Attacking:
+    """That command in a session of its own, with so many processes that attack."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        self.processes = processes
+        command = [sys.executable, "-c", COMMAND, "record", "attack", "--seed", "5", "--cases", "20000"]
+        self.run = subprocess.Popen(
+            [*command, "--out", str(folder), str(processes)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_layers(self, count: int) -> None:
+        while (line := self.run.stdout.readline()) and int(line) < count:
+            pass
+        assert line, self.run.stderr.read()
+
+    def wait_for_processes(self, least: int = 0, most: int = 99, seconds: float = 60.0) -> None:
+        """Until so many processes of its session run."""
+        end = time.monotonic() + seconds
+        while not least <= len(running := self.running()) <= most:
+            assert time.monotonic() < end, running
+            time.sleep(0.02)
+
+    def running(self) -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                state, _, group = (process / "stat").read_text().rpartition(") ")[2].split()[:3]
+                command = (process / "cmdline").read_text().replace("\0", " ")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(group) == self.run.pid and state != "Z":
+                found.append(command)
+        return found
+
+    def interrupt(self, number: int) -> None:
+        """As `timeout` does: the process, and then all of its group, as a terminal does, too."""
+        os.kill(self.run.pid, number)
+        os.killpg(self.run.pid, number)
+
+
+@pytest.fixture
+def attacking(tmp_path):
+    started = []
+
+    def start(processes):
+        started.append(Attacking(tmp_path, processes))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.running():
+            os.killpg(each.run.pid, signal.SIGKILL)
+        each.run.communicate()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_attack_is_saved(number, processes, attacking, tmp_path):
+    command = attacking(processes)
+    command.wait_for_layers(3)
+    command.interrupt(number)
+    _, said = command.run.communicate(timeout=60)
+    assert command.run.returncode == 0, said
+    (record,) = records.load_all(tmp_path)
+    (row,) = record.rows
+    left_out = f"{20_000 - row['layers']:,} of 20,000 layers: interrupted"
+    assert record.notes["left_out"] == {"layers on a GPU": left_out}
+    assert said == f"layers on a GPU: left out {left_out}\n"
+    command.wait_for_processes(most=0, seconds=10.0)
+    # The counts are those of whole layers: of the first ones that each process drew.
+    layer = [attack.layers(5, number=each) for each in range(processes * row["layers"])]
+    counts = [attack.Counts()]
+    for each in layer[::processes]:
+        counts.append(counts[-1].plus(each))
+    if processes == 2:
+        other = [attack.Counts()]
+        for each in layer[1::2]:
+            other.append(other[-1].plus(each))
+        counts = [a.plus(b) for a, b in zip(counts, reversed(other))]
+    assert row["layers"] >= 3 and any(row.items() >= each.row().items() for each in counts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_attack_that_is_interrupted_while_it_starts_leaves_nothing(number, attacking, tmp_path):
+    command = attacking(2)
+    command.wait_for_processes(least=4)  # itself, the two that attack, and Python's tracker of resources
+    command.interrupt(number)
+    _, said = command.run.communicate(timeout=60)
+    assert command.run.returncode == 130 and not [*tmp_path.iterdir()]
+    assert said.startswith("\ntwell-lab: interrupted; to run it again: ") and said.count("\n") == 2
+    command.wait_for_processes(most=0, seconds=10.0)
+
+
+def test_processes_that_attack_end_where_the_command_was_killed(attacking):
+    command = attacking(2)
+    command.wait_for_layers(1)
+    command.run.kill()
+    command.wait_for_processes(most=0)
+
+
 def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
     asked = {}
     monkeypatch.setitem(
@@ -132,4 +285,10 @@ def test_the_table_of_the_readme():
         "| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
         "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |",
     ]
+    cut = record("2026-01-04T00:00:00Z", True, [{**layers, "layers": 1234}])
+    cut.notes["left_out"] = {"layers on a GPU": "766 of 2,000 layers: interrupted"}
+    cut_line = (
+        "| layers on a GPU (cut short after 1,234 layers) | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-04 |"
+    )
+    assert tables.attacks([*made, cut]).splitlines()[2:] == [cut_line, lines[3]]
     assert "nothing is recorded yet" in tables.attacks([])

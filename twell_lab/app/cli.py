@@ -33,7 +33,7 @@ from . import (
 )
 from .bench_command import ROW_COLUMNS
 from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
-from .terminal import Answer, terminated_like_interrupted
+from .terminal import Answer, interrupt_once, terminated_like_interrupted
 
 # The options of `record` that not all recordings take.
 _SIZES = ("bench-0.5B", "bench-1B", "bench-1.5B", "bench-2B")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = sys.argv[1:]
         _share_cores(arguments)
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
-            signal.signal(signal.SIGINT, _interrupt_once)
+            signal.signal(signal.SIGINT, interrupt_once)
     try:
         with terminal.ready() as output:
             return _run(arguments, output)
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         terminal.tell("twell-lab: this does not fit into memory; smaller sizes are accepted")
         return 2
     except KeyboardInterrupt as error:
-        if signal.getsignal(signal.SIGINT) is _interrupt_once:
+        if signal.getsignal(signal.SIGINT) is interrupt_once:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":  # under torchrun one process reports it for all
             terminal.tell(f"\ntwell-lab: {_how_to_go_on(error, arguments)}")
@@ -129,13 +129,6 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     alike = difflib.get_close_matches(first, names, n=1)
     meant = f"did you mean {alike[0]!r}? " if alike else ""
     parser.error(f"there is no command {first!r:.80}; {meant}accepted: {', '.join(names)}")
-
-
-def _interrupt_once(number: int, frame) -> None:
-    """Raise KeyboardInterrupt for the first Ctrl-C, and ignore further ones: while the first is handled or Python ends,
-    they would print a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:

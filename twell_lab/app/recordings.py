@@ -126,13 +126,18 @@ def _sections(sections: Sections, limit: float) -> tuple[list[dict], dict[str, d
                 with suppress(RuntimeError):  # of a step that broke the GPU's context
                     torch.cuda.empty_cache()
             if why:
-                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
-                print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+                left_out |= _left_out(name, f"{len(steps) - done} of {len(steps)} steps", why)
                 break
             last = time.perf_counter() - before
             print(f"{name}, {done + 1}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
         seconds[name] = round(time.perf_counter() - start, 1)
     return rows, {"seconds": seconds, **({"left_out": left_out} if left_out else {})}
+
+
+def _left_out(name: str, what: str, why: str) -> dict[str, str]:
+    """The note of what was left out of the part of a recording with this name, which stderr is told, too."""
+    print(f"{name}: left out {what}: {why}", file=sys.stderr, flush=True)
+    return {name: f"{what}: {why}"}
 
 
 def inference(seconds: float = SECONDS) -> Record:
@@ -312,6 +317,9 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
         seconds: how long to go on, on a GPU only; 420 where `cases` is not given either.
         cases: how many: layers on a GPU, without one of each kind.
 
+    An interruption (Ctrl-C, or SIGTERM) on a GPU ends it with the layers that are whole by then, if there are any; the
+    notes say under "left_out" how much of what was asked for is missing.
+
     Raises:
         attack.Broken, TestsFailed: with every case that failed and how to run it again.
     """
@@ -322,14 +330,26 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
         # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
         processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
         seconds = 420.0 if seconds is None and cases is None else seconds
-        found = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
+        name = "layers on a GPU"
+        notes: dict[str, object] = {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}}
+        try:
+            found = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
+            interrupted = False
+        except attacked.Interrupted as error:
+            found, interrupted = error.counts, True
         took = round(time.perf_counter() - start, 1)
-        rows = [{"attack": "layers on a GPU", **found.row(), "seconds": took, "processes": processes}]
+        if interrupted:
+            missing = (
+                f"{cases - found.layers:,} of {cases:,} layers"
+                if cases is not None
+                else f"{max(0.0, (seconds or 0.0) - took):.0f} of {seconds:g} s"
+            )
+            notes["left_out"] = _left_out(name, missing, "interrupted")
         return Record.new(
             "attack",
             "random and hostile layers on a GPU against float64",
-            rows,
-            {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}},
+            [{"attack": name, **found.row(), "seconds": took, "processes": processes}],
+            notes,
             kernels=found.kernels,
         )
     if seconds is not None:

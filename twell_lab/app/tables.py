@@ -27,7 +27,8 @@ from .walk import code_hash, with_code
 
 
 def attacks(recorded: list[Record]) -> str:
-    """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table."""
+    """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table. Of
+    one that was interrupted it says after how many layers."""
     last = {
         "gpus" in record.machine and bool(record.machine["gpus"]): record
         for record in recorded
@@ -44,7 +45,9 @@ def attacks(recorded: list[Record]) -> str:
                 excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
                 numbers = [row["cases"], row.get("rows"), excused]
                 shown = ["" if number is None else f"{number:,}" for number in numbers]
-                lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
+                cut = row["attack"] in record.notes.get("left_out", {})
+                name = f"{row['attack']} (cut short after {row['layers']:,} layers)" if cut else row["attack"]
+                lines.append(f"| {name} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
     return "\n".join(lines if last else [*lines, "| nothing is recorded yet | | | | | |"])
 
 

@@ -28,14 +28,21 @@ class Answer(NamedTuple):
         print(said, end="" if said.endswith("\n") else "\n")
 
 
+def interrupt_once(number: int, frame) -> None:
+    """Raise KeyboardInterrupt for the first signal of this kind, and ignore further ones (`timeout` sends two): while
+    the first is handled or Python ends, they would lose what is being saved, and print a traceback."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
+    """Within it the first SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
     before = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt_once)
     try:
         yield
     finally:

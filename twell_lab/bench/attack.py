@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +65,20 @@ class Broken(TwellError, AssertionError):
     layer again."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """An attack was interrupted that had found nothing wrong. counts: what it did until then, in whole layers."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__(f"stopped after {counts.layers} layers")
+        self.counts = counts
+
+
 @dataclass
 class Counts:
-    """What an attack did. layers: how many were drawn; cases: results that were checked; rows: rows of these; excused,
-    overflowed, rounded: rows that kept the bound only for that reason (accuracy.Verdict); worst: the largest error over
-    what is allowed; by: how many cases of each category; kernels: those that ran on a GPU."""
+    """What an attack did. layers: how many were checked; cases: results that were checked; rows: rows of these;
+    excused, overflowed, rounded: rows that kept the bound only for that reason (accuracy.Verdict); worst: the largest
+    error over what is allowed; by: how many cases of each category; kernels: those that ran on a GPU; failures: what
+    was wrong, a line each."""
 
     layers: int = 0
     cases: int = 0
@@ -77,6 +89,7 @@ class Counts:
     worst: float = 0.0
     by: Counter = field(default_factory=Counter)
     kernels: set[str] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, rows: int, categories: list[str], verdict: accuracy.Verdict | None = None) -> None:
         """Count one result of so many rows."""
@@ -89,13 +102,11 @@ class Counts:
             self.rounded += verdict.rounded
             self.worst = max(self.worst, verdict.ratio)
 
-    def take(self, other: Counts) -> None:
-        """Count what another part of the attack did, too."""
-        for name in ("layers", "cases", "rows", "excused", "overflowed", "rounded"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.worst = max(self.worst, other.worst)
-        self.by += other.by
-        self.kernels |= other.kernels
+    def plus(self, other: Counts) -> Counts:
+        """What this part of an attack and another one did."""
+        names = ("layers", "cases", "rows", "excused", "overflowed", "rounded", "by", "failures")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Counts(**sums, worst=max(self.worst, other.worst), kernels=self.kernels | other.kernels)
 
     def row(self) -> dict:
         """As a row of a record."""
@@ -109,6 +120,9 @@ class Counts:
             "worst_ratio": round(self.worst, 4),
             "by": dict(sorted(self.by.items())),
         }
+
+
+_Parts = Generator[Counts, None, None]
 
 
 @dataclass
@@ -352,57 +366,115 @@ def layers(
 
     Each layer is computed on every path. change: a function of a path's name and result, applied before the result is
     judged, for tests of the attack itself; with one process alone. processes: how many draw and check, each so-manyth
-    layer; their use of the device overlaps. Raises Broken with all failures, at the end or after MOST_FAILURES."""
+    layer; their use of the device overlaps. Raises Broken with all failures, at the end, after MOST_FAILURES or where
+    it is interrupted; Interrupted where it is interrupted without any, once a layer is whole."""
     numbers = range(cases if cases is not None else 2**31 if seconds is not None else 0)
     if processes == 1 or number is not None:
         numbers = numbers if number is None else range(number, number + 1)
-        counts, failures = _attacked(seed, numbers, seconds, device, change)
+        parts = _attacked(seed, numbers, seconds, device, change)
     else:
-        counts, failures = Counts(), []
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            parts = [pool.submit(_part, seed, numbers[i::processes], seconds, device) for i in range(processes)]
+        parts = _beside(processes, seed, numbers, seconds, device)
+    counts, interrupted = Counts(), False
+    try:
+        with closing(parts):
             for part in parts:
-                found, wrong = part.result()
-                counts.take(found)
-                failures += wrong
-    if failures:
-        raise Broken("\n".join([f"{len(failures)} failures in {counts.layers} layers:", *failures]))
+                counts = counts.plus(part)
+                if part.layers and len(counts.failures) >= MOST_FAILURES:
+                    break
+    except KeyboardInterrupt:
+        if not counts.layers and not counts.failures:
+            raise
+        interrupted = True
+    if counts.failures:
+        raise Broken("\n".join([f"{len(counts.failures)} failures in {counts.layers} layers:", *counts.failures]))
+    if interrupted:
+        raise Interrupted(counts)
     return counts
 
 
-def _part(seed: int, numbers: range, seconds: float | None, device: str) -> tuple[Counts, list[str]]:
-    """The part of one of several processes, whose work on the CPU is to keep to one thread."""
+def _beside(processes: int, seed: int, numbers: range, seconds: float | None, device: str) -> _Parts:
+    """What `_attacked` yields in each of several processes, which end with this generator."""
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # to start it lets signals through again that are held back
+    workers: dict[Connection, multiprocessing.process.BaseProcess] = {}
+    try:
+        for i in range(processes):
+            with _held_back():
+                reader, writer = context.Pipe(duplex=False)
+                worker = context.Process(target=_part, args=(writer, seed, numbers[i::processes], seconds, device))
+                worker.start()
+                workers[reader] = worker
+                writer.close()
+        while workers:
+            for reader in wait([*workers]):
+                try:
+                    found = reader.recv()
+                except EOFError:
+                    workers[reader].join()
+                    if status := workers.pop(reader).exitcode:
+                        raise RuntimeError(f"a process of the attack ended with exit status {status}") from None
+                    continue
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+    finally:
+        with _held_back():
+            for worker in workers.values():
+                worker.kill()
+                worker.join()
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come after it. They never come to processes started within it, to which a terminal and
+    `timeout` send them, too: whoever started these ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _part(writer: Connection, seed: int, numbers: range, seconds: float | None, device: str) -> None:
+    """The part of one of several processes, whose work on the CPU is to keep to one thread. It ends where nobody reads
+    what it writes any more."""
     torch.set_num_threads(1)
-    return _attacked(seed, numbers, seconds, device, lambda path, y: y)
-
-
-def _attacked(seed: int, numbers, seconds: float | None, device: str, change) -> tuple[Counts, list[str]]:
-    """Attack the layers of these numbers: what was done, and what failed."""
-    counts, failures, begin = Counts(), [], time.monotonic()
-    for each in numbers:
-        if len(failures) >= MOST_FAILURES or seconds is not None and time.monotonic() - begin > seconds:
-            break
-        layer = draw(seed, each, device)
+    with suppress(BrokenPipeError):
         try:
-            found = _check(layer, random.Random(f"checks {seed} {each}"), counts, change)
+            for found in _attacked(seed, numbers, seconds, device, lambda path, y: y):
+                writer.send(found)
+        except Exception as error:
+            error.add_note(f"in a process of the attack:\n{traceback.format_exc()}")
+            writer.send(error)
+
+
+def _attacked(seed: int, numbers, seconds: float | None, device: str, change) -> _Parts:
+    """Attack the layers of these numbers: yields each failure once it is found, and the counts of each whole layer."""
+    begin = time.monotonic()
+    for done, each in enumerate(numbers):
+        if seconds is not None and time.monotonic() - begin > seconds:
+            return
+        layer, counts = draw(seed, each, device), Counts(layers=1)
+        where, what = f"layers, seed {seed}, case {each}, {device}", layer.say()
+        try:
+            for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
+                yield Counts(failures=[f"{where}: {wrong} ({what})"])
         except Exception as error:  # the attack goes on, and says which layer it was
-            found = [f"{type(error).__name__}: {error}"]
-        failures += [f"layers, seed {seed}, case {each}, {device}: {wrong} ({layer.say()})" for wrong in found]
-        if device != "cpu" and counts.layers % _EMPTIED == 0:  # other processes need memory, too
+            yield Counts(failures=[f"{where}: {type(error).__name__}: {error} ({what})"])
+        if device != "cpu" and done % _EMPTIED == 0:  # other processes need memory, too
             torch.cuda.empty_cache()
-        counts.layers += 1
-    counts.kernels |= launcher.loaded_kernels()
-    return counts, failures
+        counts.kernels |= launcher.loaded_kernels()
+        yield counts
 
 
-def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
+def _check(layer: Layer, r: random.Random, counts: Counts, change) -> Iterator[str]:
     """What is wrong with this layer's results, a sentence each."""
     with torch.no_grad():
         # A path on a GPU may copy strided tensors first, and torch's GEMMs sum the copies in another order: the path is
         # compared with the dense layer of the tensors as given, and with that of the copies.
         anew = [None if t is None else t.contiguous() for t in layer.tensors]
         given = [layer.tensors, anew] if layer.x.is_cuda and "strided" in layer.traits else [layer.tensors]
-        exact, beside, wrong = accuracy.Exact(*layer.tensors), [(dense(*each), _first(*each)) for each in given], []
+        exact, beside = accuracy.Exact(*layer.tensors), [(dense(*each), _first(*each)) for each in given]
         from_gate = accuracy.Exact(*layer.tensors, first=beside[0][1])
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
@@ -416,12 +488,11 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
         how = ["side stream"] * late + ["poisoned memory"] * poisoned
         counts.add(len(y), [name, str(y.dtype)[6:], *layer.traits, *how], verdict)
         if not verdict.ratio <= 1.0:
-            wrong.append(f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed")
+            yield f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed"
         if not torch.equal(_bits(y), _bits(again)):
-            wrong.append(f"{name}: the second call gave other bits{', on a side stream' * late}")
+            yield f"{name}: the second call gave other bits{', on a side stream' * late}"
     if _differentiable(layer):
-        wrong += _gradients(layer, exact, r, counts, change)
-    return wrong
+        yield from _gradients(layer, exact, r, counts, change)
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -469,7 +540,7 @@ def _differentiable(layer: Layer) -> bool:
     return not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits)
 
 
-def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> list[str]:
+def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> Iterator[str]:
     """What is wrong with the gradients of both training paths, a sentence each.
 
     The norm of the error of each gradient, over the whole tensor, may be twice the dense layer's, plus one unit in the
@@ -488,7 +559,7 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
     dl1 = torch.rand(len(x), generator=g, device=x.device)
     dy[doubt], dl1[doubt] = 0.0, 0.0
     right, reached = exact_gradients(layer.tensors, exact.keep, dy, dl1)[1:], _step(_dense_step, layer.tensors, dy, dl1)
-    noise, wrong = _noise(layer.tensors, exact.keep, dy, dl1), []
+    noise = _noise(layer.tensors, exact.keep, dy, dl1)
     for path in differentiable.PATHS:
         with _poison(x, r.random() < 0.5):
             found = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
@@ -500,10 +571,9 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
             a = change(f"d{name}, {path}", a)
             off = _off(a, b, e, n)
             if not off <= 1.0:
-                wrong.append(f"gradient of {name}, {path}: off by {off:.3g} times what is allowed")
+                yield f"gradient of {name}, {path}: off by {off:.3g} times what is allowed"
             if not torch.equal(_bits(a), _bits(second)):
-                wrong.append(f"gradient of {name}, {path}: the second call gave other bits")
-    return wrong
+                yield f"gradient of {name}, {path}: the second call gave other bits"
 
 
 def _off(ours: Tensor, dense: Tensor, exact: Tensor, noise: Tensor) -> float:

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from twell_lab import records
-from twell_lab.app import cli, recordings
+from twell_lab.app import cli, recordings, terminal
 from twell_lab.core.errors import DeviceError
 from twell_lab.ops import measure
 
@@ -76,6 +78,19 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
     assert notes["left_out"] == {"one": "2 of 3 steps: interrupted", "two": "1 of 1 steps: interrupted"}
     with pytest.raises(KeyboardInterrupt):
         recordings._sections({"one": [interrupt]}, 100)
+
+
+def test_a_second_sigterm_does_not_interrupt_what_saves_after_the_first():
+    """`timeout` sends two."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with terminal.terminated_like_interrupted():
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
