@@ -103,14 +103,15 @@ def gate_up(
 
 
 def down_sums(h: Tensor, down_t: Tensor) -> Tensor:
-    """h [rows, d_ff] down_t [d_ff, d_model] -> float32 [rows, d_model], the sums as they are. Raises InputError for what
-    `takes` refuses."""
+    """h [rows, d_ff] down_t [d_ff, d_model] -> float32 [rows, d_model], not rounded to their type.
+
+    Raises InputError for what `takes` refuses."""
     if h.dim() != 2 or down_t.dim() != 2 or h.shape[1] != down_t.shape[0] or not takes(h, down_t):
         raise InputError(
             f"got h {h.dtype} {list(h.shape)} strides {h.stride()} and down_t {down_t.dtype} {list(down_t.shape)} "
             f"strides {down_t.stride()} on {h.device}; accepted are h [rows, d_ff] and down_t [d_ff, d_model] of "
-            "bfloat16 or float16 on one GPU of capability 9.0, d_ff and d_model multiples of 8, and each row contiguous "
-            "and aligned to 16 bytes"
+            "bfloat16 or float16 on one GPU of capability 9.0, d_ff and d_model multiples of 8, and rows that are "
+            "contiguous and aligned to 16 bytes"
         )
     (rows, d_ff), d_model = h.shape, down_t.shape[1]
     sums = empty(rows, d_model, dtype=torch.float32, device=h.device)
