@@ -47,19 +47,18 @@ def _forward_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[di
 
 def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
     layer.requires_grad_(True)
-    sparse = SparseFFN.from_module(layer)
     inputs = [x.detach().requires_grad_() for x in inputs]
     grads = [torch.randn_like(x) for x in inputs]
 
-    def step(call, turn: int, learning: str | None = None):
-        if learning:
-            sparse.learn(learning)
+    def step(call, turn: int):
         turn %= len(inputs)
         y = call(inputs[turn])
         return [y, *torch.autograd.grad(y, [inputs[turn], *layer.parameters()], grads[turn])]
 
-    calls = {DENSE: lambda turn: step(layer, turn)}
-    calls |= {path: lambda turn, path=path: step(sparse, turn, path) for path in differentiable.PATHS}
+    learners = {path: SparseFFN.from_module(layer) for path in differentiable.PATHS}
+    for path, learner in learners.items():
+        learner.learn(path)
+    calls = {name: lambda turn, call=call: step(call, turn) for name, call in {DENSE: layer, **learners}.items()}
     dense = calls[DENSE](0)
     weights = Weights.of(layer.gate_proj, layer.up_proj, layer.down_proj)
     exact = training.exact(weights, inputs[0].detach(), grads[0], l1=0.0)

@@ -115,10 +115,11 @@ class Learner:
         path = self.learning or planned.learns
         if path == DENSE and weights.up.is_cuda and not self._reports and not hides_host(x):
             return by_torch(x, weights)
+        if self._told is None:
+            return differentiable.train_output(x, *weights[:6], path=path)
         y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=path)
-        if self._told is not None:
-            lost = None if lost is None else lost.float() / kept.numel()
-            self._told.append(Told(l1.mean(), kept.float().mean(), lost, *light_and_heavy(kept, weights.up.shape[0])))
+        lost = None if lost is None else lost.float() / kept.numel()
+        self._told.append(Told(l1.mean(), kept.float().mean(), lost, *light_and_heavy(kept, weights.up.shape[0])))
         return y
 
     def _skips(self, weights: Weights) -> Path | None:

@@ -73,8 +73,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
         cached = [tma.tensor_map, decode._layer]
-        for each in (*cached, dispatch.calls, differentiable._tapes):
+        for each in (*cached, dispatch.calls, differentiable._kernels):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
-        for each in (*cached, dispatch.calls, differentiable._tapes):
+        for each in (*cached, dispatch.calls, differentiable._kernels):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
