@@ -239,6 +239,27 @@ def test_training_steps_again_and_after_changes(path, gated):
         assert all(same(a, b) for a, b in zip(training_step(made, path), alike))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_training_steps_with_more_dimensions(gated):
+    """Recorded for rows, replayed for a batch of sequences, also where no backward pass came between."""
+    made, path = drawn(600, gated=gated), "twell"
+    rows = training_step(made, path)
+    batch = [made[0].view(3, 200, D_MODEL), *made[1:]]
+    for _ in range(3):
+        y, dx, *others = training_step(batch, path)
+        assert y.shape == dx.shape == batch[0].shape
+        assert all(same(a, b) for a, b in zip([y.flatten(0, 1), dx.flatten(0, 1), *others], rows))
+    differentiable._kernels.clear()
+    x = batch[0].detach().requires_grad_()
+    first, second, third = (differentiable.train_ffn(x, *made[1:], path=path)[0] for _ in range(3))
+    second.add_(1)  # it is no view
+    grads = [torch.autograd.grad(y.float().sum(), x)[0] for y in (third, second, first)]
+    assert same(third, y) and all(same(grads[0], other) for other in grads[1:])
+    again = differentiable.train_ffn(x, *made[1:], path=path)[0]
+    (once,) = torch.autograd.grad(again.float().square().sum(), x, create_graph=True)  # by torch's operations
+    assert torch.autograd.grad(once.float().sum(), x)[0].shape == x.shape
+
+
 def test_training_in_threads_of_their_own():
     layers = [drawn(600, seed=seed) for seed in range(3)]
     expected = [training_step(made, "twell") for made in layers]
