@@ -174,27 +174,35 @@ def headline(recorded: list[Record]) -> str:
 
 def model(recorded: list[Record]) -> str:
     """Of the newest record of a whole model: what a plain call takes, and a CUDA graph's replay, dense and planned, and
-    in brackets the distance between the quartiles of the samples."""
-    record = newest(recorded, "model")
+    in brackets the distance between the quartiles of the samples. What that record has left out for want of time is of
+    the one before it, in italics."""
+    record, before = newest(recorded, "model"), told(recorded, "model")[-2:-1]
     if record is None:
         return _nothing("milliseconds a call of the model")
-    rows = {(row["workload"], row["path"]): row for row in record.rows}
-    device = next(iter(rows.values()))["device"]
-    lines = [[f"milliseconds, {_where(device, record)}", "dense", "planned", "times as fast"]]
+    rows, earlier = (
+        {(row["workload"], row["path"]): row for row in found}
+        for found in (record.rows, before[0].rows if before and record.notes.get("left_out") else [])
+    )
+    where = _where(record.rows[0]["device"], record)
     ways = (
         ("", "dense eager", "planned"),
         (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"),
         (", compiled", "dense compiled", "planned compiled"),
         (", compiled, as a CUDA graph", "dense compiled (graph)", "planned for graphs compiled (graph)"),
     )
-    for workload in dict.fromkeys(workload for workload, _ in rows):
+    lines, italics = [], False
+    for workload in dict.fromkeys(workload for workload, _ in [*earlier, *rows]):
         for how, dense, planned in ways:
-            if (workload, planned) in rows:
-                both = [rows[workload, path] for path in (dense, planned)]
+            of = rows if (workload, planned) in rows else earlier
+            if (workload, planned) in of:
+                both = [of[workload, path] for path in (dense, planned)]
                 shown = [f"{_ms(each['wall_ms'])} ({_ms(each['wall_spread'])})" for each in both]
-                times = both[0]["wall_ms"] / both[1]["wall_ms"]
-                lines.append([f"{workload.removeprefix('Llama, ')}{how}", *shown, f"{times:.2f}"])
-    return _markdown(lines)
+                shown.append(f"{both[0]['wall_ms'] / both[1]['wall_ms']:.2f}")
+                italics |= of is earlier
+                shown = [f"*{cell}*" for cell in shown] if of is earlier else shown
+                lines.append([f"{workload.removeprefix('Llama, ')}{how}", *shown])
+    where += f"; in italics: earlier, {_day(before[0])}" if italics else ""
+    return _markdown([[f"milliseconds, {where}", "dense", "planned", "times as fast"], *lines])
 
 
 def model_paths(recorded: list[Record]) -> str:

@@ -113,16 +113,22 @@ def train_output(*arguments: Tensor | None, path: str) -> Tensor:
     return _trained(*arguments, path=path)[0]
 
 
+_checked = (
+    Kept()
+)  # calls that have passed every check of `train_layer`: by what of x the checks look at, and the weights
+
+
 def _trained(x, *weights, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """y, of the shape of x; l1 and kept, of one dimension; and the list of lost rows, None where there is none."""
-    known = _known(x, *weights) if path == "twell" else None
-    if known is not None and known.checked and (x.dim() == 2 or known.forward.recorded):
-        return _Sparse.apply(x, *weights)
-    given = (x, *weights)
+    given = (_rows(x), *weights) if path == "twell" and _plain(x, *weights) else None
+    key = given and (given[0].shape, given[0].stride(), x.dtype, x.device, *map(place, weights))
+    if key and _checked.get(key):
+        y, l1, kept, listed = _Sparse.apply(*given)
+        return y if x.dim() == 2 else y.view(x.shape), l1, kept, listed
     x, *weights, _ = checks.layer(x, *weights)
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
-    arguments = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), *weights)
+    arguments = (_rows(x), *weights)
     if checks.transformed():
         *made, listed = *_by_torch(*arguments), None
     elif path == "dense":
@@ -132,10 +138,30 @@ def _trained(x, *weights, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | N
         made = [y, l1, kept]
     else:
         *made, listed = _Sparse.apply(*arguments)
-        if (known := _known(*given)) is not None:
-            known.checked = True
+        if key:
+            _checked.put(key, True)
     y, l1, kept = made
     return y if x.dim() == 2 else y.view(x.shape), l1, kept, listed
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., d_model] as [tokens, d_model]."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _plain(x, *weights) -> bool:
+    """Whether this is a call in plain eager code on a GPU, of tensors that a key tells apart."""
+    return (
+        not torch.compiler.is_compiling()
+        and checks.plain_eager()
+        and x is not None
+        and all(
+            t is None or (type(t) is Tensor or type(t) is Parameter) and t.layout == torch.strided
+            for t in (x, *weights)
+        )
+        and x.is_cuda
+        and x.dim() > 0
+    )
 
 
 def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
@@ -152,62 +178,27 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
 # ---- the sparse path ----
 
 
-class _Kernels:
-    """The recorded launches of one layer for an x of one layout. checked: whether a call with this key has passed every
-    check of `train_layer`, which sets it."""
-
-    def __init__(self) -> None:
-        self.forward, self.backward, self.checked = Tape(), Tape(), False
+_tapes = Kept()  # (forward, backward) Tape of each layer, by the addresses of its weights and the layout of x
 
 
-_kernels = Kept()  # _Kernels of each layer, by the addresses of its weights and the layout of x
-
-
-def _key(x, *weights):
-    """Everything that decides what is launched. x may have any number of dimensions; where it is contiguous, only the
-    number of its rows counts."""
-    strides = None if x.is_contiguous() else x.stride()
-    return x.shape[:-1].numel(), x.shape[-1], strides, x.data_ptr() & 15, x.dtype, x.device, *map(place, weights)
-
-
-def _known(x, *weights) -> _Kernels | None:
-    """What is kept of such a call in plain eager code on a GPU, if anything is."""
-    if torch.compiler.is_compiling() or not checks.plain_eager():
-        return None
-    if not all(t is None or type(t) is Tensor or type(t) is Parameter for t in (x, *weights)):
-        return None
-    if x is None or not x.is_cuda:
-        return None
-    try:
-        return _kernels.get(_key(x, *weights))
-    except (RuntimeError, IndexError):  # tensors without an address or dimensions
-        return None
-
-
-def _kernels_of(x, *weights) -> _Kernels | None:
-    """The recorded launches of this layer, for an x of this layout; None where the kernels do not take it."""
-    key = _key(x, *weights)
-    kernels = _kernels.get(key)
-    if kernels is None and x.dim() == 2 and takes(x, *weights[:2]):
+def _tapes_of(x, *weights) -> tuple[Tape, Tape] | None:
+    """The tapes of this layer, forward and backward, for an x of this layout; None where the kernels do not take it."""
+    key = (x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.device, *map(place, weights))
+    tapes = _tapes.get(key)
+    if tapes is None and takes(x, *weights[:2]):
         checks.check_weights(x.shape[1], len(weights[1]), *weights)
-        _kernels.put(key, kernels := _Kernels())
-    return kernels
-
-
-def _rows(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.dim() <= 2 else t.reshape(-1, t.shape[-1])
+        _tapes.put(key, tapes := (Tape(), Tape()))
+    return tapes
 
 
 @torch.library.impl(_library, "train_forward", "CUDA")
 @torch.no_grad()
 def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
-    kernels = _kernels_of(x, *weights)
-    if kernels is None:
-        return _forward_dense(_rows(x), *weights)
-    # A replay takes an x of any number of dimensions, and makes y like it.
-    made = kernels.forward.replayed((x,)) or kernels.forward.play(_forward_sparse, (_rows(x),), weights)
-    y, l1, kept, down_t, spans, words, ups, lost = made
+    tapes = _tapes_of(x, *weights)
+    if tapes is None:
+        return _forward_dense(x, *weights)
+    y, l1, kept, down_t, spans, words, ups, lost = tapes[0].play(_forward_sparse, (x,), weights)
     return y, l1, kept, down_t, spans, words, x.new_empty(0, dtype=torch.float32) if ups is None else ups, lost
 
 
@@ -227,20 +218,13 @@ def _forward_sparse(x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[T
 @torch.no_grad()
 def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
-    kernels = _kernels_of(x, *weights)
-    if kernels is None:
-        dx, *found = _backward_dense(_rows(dy), dl1, _rows(x), *weights)
-        return [dx.view(x.shape), *found]
+    tapes = _tapes_of(x, *weights)
+    if tapes is None:
+        return _backward_dense(dy, dl1, x, *weights)
     dy = checks.plain(dy)
-    kept_of_forward = (kept, down_t, spans, words, None if gate is None else ups, lost)
-    inputs = (dy, checks.plain(dl1), x, *kept_of_forward)
-    found = kernels.backward.replayed(inputs) or kernels.backward.play(
-        _backward_sparse, (_rows(dy), inputs[1], _rows(x), *kept_of_forward), weights
-    )
-    dx, *found = found
-    if dx.dim() != x.dim():
-        dx = dx.view(x.shape)
-    return [_or_nothing(x, t) for t in (dx, *found, None if down_bias is None else _rows(dy).sum(0))]
+    inputs = (dy, checks.plain(dl1), x, kept, down_t, spans, words, None if gate is None else ups, lost)
+    found = tapes[1].play(_backward_sparse, inputs, weights)
+    return [_or_nothing(x, t) for t in (*found, None if down_bias is None else dy.sum(0))]
 
 
 def _backward_sparse(
@@ -474,9 +458,7 @@ def _differentiable_gradients(dy, dl1, inputs):
     with torch.autocast(dy.device.type, enabled=False), torch.enable_grad():
         # Views, so that each gets its own gradient, also where one input is computed from another or is the same.
         inputs = [None if t is None else t.view_as(t) for t in inputs]
-        x, *weights = inputs
-        y, l1, _ = _by_torch(_rows(x), *weights)
-        y = y if x.dim() == 2 else y.view(x.shape)
+        y, l1, _ = _by_torch(*inputs)
         wanted = [t for t in inputs if t is not None and t.requires_grad]
         results, upstream = ([y], [dy]) if dl1 is None else ([y, l1], [dy, dl1])
         found = iter(torch.autograd.grad(results, wanted, upstream, create_graph=again))
@@ -500,8 +482,7 @@ torch.library.register_autograd("twell_lab::train_dense", _dense_layer_backward,
 
 
 class _Sparse(torch.autograd.Function):
-    """train_forward and its gradient: (y, l1, kept, lost). On a GPU x may have more than two dimensions, and y then has
-    them too, once the launches are recorded."""
+    """train_forward and its gradient: (y, l1, kept, lost)."""
 
     @staticmethod
     def forward(ctx, *arguments):

@@ -110,7 +110,7 @@ def down_sums(h: Tensor, down_t: Tensor) -> Tensor:
         raise InputError(
             f"got h {h.dtype} {list(h.shape)} strides {h.stride()} and down_t {down_t.dtype} {list(down_t.shape)} "
             f"strides {down_t.stride()} on {h.device}; accepted are h [rows, d_ff] and down_t [d_ff, d_model] of "
-            "bfloat16 or float16 on one GPU of capability 9.0, d_ff and d_model multiples of 8, and rows that are "
+            "bfloat16 or float16 on one GPU of capability 9.0, d_ff and d_model multiples of 8, and each row "
             "contiguous and aligned to 16 bytes"
         )
     (rows, d_ff), d_model = h.shape, down_t.shape[1]

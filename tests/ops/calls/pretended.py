@@ -73,8 +73,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
         cached = [tma.tensor_map, decode._layer]
-        for each in (*cached, dispatch.calls, differentiable._kernels):
+        for each in (*cached, dispatch.calls, differentiable._tapes, differentiable._checked):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
-        for each in (*cached, dispatch.calls, differentiable._kernels):
+        for each in (*cached, dispatch.calls, differentiable._tapes, differentiable._checked):
             getattr(each, "cache_clear", getattr(each, "clear", None))()

@@ -7,10 +7,11 @@ import torch
 from torch.nn.functional import linear
 
 from tests.ops.calls import computed
-from tests.ops.calls.pretended import pretend, pretending
+from tests.ops.calls.pretended import Pretended, pretend, pretending
 from twell_lab import simulator
+from twell_lab.core.errors import InputError
 from twell_lab.cuda.tape import Tape
-from twell_lab.ops import differentiable, dispatch, hopper_pack, inference, portable, train_rows
+from twell_lab.ops import checks, differentiable, dispatch, hopper_pack, inference, portable, train_rows
 from twell_lab.ops.activation import Activation
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -236,23 +237,42 @@ def test_training_steps(driver, monkeypatch, gated, biased, packs, lies):
     wanted_y, wanted_l1, h = layer(*wide)
     asked = [t for t in wide if t is not None]
     wanted = torch.autograd.grad([wanted_y, wanted_l1], asked, [plain([dy])[0], plain([dl1])[0]])
-    flat, shapes = (made[0], dy), [(90, D_MODEL), (90, D_MODEL), (3, 30, D_MODEL), (90, D_MODEL)]
-    for shape in shapes if lies == "plain" else shapes[:2]:  # recorded, and replayed for an x of any shape
-        made[0], dy = (pretend(t.as_subclass(torch.Tensor).view(shape)) for t in flat)
+    for _ in range(2):
         y, l1, kept, *saved = differentiable._forward_cuda(*made)
-        assert y.shape == shape
-        close(y.flatten(0, -2), wanted_y.detach())
+        close(y, wanted_y.detach())
         close(l1, wanted_l1.detach())
         assert (kept - (h != 0).sum(1)).abs().sum() <= 20  # bfloat16 moves a few across zero
         found = differentiable._backward_cuda(dy, dl1, *made, kept, *saved)
         found = [d for d, t in zip(found, made) if t is not None]
-        assert found[0].shape == shape
-        for one, other in zip([found[0].flatten(0, -2), *found[1:]], wanted):
+        for one, other in zip(found, wanted):
             close(one, other, 0.04)
-    (kernels,) = differentiable._kernels._kept.values()
-    recorded = [kernels.forward.recorded, kernels.backward.recorded]
+    recorded = [tape.recorded for tapes in differentiable._tapes._kept.values() for tape in tapes]
     assert recorded == [lies == "plain", True]  # a copy is made of what is turned
     assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}
+
+
+def test_training_calls_seen_before_are_not_checked_again(driver, monkeypatch):
+    """Through autograd, for rows and for batches of sequences; a call that differs in anything is checked."""
+    checked, real = [], checks.layer
+    monkeypatch.setattr(checks, "layer", lambda *given: checked.append(1) or real(*given))
+    monkeypatch.setattr(differentiable, "Tensor", Pretended)
+    made = drawn(90, True, -1.2, biased=False)
+    x, *weights = (t if t is None else t.requires_grad_() for t in made)
+    found = []
+    for shape in ((90, D_MODEL), (90, D_MODEL), (3, 30, D_MODEL), (2, 45, D_MODEL)):
+        rows = pretend(x.detach().as_subclass(torch.Tensor).view(shape)).requires_grad_()
+        y, l1, kept = differentiable.train_ffn(rows, *weights)
+        assert y.shape == shape and l1.shape == kept.shape == shape[:-1]
+        gradients = torch.autograd.grad([y.float().sum() + l1.sum()], [rows, *weights[:3]])
+        found.append([t.as_subclass(torch.Tensor).flatten() for t in (y, *gradients)])
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0]))
+    assert len(checked) == 1
+    with pytest.raises(InputError, match="up"):
+        differentiable.train_ffn(x, weights[0], weights[1][:, :32], *weights[2:])
+    with pytest.raises(InputError, match="x"):
+        differentiable.train_ffn(x[..., None], *weights)
+    differentiable.train_ffn(x[:70], *weights)
+    assert len(checked) == 4
 
 
 @pytest.mark.parametrize("gated", [True, False])
