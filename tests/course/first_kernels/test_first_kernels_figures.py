@@ -227,6 +227,25 @@ def test_every_cell_holds_the_value_after_the_step():
             assert strong == set(now)
 
 
+def test_numbers_that_are_not_asked_for_are_left_to_the_hover_text():
+    steps = trace("pack_v2")
+    plain, few = (drawn.step_view(steps, 3, only=only) for only in (None, {"gate": lambda value: value > 0}))
+    (texts, colours, _, hover), (left, *same) = panel(plain, "gate"), panel(few, "gate")
+    values = gate()[0, :256].tolist()
+    assert flat(left) == [text if value > 0 else "" for text, value in zip(flat(texts), values, strict=True)]
+    assert (
+        "" in flat(left) and same[0] == colours and [list(line) for line in same[2]] == [list(line) for line in hover]
+    )
+    assert panel(few, "lanes") == panel(plain, "lanes")
+
+
+def test_frames_are_drawn_where_anything_is_written():
+    steps = trace("pack_v2")
+    for index in range(0, len(steps), 5):
+        for frame in drawn.step_view(steps, index).data[::2]:
+            assert frame.visible == any(cell == 1 for line in frame.z for cell in line)
+
+
 def test_an_array_that_is_only_written_is_empty_until_then():
     texts, *_ = panel(drawn.step_view(trace("pack_v2"), 0), "packed")
     assert not any(flat(texts))

@@ -251,11 +251,14 @@ def test_the_widget_draws_what_the_view_says(weighed):
     assert explorer.view["density"] == pytest.approx(0.5, abs=0.01)
     for share in (0.9, 0.0, 1.0):
         explorer.slider.value = data.threshold_for(weighed.weight, share)
-        corner, rows, broken, size, took, error = explorer.figure.data
+        corner, rows, broken, size, took = explorer.figure.data
         assert explorer.view["threshold"] == explorer.slider.value
         assert sum(map(sum, corner.z)) == int(explorer.view["kept"].sum())
         assert [*rows.y] == pytest.approx([100 * each for each in explorer.view["by_row"]])
-        assert took.y[1] == explorer.view["ms"]["CSR"] and error.y[0] == pytest.approx(100 * explorer.view["error"])
+        assert took.y[1] == explorer.view["ms"]["CSR"] and broken.y[-1] == pytest.approx(100 * explorer.view["error"])
+        for bars in (broken, size, took):  # each number stands with its name
+            shown = explorer.figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext
+            assert len(shown) == len(bars.x) and all(map(str.startswith, shown, (f"<b>{text}<" for text in bars.text)))
         assert size.text[0] == "100%" and explorer.figure.layout.title.text.startswith(
             data.sentence(explorer.view)[:10]
         )

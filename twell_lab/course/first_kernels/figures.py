@@ -26,9 +26,9 @@ ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
 CELLS = 256  # of one array, at most
 MOST_CODE = 100  # characters of a source line
-UNTOUCHED, PALE_READ, PALE_WRITTEN, LEFT_OUT = "#F2F2F2", "#CFE4F3", "#FBE0BD", "#FFFFFF"
+UNTOUCHED, PALE_READ, PALE_WRITTEN = "#F2F2F2", "#CFE4F3", "#FBE0BD"
 # All that step_view colours with: the scale of its squares, the same at each step, so that a move need not change it.
-STEP_COLOURS = (UNTOUCHED, PALE_READ, PALE_WRITTEN, LEFT_OUT, plots.BLUE, plots.ORANGE, plots.GREY)
+STEP_COLOURS = (UNTOUCHED, PALE_READ, PALE_WRITTEN, plots.BLUE, plots.ORANGE, plots.GREY)
 SHARED_BY_MANY = "#BDBDBD"
 LANE_COLOURS = sample_colorscale("Cividis", [lane / 31 for lane in range(32)])  # from dark to light in grey too
 KIND_OF = {"read": "read", "written": "write", "updated": "atomic"}
@@ -82,6 +82,7 @@ def step_view(
     arrays: Iterable[str] | None = None,
     page: Mapping[str, int] | int = CELLS,
     text: Mapping[str, Callable[[int, object], str]] | None = None,
+    only: Mapping[str, Callable[[object], bool]] | None = None,
 ) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
@@ -90,10 +91,11 @@ def step_view(
 
     arrays: names (None: all that were touched). page: how many elements of an array are drawn; the page that was
     touched last is shown. text: array -> a function of (element, value) that gives the text of a cell, such as
-    `packed_text`.
+    `packed_text`. only: array -> a function of a value that says whether its cell has a text (every cell has a hover
+    text); a browser takes a tenth of a millisecond for each text, at each move.
     """
-    figure = _titled(_stacked(_step_panels(trace, step, arrays, page, text), STEP_COLOURS), "", 102)
-    move_step_view(figure, trace, step, arrays=arrays, page=page, text=text)
+    figure = _titled(_stacked(_step_panels(trace, step, arrays, page, text, only), STEP_COLOURS), "", 102)
+    move_step_view(figure, trace, step, arrays=arrays, page=page, text=text, only=only)
     return figure
 
 
@@ -105,13 +107,14 @@ def move_step_view(
     arrays: Iterable[str] | None = None,
     page: Mapping[str, int] | int = CELLS,
     text: Mapping[str, Callable[[int, object], str]] | None = None,
+    only: Mapping[str, Callable[[object], bool]] | None = None,
 ) -> None:
     """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too).
 
     Its size and places are the same at every step, so only what stands in the cells is set: a tenth of the work of
     drawing it anew.
     """
-    _fill(figure, _step_panels(trace, step, arrays, page, text), STEP_COLOURS)
+    _fill(figure, _step_panels(trace, step, arrays, page, text, only), STEP_COLOURS)
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
 
@@ -302,7 +305,7 @@ class _Panel:
             step.kind, ""
         )
         panel = cls(
-            f"the lanes of warp {step.warp}; filled: take part in this step",
+            f"the lanes of warp {step.warp}; strong: take part in this step",
             2 + len(names),
             ACROSS,
             28 if text else 22,
@@ -319,10 +322,9 @@ class _Panel:
             part = thread in now
             panel.put(
                 lane,
-                _now(step) if part else LEFT_OUT,
+                _now(step) if part else UNTOUCHED,
                 f"{lane}",
                 f"thread {thread}" + " takes part" * part,
-                framed=True,
             )
             value = now.get(thread)
             shown = (
@@ -342,7 +344,9 @@ class _Panel:
         return panel
 
     @classmethod
-    def of_state(cls, trace: Trace, index: int, name: str, size: int, text: Callable | None) -> _Panel:
+    def of_state(
+        cls, trace: Trace, index: int, name: str, size: int, text: Callable | None, only: Callable | None
+    ) -> _Panel:
         array, step, total, across = trace.arrays[name], trace[index], trace.size(name), _across(trace.arrays[name])
         start, shown = _page(trace, index, name, size, across)
         here = range(start, min(start + shown, total))
@@ -357,7 +361,7 @@ class _Panel:
             panel.labels[line] = _coordinates(array, start + line * across)
         for place, element in enumerate(here):
             value, known, when = values.data[place].item(), not values.mask[place], last.step[place]
-            empty = not known or (output and when < 0)
+            empty = not known or (output and when < 0) or not (only is None or only(value))
             shows = "" if empty else text(element, value) if text else _short(value)
             colour, past = UNTOUCHED, "not touched yet"
             if when >= 0:
@@ -379,13 +383,14 @@ def _step_panels(
     arrays: Iterable[str] | None,
     page: Mapping[str, int] | int,
     text: Mapping[str, Callable[[int, object], str]] | None,
+    only: Mapping[str, Callable[[object], bool]] | None,
 ) -> list[_Panel]:
     if not 0 <= step < len(trace):
         raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
     panels = [_Panel.of_lanes(trace, step, text or {})]
     for name in _names(trace, arrays):
         size = page if isinstance(page, int) else page.get(name, CELLS)
-        panels.append(_Panel.of_state(trace, step, name, size, (text or {}).get(name)))
+        panels.append(_Panel.of_state(trace, step, name, size, (text or {}).get(name), (only or {}).get(name)))
     return panels
 
 
@@ -436,6 +441,7 @@ def _fill(figure: go.Figure, panels: list[_Panel], colours: Iterable[str]) -> No
     for row, panel in enumerate(panels):
         frame, cells = figure.data[2 * row : 2 * row + 2]
         frame.z = [[1 if framed else None for framed in line] for line in panel.framed]
+        frame.visible = any(map(any, panel.framed))  # the browser paints no picture of none
         cells.z = [[number[colour] for colour in line] for line in panel.colours]
         cells.text, cells.customdata = panel.texts, panel.hover
         figure.layout[f"yaxis{row + 1 if row else ''}"].ticktext = panel.labels

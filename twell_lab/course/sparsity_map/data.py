@@ -346,7 +346,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
 def view(weighed: Weighed, threshold: float) -> dict:
     """What is left of the weight above a threshold in magnitude.
 
-    Returns {threshold, kept (bool [64, 64] at most: the corner that is drawn), density, by_row (densities of the rows,
+    Returns {threshold, kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
     descending), violations (share of the groups of four with more than two), filled ({size: share of the blocks that
     hold anything}), error (of the product, relative), bytes and ms ({format: what it takes}; None where the format does
     not take this weight, or this machine not the format)}. Bytes are those of 16-bit values."""
@@ -369,7 +369,7 @@ def view(weighed: Weighed, threshold: float) -> dict:
     shares = {"dense": 1.0, "CSR": count / weight.numel(), **{f"blocks {size}": s for size, s in filled.items()}}
     return {
         "threshold": threshold,
-        "kept": kept[:64, :64],
+        "kept": kept[:32, :32],
         "density": count / weight.numel(),
         "by_row": kept.double().mean(1).sort(descending=True).values.tolist(),
         "violations": float(groups.double().mean()),

@@ -16,6 +16,7 @@ from .data import BLOCK_SIZES, FORMATS, products, sentence
 
 _TICKS = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)  # densities
 SILENT, KEPT = "#F2F2F2", plots.BLUE
+IN_THE_WAY = ["fours", *(f"blocks {size}" for size in BLOCK_SIZES), "error"]
 _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon", "triangle-down", "pentagon")
 
 
@@ -166,55 +167,46 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
 
 
 def picture(view: dict) -> go.Figure:
-    """What is left of a weight above a threshold: a corner of it, density by row, what breaks 2:4 and blocks, bytes and
-    time by format. view: what `data.view` returned."""
+    """What is left of a weight above a threshold: a corner of it, density by row, what breaks 2:4 and blocks and the
+    error of the product, bytes and time by format. view: what `data.view` returned."""
     figure = make_subplots(
         rows=2,
         cols=3,
-        horizontal_spacing=0.1,
-        vertical_spacing=0.22,
+        specs=[[{"rowspan": 2}, {}, {}], [None, {}, {}]],
+        column_widths=[0.4, 0.3, 0.3],
+        horizontal_spacing=0.07,
+        vertical_spacing=0.28,
         subplot_titles=[
             "a corner of it",
-            "kept in a row, %",
-            "fours with 3 or 4, blocks not empty, %",
+            "kept in a row, %, fullest first",
+            "fours with 3 or 4, filled blocks, error, %",
             "bytes, % of dense",
             "ms of the product here",
-            "error of the product, %",
         ],
     )
     squares(figure, [[0]], (SILENT, KEPT), row=1, col=1, hoverinfo="skip")
     places = [*range(len(view["by_row"]))]
     line = {"x": places, "mode": "lines", "line": {"color": plots.BLUE}, "hoverinfo": "skip"}
     figure.add_scatter(**line, showlegend=False, row=1, col=2)
-    bars = (
-        (["fours", *(f"blocks {size}" for size in BLOCK_SIZES)], plots.RED, 1, 3),
-        (FORMATS, plots.SKY, 2, 1),
-        (FORMATS, plots.ORANGE, 2, 2),
-        (["error"], plots.RED, 2, 3),
-    )
-    for names, colour, row, col in bars:
+    for names, colour, row, col in (
+        (IN_THE_WAY, plots.RED, 1, 3),
+        (FORMATS, plots.SKY, 2, 2),
+        (FORMATS, plots.ORANGE, 2, 3),
+    ):
         hover = "%{x}: %{text}<extra></extra>"
-        figure.add_bar(
-            x=names,
-            marker_color=colour,
-            showlegend=False,
-            row=row,
-            col=col,
-            hovertemplate=hover,
-            textposition="outside",
-            cliponaxis=False,
-        )
-    for row, col in ((1, 2), (1, 3), (2, 3)):
-        figure.update_yaxes(range=[0, 118], row=row, col=col)
-    figure.update_xaxes(showticklabels=False, showgrid=False, constrain="domain", row=1, col=1)
-    figure.update_yaxes(
-        showticklabels=False, showgrid=False, autorange="reversed", scaleanchor="x", row=1, col=1, constrain="domain"
-    )
-    figure.update_xaxes(title_text="rows, fullest first", row=1, col=2)
-    figure.update_yaxes(range=[0, 330], row=2, col=1)
-    figure.update_yaxes(rangemode="tozero", row=2, col=2)
-    figure = plots.styled(figure, "", height=620)
-    figure.update_layout(margin_t=110)
+        looks = {"marker_color": colour, "textposition": "none", "showlegend": False, "hovertemplate": hover}
+        figure.add_bar(x=names, **looks, row=row, col=col)
+        # The numbers stand with the names: the browser would measure each text on a bar anew, at each move.
+        figure.update_xaxes(tickvals=[*range(len(names))], tickangle=0, automargin=False, row=row, col=col)
+    for col in (2, 3):
+        figure.update_yaxes(range=[0, 105], row=1, col=col)
+    figure.update_xaxes(visible=False, constrain="domain", row=1, col=1)
+    square = {"autorange": "reversed", "scaleanchor": "x", "constrain": "domain", "constraintoward": "top"}
+    figure.update_yaxes(visible=False, **square, row=1, col=1)
+    figure.update_yaxes(range=[0, 305], row=2, col=2)
+    figure.update_yaxes(rangemode="tozero", row=2, col=3)
+    figure = plots.styled(figure, "", height=560)
+    figure.update_layout(margin={"t": 110, "b": 70})
     figure.update_annotations(font_size=12)
     move(figure, view)
     return figure
@@ -223,20 +215,24 @@ def picture(view: dict) -> go.Figure:
 def move(figure: go.Figure, view: dict) -> None:
     """Show another view of the same weight in a figure that `picture` made (a FigureWidget of it too). "no": the format
     does not take this weight, or this machine not the format."""
-    corner, rows, broken, size, took, error = figure.data
+    corner, rows, broken, size, took = figure.data
     # Plotly looks at each number of a list by itself. Of objects, since it writes other arrays in a way of its own into
     # a stored figure, which older versions do not read.
     corner.z = view["kept"].int().numpy(force=True).astype(object)
     rows.y = (100 * np.asarray(view["by_row"])).astype(object)
-    in_the_way = [view["violations"], *view["filled"].values()]
-    broken.y, broken.text = [100 * each for each in in_the_way], [f"{each:.0%}" for each in in_the_way]
+    in_the_way = [view["violations"], *view["filled"].values(), view["error"]]
     dense = view["bytes"]["dense"]
-    shares = [None if each is None else each / dense for each in (view["bytes"][name] for name in FORMATS)]
-    size.y = [0 if each is None else 100 * each for each in shares]
-    size.text = ["no" if each is None else f"{each:.0%}" for each in shares]
+    shares = [None if view["bytes"][name] is None else view["bytes"][name] / dense for name in FORMATS]
     times = [view["ms"][name] for name in FORMATS]
-    took.y = [0 if each is None else each for each in times]
-    took.text = ["no" if each is None else f"{each:.2g}" for each in times]
-    error.y, error.text = [100 * view["error"]], [f"{view['error']:.1%}"]
+    for bars, numbers, many, form in (
+        (broken, in_the_way, 100, ".0%"),
+        (size, shares, 100, ".0%"),
+        (took, times, 1, ".2g"),
+    ):
+        bars.y = [0 if each is None else many * each for each in numbers]
+        bars.text = texts = ["no" if each is None else f"{each:{form}}" for each in numbers]
+        names = [name.replace(" ", "<br>") for name in bars.x]
+        below = [f"<b>{text}</b><br>{name}" for text, name in zip(texts, names, strict=True)]
+        figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext = below
     first, _, second = sentence(view).partition(": ")
     figure.layout.title.text = f"{first}<br><sup>{second}</sup>"
