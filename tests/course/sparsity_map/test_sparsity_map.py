@@ -258,7 +258,7 @@ def test_the_widget_draws_what_the_view_says(weighed):
         assert took.y[1] == explorer.view["ms"]["CSR"] and broken.y[-1] == pytest.approx(100 * explorer.view["error"])
         for bars in (broken, size, took):  # each number stands with its name
             shown = explorer.figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext
-            assert len(shown) == len(bars.x) and all(map(str.startswith, shown, (f"<b>{text}<" for text in bars.text)))
+            assert len(shown) == len(bars.x) and all(map(str.startswith, shown, (f"{text}<br>" for text in bars.text)))
         assert size.text[0] == "100%" and explorer.figure.layout.title.text.startswith(
             data.sentence(explorer.view)[:10]
         )

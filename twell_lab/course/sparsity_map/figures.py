@@ -173,7 +173,7 @@ def picture(view: dict) -> go.Figure:
         rows=2,
         cols=3,
         specs=[[{"rowspan": 2}, {}, {}], [None, {}, {}]],
-        column_widths=[0.4, 0.3, 0.3],
+        column_widths=[0.3, 0.35, 0.35],
         horizontal_spacing=0.07,
         vertical_spacing=0.28,
         subplot_titles=[
@@ -232,7 +232,7 @@ def move(figure: go.Figure, view: dict) -> None:
         bars.y = [0 if each is None else many * each for each in numbers]
         bars.text = texts = ["no" if each is None else f"{each:{form}}" for each in numbers]
         names = [name.replace(" ", "<br>") for name in bars.x]
-        below = [f"<b>{text}</b><br>{name}" for text, name in zip(texts, names, strict=True)]
+        below = [f"{text}<br>{name}" for text, name in zip(texts, names, strict=True)]
         figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext = below
     first, _, second = sentence(view).partition(": ")
     figure.layout.title.text = f"{first}<br><sup>{second}</sup>"
