@@ -92,7 +92,7 @@ def step_view(
     arrays: names (None: all that were touched). page: how many elements of an array are drawn; the page that was
     touched last is shown. text: array -> a function of (element, value) that gives the text of a cell, such as
     `packed_text`. only: array -> a function of a value that says whether its cell has a text (every cell has a hover
-    text); a browser takes a tenth of a millisecond for each text, at each move.
+    text): texts are most of what a browser draws anew at each move.
     """
     figure = _titled(_stacked(_step_panels(trace, step, arrays, page, text, only), STEP_COLOURS), "", 102)
     move_step_view(figure, trace, step, arrays=arrays, page=page, text=text, only=only)
