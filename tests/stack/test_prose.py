@@ -14,6 +14,7 @@ import pytest
 from twell_lab import records, sparsities
 from twell_lab.analysis.predict import rates_of
 from twell_lab.bench import methods
+from twell_lab.bench.comparison import APART, FUSED
 from twell_lab.course import sparsity_map
 from twell_lab.sparsities import experts, predictors, quantised
 
@@ -166,6 +167,13 @@ def algorithms() -> list[float]:
     return [dense / two_four(f"2:4 (torch: cuSPARSELt{how})")["ms"] for how in (", searched", "")]
 
 
+def turned_apart() -> list[float]:
+    """Milliseconds of the 2:4 product with y turned as it is stored, and apart; microseconds between them, and those
+    that reading and writing y once more take at 3.0 TB/s."""
+    at_once, apart = two_four(FUSED)["ms"], two_four(APART)["ms"]
+    return [at_once, apart, 1e3 * (apart - at_once), 1e6 * 2 * 2 * 4096**2 / 3.0e12]
+
+
 def predicted_layer() -> list[float]:
     rank, neurons = predictors.Predicted.sizes_of(5632, 2048)
     moved = 2 * (3 * 3 * neurons * 2048 + rank * (2048 + 5632))
@@ -316,6 +324,12 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         "docs/measured.md",
         "is {:.2f} times as fast as dense in the product of 4,096 (below), where this one is {:.2f} times",
         algorithms,
+    ),
+    (
+        "docs/measured.md",
+        "{:.3f} ms turned as it is stored, {:.3f} ms turned apart. Of the {:.0f} us between them {:.0f} are what y's bytes "
+        "take at 3.0 TB/s",
+        turned_apart,
     ),
     (
         "docs/measured.md",
