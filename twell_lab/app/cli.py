@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import re
 import shlex
@@ -111,12 +112,11 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
             raise
         output.flush()
         return answer.status if answer else 0
-    except BrokenPipeError:
-        # The program that reads our output (head, a pager) has ended. That is no error.
-        return 0
     except OSError as error:
         if error is not output.failed:
             raise
+        if isinstance(error, BrokenPipeError):  # the program that reads our output (head, a pager) has ended: no error
+            return 0
         raise InputError(f"the output cannot be written: {error.strerror}") from None
 
 
@@ -346,9 +346,18 @@ def _record(options) -> Answer:
         raise InputError(f"{options.name} takes no --{refused[0].replace('_', '-')}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
-    with terminated_like_interrupted():  # what was measured is saved (recordings)
-        record = recordings.RECORDINGS[options.name](**told)
-    saved = f"record: saved {record.save(where)}"
+    recording, unfinished = recordings.RECORDINGS[options.name], records.Unfinished(where)
+    if "keep" in inspect.signature(recording).parameters:
+        told["keep"] = unfinished.write
+    try:
+        with terminated_like_interrupted():  # what was measured is saved (recordings)
+            record = recording(**told)
+        saved = f"record: saved {record.save(where)}"
+    except BaseException:
+        if unfinished.path is not None:
+            terminal.tell(f"record: what it has so far is in {unfinished.path}")
+        raise
+    unfinished.remove()
     rows = records.flat_rows([record])
     return Answer(record.to_json(), f"{records.table(rows, ROW_COLUMNS)}\n{saved}" if rows else saved)
 
@@ -388,4 +397,9 @@ def _records(options) -> Answer:
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
     rows = records.flat_rows(records.load_all(options.folder))
     table = records.table(rows, {"record": "record", **ROW_COLUMNS, "date": "date", "stale": "stale"})
-    return Answer(rows, table if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")
+    none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
+    cut = [
+        f"unfinished: {path.name!r}, of a recording that was cut off or goes on; without .unfinished it is a record"
+        for path in records.unfinished(options.folder)
+    ]
+    return Answer(rows, "\n".join([table if rows else none, *cut]))

@@ -26,16 +26,19 @@ from ..bench import density, forward
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
 from ..core import folders
-from ..core.errors import DeviceError, InputError, StackError, TwellError
+from ..core.errors import DeviceError, InputError, RecordError, StackError, TwellError
 from ..cuda import registry
 from ..records import Record, evidence
 from ..records.evidence import need_gpu
+from .terminal import hold_signals
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
 _STARTUP = 15.0  # of these, how many `_startup` takes
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
 _AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
+
+Keep = Callable[[Record], None]  # is given what a recording has, again and again while it goes on
 
 
 class TestsFailed(TwellError, RuntimeError):
@@ -59,79 +62,125 @@ def portable() -> Record:
     return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
-def training(seconds: float = SECONDS) -> Record:
+def training(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
     """Forward and backward of one layer on every path beside torch's dense layer, eager, compiled and in CUDA graphs,
-    and whole training steps of a model; bf16. seconds, and the notes: as for `inference`."""
+    and whole training steps of a model; bf16. seconds, keep, and the notes: as for `inference`."""
     need_gpu()
     from ..bench import training as tables
 
-    rows, notes = _sections(tables.SECTIONS, seconds)
     purpose = "training steps of a feed-forward layer and of a model, beside the dense layer"
-    return Record.new("training", purpose, rows, notes)
+    return _recorded("training", purpose, tables.SECTIONS, seconds, keep)
 
 
-def model(seconds: float = SECONDS) -> Record:
+def model(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
     """A Llama of 38 layers with random weights in inference, dense and as planned: eager, compiled and in CUDA graphs,
-    a step of decoding, its weights in bytes, and the time of its plan; bf16. seconds, and the notes: as for
+    a step of decoding, its weights in bytes, and the time of its plan; bf16. seconds, keep, and the notes: as for
     `inference`."""
     need_gpu()
     from ..bench import llama as tables
 
-    rows, notes = _sections(tables.sections(), seconds)
-    return Record.new("model", "a Llama with sparse feed-forward layers beside the dense one", rows, notes)
+    purpose = "a Llama with sparse feed-forward layers beside the dense one"
+    return _recorded("model", purpose, tables.sections(), seconds, keep)
 
 
-def bench_size(size: str, seconds: float = 570.0) -> Record:
+def bench_size(size: str, seconds: float = 570.0, keep: Keep | None = None) -> Record:
     """A drawn Llama of one of the paper's sizes, dense and as planned, in all that `twell-lab bench model` measures:
     forwards of one and of 64 sequences, steps of decoding at batch 1, 8 and 64, a training step; with the LM head and
-    without it, as plain calls, CUDA graphs and compiled; with memory and energy; bf16. seconds, and the notes: as for
-    `inference`."""
+    without it, as plain calls, CUDA graphs and compiled; with memory and energy; bf16. seconds, keep, and the notes: as
+    for `inference`."""
     need_gpu()
     from ..bench import sizes as tables
 
-    rows, notes = _sections(tables.sections(size), seconds)
-    return Record.new(tables.RECORD, f"a drawn Llama of the paper's {size}, dense beside sparse", rows, notes)
+    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
+    return _recorded(tables.RECORD, purpose, tables.sections(size), seconds, keep)
 
 
-def _sections(sections: Sections, limit: float) -> tuple[list[dict], dict[str, dict]]:
+def _recorded(
+    name: str,
+    purpose: str,
+    sections: Sections,
+    limit: float,
+    keep: Keep | None,
+    more: Callable[[], dict] = dict,
+) -> Record:
+    """A record of the rows and notes of `_sections`, with the notes of `more`, too. `keep` is given, after each step,
+    what there would be of it if it were cut off now."""
+
+    described: dict | None = None
+
+    def keep_rows(rows: list[dict], notes: dict) -> None:
+        nonlocal described
+        try:
+            if keep is not None:
+                made = Record.new(name, purpose, [*rows], notes | more(), described=described)
+                described = made.machine
+                keep(made)
+        except RecordError as error:
+            print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
+
+    rows, notes = _sections(sections, limit, keep_rows)
+    return Record.new(name, purpose, rows, notes | more())
+
+
+def _sections(
+    sections: Sections, limit: float, keep: Callable[[list[dict], dict], None] = lambda rows, notes: None
+) -> tuple[list[dict], dict[str, dict]]:
     """The rows of all sections, each a list of steps, and the record's notes.
 
     A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. The notes
     hold the `seconds` that each section took; and `left_out`, where something was, the steps left out of each section,
     and why: no time, or the error of torch that ended the section (too little memory, say). Any other error is raised.
     An interruption (Ctrl-C, or SIGTERM, as `timeout` sends it) ends the recording and leaves out the rest: what it has
-    is not lost. Without any row it is raised.
+    is not lost. Without any row it is raised. `keep` is called after each step with the rows and the notes that there
+    would be if the recording were cut off now.
     """
     rows: list[dict] = []
     seconds: dict[str, float] = {}
     left_out: dict[str, str] = {}
     begin, interrupted = time.perf_counter(), ""
+
+    def notes(cut: dict[str, str]) -> dict[str, dict]:
+        return {"seconds": {**seconds}, **({"left_out": left_out | cut} if left_out or cut else {})}
+
     for name, steps in sections.items():
-        start, last = time.perf_counter(), 0.0
-        for done, step in enumerate(steps):
+        start, last, done = time.perf_counter(), 0.0, 0
+        while done < len(steps):
             before = time.perf_counter()
             late = "" if before - begin + last < limit else f"too little is left of {limit:g} s"
             why = interrupted or late
             try:
-                rows += [] if why else step()
+                if not why:
+                    hold_signals()
+                    rows += steps[done]()
+                    done += 1
+                    _empty_cache()
+                    last = time.perf_counter() - before
+                    print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
+                    missing = {each: len(some) for each, some in sections.items() if each not in seconds}
+                    missing[name] -= done
+                    cut = {each: f"{count} of {len(sections[each])} steps" for each, count in missing.items() if count}
+                    keep(rows, notes({each: f"{what}: cut off" for each, what in cut.items()}))
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
                 why = f"{type(error).__name__}: {str(error)[:300]}"
+                _empty_cache()
             except KeyboardInterrupt:
                 if not rows:
                     raise
                 why = interrupted = "interrupted"
-            if torch.cuda.is_available():
-                with suppress(RuntimeError):  # of a step that broke the GPU's context
-                    torch.cuda.empty_cache()
             if why:
-                left_out |= _left_out(name, f"{len(steps) - done} of {len(steps)} steps", why)
                 break
-            last = time.perf_counter() - before
-            print(f"{name}, {done + 1}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
+        if done < len(steps):
+            left_out |= _left_out(name, f"{len(steps) - done} of {len(steps)} steps", why)
         seconds[name] = round(time.perf_counter() - start, 1)
-    return rows, {"seconds": seconds, **({"left_out": left_out} if left_out else {})}
+    return rows, notes({})
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # of a step that broke the GPU's context
+            torch.cuda.empty_cache()
 
 
 def _left_out(name: str, what: str, why: str) -> dict[str, str]:
@@ -140,18 +189,20 @@ def _left_out(name: str, what: str, why: str) -> dict[str, str]:
     return {name: f"{what}: {why}"}
 
 
-def inference(seconds: float = SECONDS) -> Record:
+def inference(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
     """Every path of a layer in inference beside torch's dense layer, eager, compiled and in CUDA graphs; bf16.
 
     seconds: the tables are cut short where they would take longer. The notes say what was left out, and hold the
     seconds that each section, a first call, and compiling all kernels took.
+    keep: is given, after each step, a record of what there is, whose notes say that the rest was cut off.
     """
     need_gpu()
     from ..bench import inference as tables
 
-    rows, notes = _sections(tables.SECTIONS, seconds - _STARTUP)
-    notes["startup_seconds"] = _startup()
-    return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, notes)
+    purpose = "each path of a feed-forward layer beside the dense layer"
+    record = _recorded("inference", purpose, tables.SECTIONS, seconds - _STARTUP, keep)
+    record.notes["startup_seconds"] = _startup()
+    return record
 
 
 _FIRST_CALL = """
@@ -380,24 +431,23 @@ def sweep() -> Record:
     return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
-def thresholds(seconds: float = SECONDS) -> Record:
+def thresholds(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
     """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS,
-    TEAL): what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, and the
+    TEAL): what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, keep, and the
     notes: as for `inference`; under "refused" they say where kernels computed something else, which was not timed."""
     need_gpu()
     from ..bench import thresholds as tables
 
     refused: dict[str, str] = {}
-    rows, notes = _sections(tables.sections(refused), seconds)
-    notes |= {"refused": refused} if refused else {}
-    return Record.new("thresholds", "a SiLU model with thresholds beside the model without", rows, notes)
+    purpose = "a SiLU model with thresholds beside the model without"
+    return _recorded("thresholds", purpose, tables.sections(refused), seconds, keep, lambda: _refused(refused))
 
 
-def comparison(seconds: float = SECONDS) -> Record:
+def comparison(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
     """The product of a matrix with zeros and a dense one, 4,096 x 4,096 each, at 50 to 99.9% zeros in several patterns,
     by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. Then activations
     of trained models, padding, experts, layers with weights of few bits, and the map of notebook 10: whole layers by
-    each of its methods. seconds, and the notes: as for `inference`."""
+    each of its methods. seconds, keep, and the notes: as for `inference`."""
     need_gpu()
     from ..bench import comparison as tables
     from ..bench import few_bits, methods
@@ -407,49 +457,52 @@ def comparison(seconds: float = SECONDS) -> Record:
         | few_bits.sections()
         | {"map": [functools.partial(methods.map_rows, share) for share in methods.SHARES]}
     )
-    rows, notes = _sections(sections, seconds)
-    return Record.new("comparison", "products of a matrix with zeros by many methods beside the dense one", rows, notes)
+    purpose = "products of a matrix with zeros by many methods beside the dense one"
+    return _recorded("comparison", purpose, sections, seconds, keep)
 
 
-def model_paths(seconds: float = 600.0) -> Record:
+def model_paths(seconds: float = 600.0, keep: Keep | None = None) -> Record:
     """A Llama of the paper's 2B shape with each path that its weights allow on all layers, lossy ones with the error of
     their logits, and a small trained model with their loss on a text; each beside the dense model. On a CPU the Llama
-    is a small one. The notes say under "refused" which paths did not run, and why. seconds, and the other notes: as for
-    `inference`."""
+    is a small one. The notes say under "refused" which paths did not run, and why. seconds, keep, and the other notes:
+    as for `inference`."""
     from ..bench import drawn
     from ..bench import paths as tables
 
     refused: dict[str, str] = {}
     shape = drawn.LLAMA if torch.cuda.is_available() else tables.small()
-    rows, notes = _sections(tables.sections(shape, refused), seconds)
-    notes |= {"refused": refused} if refused else {}
-    return Record.new("model-paths", "a whole model on each path beside the dense one", rows, notes)
+    purpose = "a whole model on each path beside the dense one"
+    return _recorded("model-paths", purpose, tables.sections(shape, refused), seconds, keep, lambda: _refused(refused))
 
 
-def pruning(seconds: float = 600.0) -> Record:
+def _refused(why: dict[str, str]) -> dict[str, dict]:
+    """The note of what did not run, if there is any."""
+    return {"refused": {**why}} if why else {}
+
+
+def pruning(seconds: float = 600.0, keep: Keep | None = None) -> Record:
     """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
     byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
-    takes some minutes. seconds, and the notes: as for `inference`."""
+    takes some minutes. seconds, keep, and the notes: as for `inference`."""
     from ..bench import pruning as tables
 
-    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), seconds)
-    return Record.new("pruning", "a small language model, dense and pruned, before and after training on", rows, notes)
+    sections = tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
+    purpose = "a small language model, dense and pruned, before and after training on"
+    return _recorded("pruning", purpose, sections, seconds, keep)
 
 
-def trained(seconds: float = 420.0) -> Record:
+def trained(seconds: float = 420.0, keep: Keep | None = None) -> Record:
     """A model of the paper's 0.5B shape, trained here with L1 for 1,000 steps of 32,768 tokens, and its dense twin;
     with its own firing: loss and multiple-choice answers before and after its layers are swapped, steps of decoding and
     forwards with memory and energy, a training step. On a CPU it is a small model, which takes half a minute. seconds,
-    and the notes: as for `inference`; the twin makes fewer steps rather than take the time of the rest, and the notes
-    say under "refused" which paths did not run, and why. No checkpoint is kept."""
+    keep, and the notes: as for `inference`; the twin makes fewer steps rather than take the time of the rest, and the
+    notes say under "refused" which paths did not run, and why. No checkpoint is kept."""
     from ..bench import trained as tables
 
     made = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
     about = made.notes()  # before there is something to lose
-    rows, notes = _sections(made.sections(), seconds)
-    notes |= {"refused": made.left_out} if made.left_out else {}
     purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
-    return Record.new("trained", purpose, rows, notes | about)
+    return _recorded("trained", purpose, made.sections(), seconds, keep, lambda: _refused(made.left_out) | about)
 
 
 def profiling() -> Record:
@@ -461,26 +514,27 @@ def profiling() -> Record:
     return Record.new("profiling", "what it takes to see who fires, beside a plain forward", rows)
 
 
-def predictors() -> Record:
+def predictors(keep: Keep | None = None) -> Record:
     """A ReLU model trained here whose steps of decoding compute chosen neurons alone (lossy): predicted ones, core
     neurons, those above thresholds; beside one trained with L1, which loses nothing by being swapped. On a GPU a larger
-    model than on a CPU, where it takes some minutes."""
+    model than on a CPU, where it takes some minutes. keep: as for `inference`."""
     from ..bench import predictors as tables
 
-    rows, notes = _sections(tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small()), SECONDS)
-    return Record.new("predictors", "decoding with chosen neurons: time beside loss", rows, notes)
+    sections = tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
+    return _recorded("predictors", "decoding with chosen neurons: time beside loss", sections, SECONDS, keep)
 
 
-def experiments() -> Record:
+def experiments(keep: Keep | None = None) -> Record:
     """Switching a sparse adapter in place beside fusing a LoRA; dropout as 2:4: what it does to the loss of a small
     model, and on a GPU whether its product is faster, of which the notes hold the verdict, computed from the rows; and
-    on a GPU steps of training in which weights or activations become 2:4."""
+    on a GPU steps of training in which weights or activations become 2:4. keep: as for `inference`."""
     from ..bench import experiments as tables
 
     shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)
-    rows, notes = _sections(tables.sections(shape), limit)
     purpose = "sparse adapters beside LoRA, dropout as 2:4, and steps of training with 2:4 operands"
-    return Record.new("experiments", purpose, rows, notes | {"dropout": tables.verdicts(rows)})
+    record = _recorded("experiments", purpose, tables.sections(shape), limit, keep)
+    record.notes["dropout"] = tables.verdicts(record.rows)
+    return record
 
 
 def course(at_once: int = 1) -> Record:

@@ -16,6 +16,7 @@ from .record import (
     table,
     verify,
 )
+from .unfinished import Unfinished, unfinished
 
 __all__ = [
     "FLAT_KEYS",
@@ -23,6 +24,7 @@ __all__ = [
     "TOLD",
     "UNVERIFIED",
     "Record",
+    "Unfinished",
     "flat_rows",
     "is_cpu",
     "load",
@@ -30,5 +32,6 @@ __all__ = [
     "newest",
     "stale",
     "table",
+    "unfinished",
     "verify",
 ]

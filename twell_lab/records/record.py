@@ -97,6 +97,7 @@ class Record:
         notes: dict | None = None,
         *,
         kernels: Iterable[str] | None = None,
+        described: dict | None = None,
     ) -> Record:
         """A record of what was just measured on this machine, with date, commit, hashes and machine filled in.
 
@@ -104,6 +105,8 @@ class Record:
             name, purpose, rows, notes: as in Record.
             kernels: names of the kernels that ran, where other processes ran them; by default those that this process
                 has loaded.
+            described: the machine of a record that this process made before; by default the machine is described anew,
+                which asks nvidia-smi.
 
         Raises:
             RecordError: as Record does, and where the sources of a kernel are missing.
@@ -122,7 +125,7 @@ class Record:
             dirty=dirty,
             date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernels={each: hashes[each] for each in sorted(ran)},
-            machine=machine.describe(),
+            machine=machine.describe() if described is None else described,
         )
 
     def to_json(self) -> str:
@@ -162,12 +165,16 @@ class Record:
         Raises:
             RecordError: for a folder that cannot be written.
         """
-        folder = folders.new_records_dir() if folder is None else Path(folder)
-        stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
-        target, again = folder / f"{stem}.json", 2
-        while target.exists():
-            target, again = folder / f"{stem}-{again}.json", again + 1
+        target = self.free_path(folders.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
+        return target
+
+    def free_path(self, folder: Path, ending: str = ".json") -> Path:
+        """A path in this folder, `name-date` with this ending, that no file has yet."""
+        stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
+        target, again = folder / f"{stem}{ending}", 2
+        while target.exists():
+            target, again = folder / f"{stem}-{again}{ending}", again + 1
         return target
 
 

@@ -13,7 +13,7 @@ import torch
 
 from twell_lab import records
 from twell_lab.app import cli, recordings, terminal
-from twell_lab.core.errors import DeviceError
+from twell_lab.core.errors import DeviceError, RecordError
 from twell_lab.ops import measure
 
 
@@ -96,26 +96,109 @@ def test_a_second_sigterm_does_not_interrupt_what_saves_after_the_first():
         signal.signal(signal.SIGTERM, before)
 
 
+ROW = {"kind": "x", "device": "a machine", "dtype": "float32", "path": "dense", "ms": 1.0, "spread": 0.0}
+
+
+@pytest.fixture
+def record_slow(tmp_path):
+    """`twell-lab record slow` in a process of its own: it runs this recording's steps, lines of Python each of which is
+    the body of a function that returns rows."""
+
+    def record(*steps):
+        functions = "".join(f"def step_{number}():\n    {step}\n" for number, step in enumerate(steps))
+        code = (
+            "import ctypes, os, signal, sys\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & starts processes that ignore it
+            f"sys.argv = ['twell-lab', 'record', 'slow', '--out', {str(tmp_path)!r}]\n"
+            "from twell_lab.app import cli, recordings\n"
+            f"ROW = {ROW!r}\n{functions}"
+            f"STEPS = [{', '.join(f'step_{number}' for number in range(len(steps)))}]\n"
+            "def slow(keep=None):\n"
+            "    return recordings._recorded('slow', 'a test', {'one': STEPS, 'two': [list]}, 100, keep)\n"
+            "recordings.RECORDINGS['slow'] = slow\n"
+            "status = cli.main()\n"
+            "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+            "sys.exit(status)\n"
+        )
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    return record
+
+
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
-def test_a_recording_that_is_told_to_stop_is_saved(tmp_path, kind):
-    code = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & starts processes that ignore it
-        "from twell_lab.app import cli, recordings\n"
-        "from twell_lab.records import Record\n"
-        "def slow(seconds=0):\n"
-        "    row = {'kind': 'x', 'device': 'a machine', 'dtype': 'float32', 'path': 'dense', 'ms': 1.0, 'spread': 0.0}\n"
-        f"    steps = [lambda: [row], lambda: os.kill(os.getpid(), signal.{kind}) or []]\n"
-        "    return Record.new('slow', 'a test', *recordings._sections({'one': steps}, 100))\n"
-        "recordings.RECORDINGS['slow'] = slow\n"
-        f"status = cli.main(['record', 'slow', '--out', {str(tmp_path)!r}])\n"
-        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
-        "sys.exit(status)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_a_recording_that_is_told_to_stop_is_saved(tmp_path, record_slow, kind):
+    done = record_slow("return [ROW]", f"os.kill(os.getpid(), signal.{kind}); return []")
     assert done.returncode == 0, done.stderr
-    (saved,) = tmp_path.glob("slow-*.json")
-    assert json.loads(saved.read_text())["notes"]["left_out"] == {"one": "1 of 2 steps: interrupted"}
+    (saved,) = tmp_path.iterdir()
+    assert saved.match("slow-*.json")
+    notes = json.loads(saved.read_text())["notes"]
+    assert notes["left_out"] == {"one": "1 of 2 steps: interrupted", "two": "1 of 1 steps: interrupted"}
+    assert "unfinished" not in notes
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
+def test_a_library_that_took_the_signals_in_an_earlier_step_costs_no_rows(tmp_path, record_slow, kind):
+    """As LLVM within Triton does: at the second of two signals the system would end the process, silently."""
+    took = f"ctypes.CDLL(None).signal(signal.{kind}, ctypes.c_void_p(0)); return [ROW]"
+    done = record_slow(took, f"os.kill(os.getpid(), signal.{kind}); return []")
+    assert done.returncode == 0, done.stderr
+    (saved,) = tmp_path.iterdir()
+    assert records.load(saved).rows == [ROW]
+
+
+def test_a_recording_that_is_killed_leaves_what_it_has(tmp_path, record_slow, capsys):
+    killed = record_slow("return [ROW]", "os.kill(os.getpid(), signal.SIGKILL)")
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.match("slow-*.json.unfinished")
+    made = records.load(left)
+    assert made.rows == [ROW] and made.notes["unfinished"] == "the recording was cut off"
+    assert made.notes["left_out"] == {"one": "1 of 2 steps: cut off", "two": "1 of 1 steps: cut off"}
+    # Nobody takes it for a record, and the command that lists records names it.
+    assert records.load_all(tmp_path) == [] and records.unfinished(tmp_path) == [left]
+    assert cli.main(["records", "--folder", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "none in this folder yet" in said and f"unfinished: {left.name!r}" in said
+    # Another run of the same recording leaves it alone; renamed, it is a record.
+    assert record_slow("return [ROW]").returncode == 0
+    assert left.exists() and len([*tmp_path.iterdir()]) == 2
+    left.rename(left.with_suffix(""))
+    assert [record.rows for record in records.load_all(tmp_path)] == [[ROW], [ROW]]
+
+
+def test_a_recording_that_ends_leaves_its_record_alone(tmp_path, record_slow):
+    done = record_slow("return [ROW]", "return [ROW, ROW]")
+    assert done.returncode == 0, done.stderr
+    (saved,) = tmp_path.iterdir()
+    assert saved.match("slow-*.json") and records.load(saved).notes.keys() == {"seconds"}
+
+
+@pytest.mark.parametrize("error", ["ValueError('a mistake')", "BrokenPipeError(32, 'a worker of a compiler')"])
+def test_a_recording_that_fails_says_where_the_rows_before_are(tmp_path, record_slow, error):
+    """A pipe to another process that broke, too, is a failure, and not the end of who reads the output."""
+    done = record_slow("return [ROW]", f"raise {error}")
+    assert done.returncode not in (0, 130) and error.split("'")[1] in done.stderr
+    (left,) = tmp_path.iterdir()
+    assert f"record: what it has so far is in {left}" in done.stderr and records.load(left).rows == [ROW]
+
+
+def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
+    def full(record):
+        raise RecordError("the disk is full")
+
+    sections = {"one": [lambda: clock(1.0), lambda: clock(1.0)]}
+    assert len(recordings._recorded("slow", "a test", sections, 100, full).rows) == 2
+    assert capsys.readouterr().err.count("not kept: the disk is full") == 2
+
+
+def test_each_recording_in_sections_keeps_what_it_has():
+    keeping = {name for name, made in recordings.RECORDINGS.items() if "keep" in inspect.signature(made).parameters}
+    sized = {name for name in recordings.RECORDINGS if name.startswith("bench-")}
+    assert len(sized) == 4 and keeping == sized | {
+        *("inference", "training", "model", "model-paths", "thresholds", "comparison", "pruning", "trained"),
+        *("predictors", "experiments"),
+    }
 
 
 def test_pruning_is_recorded_without_a_gpu_too(monkeypatch, tmp_path):
@@ -150,7 +233,7 @@ def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
         recordings,
         "_sections",
-        lambda sections, limit: (
+        lambda sections, limit, keep: (
             asked.update({next(iter(sections)): limit}) or ([], {"seconds": {}, "left_out": {"decode": "all"}})
         ),
     )
