@@ -2,8 +2,8 @@
 
 The driver reads all of them from one piece of memory, into which a `Batch` writes the new addresses at once. Many
 launches at addresses that were met before are one CUDA graph, which costs the host about as much as two launches.
-Training at the same shapes, and a model that is called again, get the same memory again in most steps; a graph for every
-step would have to be told of each new address, and telling it costs as much as a launch."""
+Training at the same shapes, and a model that is called again, get the same memory again in most steps; a graph for
+every step would have to be told of each new address, and telling it costs as much as a launch."""
 
 from __future__ import annotations
 
