@@ -130,8 +130,7 @@ def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
     rows = measure.recorded_calls(2048, 5632, 29)
     assert [each["tokens"] for each in rows] == [1, 4, 16384]
     assert measure.plain_calls(rows) == (
-        "Plain calls, TwELL forced, recorded on NVIDIA H100, 2026-01-01: 0.75 (1 token) to 1.90 (16,384 tokens) times as "
-        "fast as dense."
+        "Plain calls, TwELL: 0.75x (1 token) to 1.90x (16,384 tokens) as fast; recorded on NVIDIA H100, 2026-01-01."
     )
 
 
@@ -139,7 +138,7 @@ def test_without_wall_times_no_number_stands_for_them(keep):
     keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
     own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
     told = measure.plain_calls(own + measure.recorded_calls(2048, 5632, 29))
-    assert told == "Plain calls, TwELL forced, yours, now: 0.75 (1 token) to 0.75 (1 token) times as fast as dense."
+    assert told == "Plain calls, TwELL: 0.75x (1 token) to 0.75x (1 token) as fast; yours, now."
     assert measure.plain_calls(measure.recorded_calls(2048, 5632, 29)).startswith("No times of plain calls")
 
 

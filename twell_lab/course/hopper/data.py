@@ -204,7 +204,7 @@ def losses(found: list[dict]) -> str:
     if not found:
         return MISSING
     said = []
-    for path, name in ((PLANNED, "planned"), ("planned compiled", "planned and compiled"), (TWELL, "TwELL")):
+    for path, name in ((PLANNED, "planned"), ("planned compiled", "compiled"), (TWELL, "TwELL")):
         here = [cell["x"] for cell in found if cell["path"] == path]
-        said.append(f"{name} in {sum(x < LEAST for x in here)} of {len(here)}")
+        said.append(f"{name} {sum(x < LEAST for x in here)} of {len(here)}")
     return f"Cells slower than torch's layer: {', '.join(said)}; {sources(found)}."

@@ -140,10 +140,10 @@ def plain_calls(rows: list[dict]) -> str:
         ]
         if timed:
             low, high = (
-                f"{row['x']:.2f} ({row['tokens']:,} token{'s' * (row['tokens'] > 1)})"
+                f"{row['x']:.2f}x ({row['tokens']:,} token{'s' * (row['tokens'] > 1)})"
                 for row in (pick(timed, key=lambda row: row["x"]) for pick in (min, max))
             )
-            told.append(f"Plain calls, TwELL forced, {where}: {low} to {high} times as fast as dense.")
+            told.append(f"Plain calls, TwELL: {low} to {high} as fast; {where}.")
     return "\n".join(told) or "No times of plain calls are recorded in this checkout."
 
 
