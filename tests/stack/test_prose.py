@@ -65,6 +65,18 @@ def both_ways() -> list[float]:
     return [min(times), max(times)]
 
 
+def training_on_the_host(name: str) -> list[float]:
+    """The least and the most times as long as dense that the host takes for a forward and a backward pass."""
+    found = [rows(name, workload="forward and backward", path=path) for path in ("twell", DENSE)]
+    times = sorted(ours["ms"] / dense["ms"] for ours, dense in zip(*found, strict=True))
+    return [times[0], times[-1]]
+
+
+def hot_cold_on_the_host() -> list[float]:
+    found = [row(HOST.format("26T225901"), workload="forward", tokens=16384, path=p) for p in ("hot_cold 512", DENSE)]
+    return [1e3 * each["ms"] for each in found]
+
+
 def decoding(path: str) -> float:
     return row("model-20261123T021307Z.json", workload="Llama, decode step, batch 1", path=path)["wall_ms"]
 
@@ -241,6 +253,13 @@ def without_launches() -> list[float]:
 
 
 MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
+    (
+        "docs/calls.md",
+        "took the host {:.2f} to {:.2f} times as long as the dense layer's",
+        lambda: training_on_the_host(HOST.format("26T225901")),
+    ),
+    ("docs/calls.md", "is not made: {:.2f} to {:.2f} times", lambda: training_on_the_host(HOST.format("26T232453"))),
+    ("docs/calls.md", "Recorded: {:.0f} against {:.0f} for the dense layer", hot_cold_on_the_host),
     (
         "README.md",
         "with 1 token it is {:.2f} times where a CUDA graph launches all of them as one, and {:.2f} times with both layers "

@@ -176,12 +176,12 @@ def model(recorded: list[Record]) -> str:
     """Of the newest record of a whole model: what a plain call takes, and a CUDA graph's replay, dense and planned, and
     in brackets the distance between the quartiles of the samples. What that record has left out for want of time is of
     the one before it, in italics."""
-    record, before = newest(recorded, "model"), told(recorded, "model")[-2:-1]
+    record, before = _and_before(recorded, "model")
     if record is None:
         return _nothing("milliseconds a call of the model")
     rows, earlier = (
-        {(row["workload"], row["path"]): row for row in found}
-        for found in (record.rows, before[0].rows if before and record.notes.get("left_out") else [])
+        {(row["workload"], row["path"]): row for row in ([] if found is None else found.rows)}
+        for found in (record, before)
     )
     where = _where(record.rows[0]["device"], record)
     ways = (
@@ -193,7 +193,8 @@ def model(recorded: list[Record]) -> str:
     lines, italics = [], False
     for workload in dict.fromkeys(workload for workload, _ in [*earlier, *rows]):
         for how, dense, planned in ways:
-            of = rows if (workload, planned) in rows else earlier
+            # Where the dense model was measured, an earlier time of the planned one says nothing.
+            of = rows if (workload, dense) in rows else earlier
             if (workload, planned) in of:
                 both = [of[workload, path] for path in (dense, planned)]
                 shown = [f"{_ms(each['wall_ms'])} ({_ms(each['wall_spread'])})" for each in both]
@@ -201,8 +202,14 @@ def model(recorded: list[Record]) -> str:
                 italics |= of is earlier
                 shown = [f"*{cell}*" for cell in shown] if of is earlier else shown
                 lines.append([f"{workload.removeprefix('Llama, ')}{how}", *shown])
-    where += f"; in italics: earlier, {_day(before[0])}" if italics else ""
+    where += f"; in italics: earlier, {_day(before)}" if before and italics else ""
     return _markdown([[f"milliseconds, {where}", "dense", "planned", "times as fast"], *lines])
+
+
+def _and_before(recorded: list[Record], name: str) -> tuple[Record | None, Record | None]:
+    """The newest record of this name, and, where that left something out, the one before it."""
+    record, before = newest(recorded, name), told(recorded, name)[-2:-1]
+    return record, before[0] if record and before and record.notes.get("left_out") else None
 
 
 def model_paths(recorded: list[Record]) -> str:
@@ -210,19 +217,19 @@ def model_paths(recorded: list[Record]) -> str:
     model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; and of the first forward
     how far results are from a float32 run, and the loss, each beside the dense model's, and how far a layer's output is
     off. What that record has left out for want of time is of the one before it, in italics."""
-    record, before = newest(recorded, "model-paths"), told(recorded, "model-paths")[-2:-1]
+    record, before = _and_before(recorded, "model-paths")
     rows = [] if record is None else [row for row in record.rows if row["kind"] in _MODEL_KINDS]
     if record is None or not rows:
         return _nothing("times as fast as the dense model")
     of, earlier = (
         {(*row["workload"].split(", ", 1), row["path"]): row for row in found if row["kind"] in _MODEL_KINDS}
-        for found in (rows, before[0].rows if before and record.notes.get("left_out") else [])
+        for found in (rows, before.rows if before else [])
     )
     works = [*dict.fromkeys(work for _, work, _ in [*of, *earlier])]
     forwards = [row["workload"].partition(", ")[2] for row in rows if row["kind"] == "model_forward"]
     where = _where(rows[0]["device"], record)
-    if earlier:
-        where += f"; in italics: earlier, {_day(before[0])}"
+    if before and earlier:
+        where += f"; in italics: earlier, {_day(before)}"
     lines = [[f"times as fast as dense, {where}", *works, "error", "of a layer", "loss"]]
     for about, path in dict.fromkeys((about, path) for about, _, path in of):
         if path == DENSE or path.endswith("(graph)"):

@@ -113,9 +113,8 @@ def train_output(*arguments: Tensor | None, path: str) -> Tensor:
     return _trained(*arguments, path=path)[0]
 
 
-_checked = (
-    Kept()
-)  # calls that have passed every check of `train_layer`: by what of x the checks look at, and the weights
+# Calls that have passed every check of `train_layer`: by what of x the checks look at, and the weights.
+_checked = Kept()
 
 
 def _trained(x, *weights, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

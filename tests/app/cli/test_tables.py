@@ -409,6 +409,27 @@ def test_the_table_of_the_model_compares_like_with_like():
     assert "nothing is recorded yet" in tables.model([])
 
 
+def test_what_a_cut_record_of_a_model_did_not_reach_is_of_the_one_before_in_italics():
+    def of(day: int, work: str, walls: dict[str, float]) -> records.Record:
+        rows = [{"workload": f"Llama, {work}", "path": p, "wall_ms": ms, "wall_spread": 0.5} for p, ms in walls.items()]
+        return record("model", day, rows)
+
+    both, old = {"dense eager": 30.0, "planned": 20.0}, {"dense eager": 90.0, "planned": 30.0}
+    before = of(1, "decode", old)
+    before.rows += of(1, "1 x 8 tokens", old).rows + of(1, "refused", old).rows
+    new = of(2, "1 x 8 tokens", both)
+    new.rows += of(2, "refused", {"dense eager": 30.0}).rows
+    whole = tables.model([before, new]).splitlines()
+    assert whole[2:] == ["| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |"] and "italics" not in whole[0]
+    new.notes["left_out"] = {"decode": "1 of 1 steps: interrupted"}
+    head, _, *lines = tables.model([before, new]).splitlines()
+    assert head.startswith("| milliseconds, NVIDIA H100, 2026-01-02; in italics: earlier, 2026-01-01 |")
+    assert lines == [
+        "| decode | *90 (0.5)* | *30 (0.5)* | *3.00* |",
+        "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
+    ]
+
+
 def test_the_table_of_sizes_joins_what_records_hold_in_part():
     def made(day: int, size: str, work: str, walls: dict[str, float], kind="model_decode", **more) -> records.Record:
         rate = "tokens_per_s" if kind == "model_decode" else "tokens_per_ms"
