@@ -96,12 +96,8 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     if (group == 0) {
         give_registers<40>();
         if (threadIdx.x == 0)
-            produce(tiles, base, &h, 0, k_count, [&](u32 to, u32 barrier, int k, Tile t) {
-#pragma unroll
-                for (int box = 0; box < BN / 64; ++box)
-                    if (CLUSTER == 1 || box / (BN / 128) == cluster_rank())
-                        tma_load_all(to + box * (64 * BK * 2), &down_t, barrier, t.n * BN + box * 64, k);
-            }, k_first);
+            produce(tiles, base, &h, 0, k_count,
+                    [&](u32 to, u32 barrier, int k, Tile t) { load_along_n(to, &down_t, barrier, k, t); }, k_first);
     } else {
         take_registers<232>();
         const int consumer = group - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;

@@ -119,6 +119,14 @@ __device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const Tens
     }
 }
 
+// What load_b is with B_ALONG_N: b is the map of a matrix [k, n], boxes (64, 64).
+__device__ __forceinline__ void load_along_n(u32 to, const TensorMap* b, u32 barrier, int k, Tile t) {
+#pragma unroll
+    for (int box = 0; box < BN / 64; ++box)
+        if (CLUSTER == 1 || box / (BN / 128) == cluster_rank())
+            tma_load_all(to + box * (64 * BK * 2), b, barrier, t.n * BN + box * 64, k);
+}
+
 // By a whole consumer warpgroup: d = its 64 rows of one tile (for the layout see wgmma_64x256x16). between(k) runs once
 // in each of `steps` >= k_count steps, while the tensor cores work on step k; it must not touch d.
 template <class Between>

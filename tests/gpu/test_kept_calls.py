@@ -3,6 +3,7 @@ graphs, for any number of tokens, and beyond what is kept. Each beside a call th
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ D_MODEL, D_FF = 512, 2048
 WAYS = [
     (path, hot, tokens) for path, hot in (("twell", 0), ("hot_cold", 512), ("dense", 0)) for tokens in (1, 200, 3000)
 ]
-WAYS += [("twell", 0, 40), ("twell", 0, 17_000), ("hot_cold", 512, 17_000)]  # the last: lost rows in two chunks
+WAYS += [("twell", 0, 40), ("twell", 0, 17_000), ("hot_cold", 512, 17_000)]  # lost rows in two chunks
+WAYS += [("twell", 0, 70_000)]  # three passes
 
 
 @pytest.fixture(autouse=True)
@@ -160,23 +162,30 @@ def test_threads_and_streams_in_one_layer(path, hot, tokens):
     inputs = [drawn(tokens, seed=seed)[0] for seed in range(4)]
     expected = [anew([x, *made[1:]], path, hot) for x in inputs]
     torch.cuda.synchronize()
-    together, wrong = threading.Barrier(4), []
+    together = threading.Barrier(4)
 
     @torch.no_grad()
     def work(i):
         with torch.cuda.stream(torch.cuda.Stream()):
             together.wait()
             for _ in range(30):
-                y = ops.infer(inputs[i], *made[1:], path=path, hot=hot, down_t=down_t)
-                if not same(y, expected[i]):
-                    wrong.append(i)
+                assert same(ops.infer(inputs[i], *made[1:], path=path, hot=hot, down_t=down_t), expected[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path, hot, tokens", WAYS)
+def test_the_first_call_may_come_from_a_new_thread(path, hot, tokens):
+    """Which has no context of the driver yet."""
+    made = drawn(tokens)
+    down_t = made[3].t().contiguous()
+    torch.cuda.synchronize()
+    call = lambda: ops.infer(*made, path=path, hot=hot, down_t=down_t)  # noqa: E731
+    with ThreadPoolExecutor(1) as others:
+        y = others.submit(torch.no_grad()(call)).result()
+    assert same(y, anew(made, path, hot))
 
 
 @torch.no_grad()

@@ -609,7 +609,8 @@ def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
 
 def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
     """The norm of the error that each gradient would have if every value and every term of every sum were rounded once
-    in the tensors' dtype, independently of each other. What is computed here are variances, in units of eps^2."""
+    in the tensors' dtype, independently of each other but for what dl1 does. What is computed here are variances, in
+    units of eps^2."""
     x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
         None if t is None else t.double() for t in (*tensors, dy, dl1)
     )
@@ -625,9 +626,13 @@ def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None
     # The first term of each is the rounding of the value itself, its square; the others come from rounded factors.
     dg = (dh * u).square() + dh_off * u.square() + dh.square() * u_off
     du = (dh * g).square() + dh_off * g.square() + dh.square() * g_off
-    h = h.square() + h_off
+    exact_h, h = h, h.square() + h_off
     squared = (None if t is None else t.square() for t in (x, gate, up, dy))
     made = gradient_sums(*squared, h, dg, du)
+    # dl1 is added to values that were rounded: numbers on a grid, which the same number moves off it by the same
+    # amount. So a token's neurons are rounded in the same direction, and the errors of a sum over them add up.
+    half = dh.abs() * torch.where(keep, exact_h.sign(), 0.0) / 2
+    made[0] += (half @ up if gate is None else (half * u) @ gate + (half * g) @ up).square()
     if gate is not None:  # the two halves of the gradient of x are rounded, then added
         made[0] += (torch.where(keep, dh * u, 0.0) @ gate).square() + ((dh * g) @ up).square()
     # Terms of one sign that are added one after the other in float32 cost up to this much more than rounding each.

@@ -117,10 +117,10 @@ def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments
         from ..simulator import program
 
         return program.launch(made.file, made.name, made.defines, grid, (made.entry.threads, 1), arguments)
-    if own.recording is not None:
-        own.recording.launched(made, grid, arguments)
     with on(device.index):
-        prepared = own.prepared(made, device.index)
+        prepared = own.prepared(made, device.index)  # first: tensor maps, too, need the context that it makes current
+        if own.recording is not None:
+            own.recording.launched(made, grid, arguments)
         if prepared.write is None:
             prepared.lay_out(arguments)
         prepared.launch(grid, current_stream(device.index), [_value(given) for given in arguments])

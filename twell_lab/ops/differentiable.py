@@ -18,6 +18,9 @@ dense tail for what exceeds it).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
@@ -119,28 +122,32 @@ _checked = Kept()
 
 def _trained(x, *weights, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """y, of the shape of x; l1 and kept, of one dimension; and the list of lost rows, None where there is none."""
-    given = (_rows(x), *weights) if path == "twell" and _plain(x, *weights) else None
-    key = given and (given[0].shape, given[0].stride(), x.dtype, x.device, *map(place, weights))
+    given = (_rows(x), *weights) if path in PATHS and _plain(x, *weights) else None
+    key = given and (path, given[0].shape, given[0].stride(), x.dtype, x.device, *map(place, weights))
     if key and _checked.get(key):
-        y, l1, kept, listed = _Sparse.apply(*given)
-        return y if x.dim() == 2 else y.view(x.shape), l1, kept, listed
-    x, *weights, _ = checks.layer(x, *weights)
-    if path not in PATHS:
-        raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
-    arguments = (_rows(x), *weights)
-    if checks.transformed():
-        *made, listed = *_by_torch(*arguments), None
-    elif path == "dense":
-        *made, listed = *_dense(*arguments), None
-    elif checks.watched(*arguments):
-        y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
-        made = [y, l1, kept]
+        made = (_Sparse if path == "twell" else _Dense).apply(*given)
     else:
-        *made, listed = _Sparse.apply(*arguments)
+        x, *weights, _ = checks.layer(x, *weights)
+        if path not in PATHS:
+            raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+        made = _anew(_rows(x), *weights, path=path)
         if key:
             _checked.put(key, True)
-    y, l1, kept = made
+    y, l1, kept, listed = made
     return y if x.dim() == 2 else y.view(x.shape), l1, kept, listed
+
+
+def _anew(*arguments, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What `_trained` returns, for checked arguments that may be of any kind: x [tokens, d_model], and the weights."""
+    x = arguments[0]
+    if checks.transformed() or path == "dense" and (not x.is_cuda or torch.compiler.is_compiling()):
+        return *_by_torch(*arguments), None
+    if not checks.watched(*arguments):
+        return (_Sparse if path == "twell" else _Dense).apply(*arguments)
+    if path == "dense":
+        return *torch.ops.twell_lab.train_dense(*arguments)[:3], None
+    y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
+    return y, l1, kept, listed
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -277,15 +284,6 @@ def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
 # ---- the dense path: torch's GEMMs, and one fused kernel between them (h is not kept, but computed again) ----
 
 
-def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
-    if x.is_cuda and not torch.compiler.is_compiling():
-        arguments = (x, gate, up, down, gate_bias, up_bias, down_bias)
-        return (
-            torch.ops.twell_lab.train_dense(*arguments)[:3] if checks.watched(*arguments) else _Dense.apply(*arguments)
-        )
-    return _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias)
-
-
 def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     """(y, l1, kept), differentiable any number of times."""
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
@@ -297,9 +295,17 @@ def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     )
 
 
+_NOTHING: AbstractContextManager = nullcontext()
+
+
+def _uncast(kind: str) -> AbstractContextManager:
+    """A context without autocast on this kind of device. It is mostly off already, which costs less to see."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
     """g and u: the gate before its ReLU, and up. For a plain layer: up before its ReLU, and None."""
-    with torch.autocast(x.device.type, enabled=False):
+    with _uncast(x.device.type):
         if gate is None:
             return linear(x, up, up_bias), None
         return linear(x, gate, gate_bias), linear(x, up, up_bias)
@@ -315,7 +321,7 @@ def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
     if u is not None and not x.is_cuda:
         spoilt = reference.spoilt(x, twell.fires(g))
         h[spoilt], l1[spoilt] = torch.nan, torch.nan
-    with torch.autocast(x.device.type, enabled=False):
+    with _uncast(x.device.type):
         return linear(h, down, down_bias), l1, kept, g, _or_nothing(x, u)
 
 
@@ -323,7 +329,7 @@ def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
 @torch.library.impl(_library, "train_dense_backward", "CUDA")
 @torch.no_grad()
 def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
-    with torch.autocast(x.device.type, enabled=False):
+    with _uncast(x.device.type):
         h, dg, du = _middle_gradients(g, None if gate is None else u, dy @ down, dl1)
         ddown = dy.t() @ h
         del h
@@ -343,10 +349,22 @@ def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g
         return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
 
 
+_middle_tapes = Kept()  # a Tape of each kernel between the products, by the layout of its inputs
+
+
+def _played(run: Callable, *inputs: Tensor | None):
+    """run(*inputs), by a tape of its own for each layout of the inputs."""
+    key = (run, *(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs))
+    tape = _middle_tapes.get(key)
+    if tape is None:
+        _middle_tapes.put(key, tape := Tape())
+    return tape.play(run, inputs)
+
+
 def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(h, l1, kept) from g and u as `_gate_and_up` returns them."""
     if g.is_cuda:
-        return train_dense.dense_hidden(g, u)
+        return _played(train_dense.dense_hidden, g, u)
     keep = twell.fires(g)
     h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
     return h, h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
@@ -355,7 +373,7 @@ def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
     """(h, dg, du) from dh, the gradient of the loss in h, and dl1, that in l1. dh may be overwritten."""
     if g.is_cuda:
-        return train_dense.dense_gradients(g, u, dh, None if dl1 is None else dl1.contiguous())
+        return _played(train_dense.dense_gradients, g, u, dh, None if dl1 is None else dl1.contiguous())
     keep, zero = twell.fires(g), g.new_zeros(())
     h = torch.where(keep, g if u is None else g * u, zero)
     if dl1 is not None:
@@ -493,12 +511,12 @@ class _Sparse(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """train_dense and its gradient: (y, l1, kept)."""
+    """train_dense and its gradient: (y, l1, kept, None)."""
 
     @staticmethod
     def forward(ctx, *arguments):
         y, l1, kept, *saved = _dense_forward(*arguments)
         _keep(ctx, arguments, (kept, *saved), (kept,))
-        return y, l1, kept
+        return y, l1, kept, None
 
     backward = staticmethod(_dense_layer_backward)

@@ -108,7 +108,7 @@ def _chosen(x, weights, path, hot, tile, words, acts) -> Call:
     if acts.falls_back and (gate is None or x.shape[0] > decode.MOST_TOKENS):
         return _Dense(x, gate, up, acts)
     if acts == RELU and _hopper(x, gate, up, down_t, hot, tile, words):
-        return _Hopper(x, hot)
+        return _Hopper(hot)
     if _lists(x, weights, acts):
         return _Listed(acts)
     return _Portable(hot, tile, words, acts)
@@ -182,25 +182,24 @@ class _Hopper(Call):
     hot: how many neurons, the first ones, are computed densely before. packs: the module whose gate_pack is used,
     hopper_pack, or ampere to compare the two."""
 
-    def __init__(self, x, hot: int, packs=hopper_pack) -> None:
-        self.hot, self.packs = hot, packs
-        self.tapes = {len(part): Tape() for part in x.split(_PIECE)}  # by tokens: the last pass may have fewer
-        self.alone = self.tapes[x.shape[0]] if x.shape[0] <= _PIECE else None  # of a call of one pass
+    def __init__(self, hot: int, packs=hopper_pack) -> None:
+        self.hot, self.packs, self.tape = hot, packs, Tape()
 
     def again(self, x, weights, stats):
-        y = None if self.alone is None else self.alone.replayed((x, None, stats))
+        y = self.tape.replayed((x, stats))
         return super().again(x, weights, stats) if y is None else y
 
     def run(self, x, weights, stats):
-        if x.shape[0] <= _PIECE:
-            return self.tapes[x.shape[0]].play(self._pass, (x, None, stats), weights)
-        y = torch.empty_like(x)
+        return self.tape.play(self._passes, (x, stats), weights)
+
+    def _passes(self, x, stats, *weights) -> Tensor:
+        y = empty(*x.shape, dtype=x.dtype, device=x.device)
         for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-            self.tapes[piece.shape[0]].play(self._pass, (piece, out, stats), weights)
+            self._pass(piece, out, stats, *weights)
         return y
 
-    def _pass(self, x, y, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
-        """At most _PIECE tokens. y: where to write; None: a new tensor."""
+    def _pass(self, x, y, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> None:
+        """At most _PIECE tokens, written into y."""
         x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
         start, of_neurons = None, (gate, up, gate_bias, up_bias, down_t)
         if self.hot:
@@ -215,12 +214,11 @@ class _Hopper(Call):
         packed, pool = self.packs.gate_pack(x, first, bias, lost)
         rest = (start, lost, lost_x, stats, None, y, HEAVY)
         if gate is None:
-            y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
+            portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
         else:
-            y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
+            portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
         layer = (gate, up, gate_bias, up_bias, down_t, down_bias)
         hopper_dense.finish_lost(lost, lost_x, *layer, start, y, packed, pool)
-        return y
 
 
 def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:
@@ -231,7 +229,7 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, p
         return torch.empty_like(x)
     x = x.contiguous()
     key = key_of(x, weights, stats, packs.__name__, hot, 256, 32)
-    return _kept(key, lambda: _Hopper(x, hot, packs)).run(x, weights, stats)
+    return _kept(key, lambda: _Hopper(hot, packs)).run(x, weights, stats)
 
 
 def _first(x, weights, acts: Activation) -> Tensor:

@@ -16,6 +16,7 @@ from ..core.errors import InputError
 from ..cuda import sources
 from ..cuda.launcher import aligned, kernel
 from ..cuda.macros import VALUE, value
+from ..cuda.tape import empty
 
 FILE = "smxx_train_dense.cu"
 _ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
@@ -29,9 +30,9 @@ def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tup
     how many neurons of each row fire (twell_lab.formats.twell.fires). version: 1 (any d_ff) or 2 (16 bytes at a time);
     None: the fastest that takes these tensors. Raises InputError for what the kernels do not take."""
     rows, _ = _check("dense_hidden", g, u)
-    h = torch.empty_like(g)
-    l1 = torch.empty(rows, dtype=torch.float32, device=g.device)
-    kept = torch.empty(rows, dtype=torch.int32, device=g.device)
+    h = empty(*g.shape, dtype=g.dtype, device=g.device)
+    l1 = empty(rows, dtype=torch.float32, device=g.device)
+    kept = empty(rows, dtype=torch.int32, device=g.device)
     _rows("dense_hidden", version, g, (g, u, h, l1, kept), (g, u, h))
     return h, l1, kept
 
@@ -53,8 +54,8 @@ def dense_gradients(
             f"dl1 is {dl1.dtype} {list(dl1.shape)} on {dl1.device}; contiguous float32 [{rows}] on {g.device} is "
             f"accepted"
         )
-    h = torch.empty_like(g)
-    du = None if u is None else torch.empty_like(g)
+    h = empty(*g.shape, dtype=g.dtype, device=g.device)
+    du = None if u is None else empty(*g.shape, dtype=g.dtype, device=g.device)
     _rows("dense_gradients", version, g, (g, u, dl1, dh, h, du), (g, u, dh, h, du))
     return h, dh, du
 

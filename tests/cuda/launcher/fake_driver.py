@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -58,13 +59,22 @@ class Driver:
         self.handles = itertools.count(100)  # of streams and graphs
         self.captured: dict[int, list[Launch]] = {}  # of each stream that is captured and each graph
         self.graphs: list[int] = []  # how many launches each graph had that was started
+        self.entered = threading.local()  # .context: which context each thread has; none at first
 
     def load(self, made: launcher.Kernel, device: torch.device) -> int:
         self.kernels.append(made)
         return len(self.kernels)  # the handle
 
     def cuCtxGetCurrent(self, context):
-        context._obj.value = 1
+        context._obj.value = getattr(self.entered, "context", 0)
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, index):
+        context._obj.value = 1 + index
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.entered.context = context.value
         return 0
 
     def cuDriverGetVersion(self, version):
@@ -72,6 +82,8 @@ class Driver:
         return 0
 
     def _launch(self, config, function, addresses, extra):
+        if not hasattr(self.entered, "context"):
+            return launcher.NO_CONTEXT
         assert not extra
         made, read = self.kernels[function - 1], Config.from_address(config)
         parameters = made.entry.parameters

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from tests.cuda.launcher.fake_driver import driving
-from twell_lab.cuda import tma
+from twell_lab.cuda import launcher, tma
 from twell_lab.ops import (
     checks,
     decode,
@@ -66,15 +66,29 @@ def pretending(monkeypatch, capability=(9, 0)):
         driver.alive = deque(maxlen=20)  # the last of them, kept so that no other tensor gets their addresses
         monkeypatch.setattr(torch, "empty", on_gpu)
         monkeypatch.setattr(torch, "empty_like", like_it)
-        monkeypatch.setattr(tma, "_encode", lambda: map_of)
+        entered = lambda: hasattr(driver.entered, "context")  # noqa: E731
+        encode = lambda *given: map_of(*given) if entered() else launcher.NO_CONTEXT  # noqa: E731
+        monkeypatch.setattr(tma, "_encode", lambda: encode)
         monkeypatch.setattr(portable, "multiprocessors", lambda index: 132)
         monkeypatch.setattr(train_lost, "multiprocessors", lambda index: 2)
         monkeypatch.setattr(inference, "Tensor", Pretended)
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
         cached = [tma.tensor_map, decode._layer]
-        for each in (*cached, dispatch.calls, differentiable._tapes, differentiable._checked):
+        for each in (
+            *cached,
+            dispatch.calls,
+            differentiable._tapes,
+            differentiable._checked,
+            differentiable._middle_tapes,
+        ):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
-        for each in (*cached, dispatch.calls, differentiable._tapes, differentiable._checked):
+        for each in (
+            *cached,
+            dispatch.calls,
+            differentiable._tapes,
+            differentiable._checked,
+            differentiable._middle_tapes,
+        ):
             getattr(each, "cache_clear", getattr(each, "clear", None))()

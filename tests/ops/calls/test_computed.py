@@ -11,7 +11,7 @@ from tests.ops.calls.pretended import Pretended, pretend, pretending
 from twell_lab import simulator
 from twell_lab.core.errors import InputError
 from twell_lab.cuda.tape import Tape
-from twell_lab.ops import checks, differentiable, dispatch, hopper_pack, inference, portable, train_rows
+from twell_lab.ops import checks, differentiable, dispatch, hopper_pack, inference, portable, train_dense, train_rows
 from twell_lab.ops.activation import Activation
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -251,27 +251,32 @@ def test_training_steps(driver, monkeypatch, gated, biased, packs, lies):
     assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}
 
 
-def test_training_calls_seen_before_are_not_checked_again(driver, monkeypatch):
+@pytest.mark.parametrize("path", differentiable.PATHS)
+def test_training_calls_seen_before_are_not_checked_again(driver, monkeypatch, path):
     """Through autograd, for rows and for batches of sequences; a call that differs in anything is checked."""
     checked, real = [], checks.layer
     monkeypatch.setattr(checks, "layer", lambda *given: checked.append(1) or real(*given))
     monkeypatch.setattr(differentiable, "Tensor", Pretended)
+    kernel = train_dense.dense_gradients  # within a backward pass a product of tensors that pretend does not
+    monkeypatch.setattr(train_dense, "dense_gradients", lambda *given: kernel(*map(pretend, given)))
     made = drawn(90, True, -1.2, biased=False)
     x, *weights = (t if t is None else t.requires_grad_() for t in made)
     found = []
     for shape in ((90, D_MODEL), (90, D_MODEL), (3, 30, D_MODEL), (2, 45, D_MODEL)):
         rows = pretend(x.detach().as_subclass(torch.Tensor).view(shape)).requires_grad_()
-        y, l1, kept = differentiable.train_ffn(rows, *weights)
+        y, l1, kept = differentiable.train_ffn(rows, *weights, path=path)
         assert y.shape == shape and l1.shape == kept.shape == shape[:-1]
         gradients = torch.autograd.grad([y.float().sum() + l1.sum()], [rows, *weights[:3]])
         found.append([t.as_subclass(torch.Tensor).flatten() for t in (y, *gradients)])
     assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0]))
     assert len(checked) == 1
+    between = differentiable._middle_tapes._kept.values()  # forward and backward
+    assert [tape.recorded for tape in between] == [True] * (2 if path == "dense" else 0)
     with pytest.raises(InputError, match="up"):
-        differentiable.train_ffn(x, weights[0], weights[1][:, :32], *weights[2:])
+        differentiable.train_ffn(x, weights[0], weights[1][:, :32], *weights[2:], path=path)
     with pytest.raises(InputError, match="x"):
-        differentiable.train_ffn(x[..., None], *weights)
-    differentiable.train_ffn(x[:70], *weights)
+        differentiable.train_ffn(x[..., None], *weights, path=path)
+    differentiable.train_ffn(x[:70], *weights, path=path)
     assert len(checked) == 4
 
 

@@ -4,6 +4,7 @@ Tensors pretend to be on a GPU; a driver that runs nothing remembers the launche
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,7 +69,14 @@ def lasting(launches, tensors):
 
 
 WAYS = [("twell", 0, 1), ("twell", 0, 40), ("twell", 0, 200), ("twell", 0, 2500), ("twell", 0, 17_000)]
-WAYS += [("hot_cold", 256, 100), ("hot_cold", 256, 700), ("hot_cold", 512, 5000), ("dense", 0, 10), ("dense", 0, 300)]
+WAYS += [
+    ("twell", 0, 70_000),
+    ("hot_cold", 256, 100),
+    ("hot_cold", 256, 700),
+    ("hot_cold", 512, 5000),
+    ("dense", 0, 10),
+    ("dense", 0, 300),
+]
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -90,6 +98,19 @@ def test_a_call_that_was_seen_before_launches_the_same(driver, path, hot, tokens
     deep = other.view(1, tokens, 1, D_MODEL)
     assert layer.call(deep, path, hot).shape == deep.shape
     assert len([call for call in dispatch.calls._kept.values() if call.checked]) == 1
+
+
+@pytest.mark.parametrize("path, hot, tokens", WAYS)
+def test_the_first_call_may_come_from_a_new_thread(driver, path, hot, tokens):
+    """Which has no context of the driver yet: a server answers each of its callers in one."""
+    layer, x = Layer(), x_of(tokens)
+    with ThreadPoolExecutor(1) as others:
+        first, y = others.submit(
+            torch.no_grad()(lambda: launches_of(driver, lambda: layer.call(x, path, hot)))
+        ).result()
+    again, z = launches_of(driver, lambda: layer.call(x, path, hot))
+    weights = [layer.gate, layer.up, layer.down_t, layer.gate_bias, layer.up_bias, layer.down_bias]
+    assert y.shape == z.shape and lasting(first, [x, *weights]) == lasting(again, [x, *weights])
 
 
 def swapped(value, x, other):
