@@ -72,6 +72,32 @@ def training_on_the_host(name: str) -> list[float]:
     return [times[0], times[-1]]
 
 
+def dense_training_on_the_host(name: str) -> list[float]:
+    """The least and the most times as long as dense that the path "dense" takes up to 2,048 tokens, and with 16,384."""
+    of = {"workload": "forward and backward"}
+    times = [
+        row(name, path="dense", tokens=n, **of)["ms"] / row(name, path=DENSE, tokens=n, **of)["ms"]
+        for n in (1, 16, 256, 2048, 16384)
+    ]
+    return [min(times[:-1]), max(times[:-1]), times[-1]]
+
+
+def both_records() -> list[float]:
+    (low, high, many), (less, more, now) = (
+        dense_training_on_the_host(HOST.format(day)) for day in ("26T232453", "27T030632")
+    )
+    return [low, high, less, more, many, now]
+
+
+def many_tokens() -> list[float]:
+    """Microseconds of the host for 131,072 tokens: planned and dense, before and since passes are one recording."""
+    return [
+        next(each["host_us"] for each in rows(name, path=path, tokens=131072, **DRAWN) if 25 < each["nnz"] < 33)
+        for name in ("inference-20261126T192855Z.json", "inference-20261127T030555Z.json")
+        for path in ("planned", DENSE)
+    ]
+
+
 def hot_cold_on_the_host() -> list[float]:
     found = [row(HOST.format("26T225901"), workload="forward", tokens=16384, path=p) for p in ("hot_cold 512", DENSE)]
     return [1e3 * each["ms"] for each in found]
@@ -174,16 +200,51 @@ def two_four_layer() -> list[float]:
     return [more, more + dense, held / 1e6, 1e6 * held / SLOWEST]
 
 
+SEARCHED = "2:4 (cuSPARSELt, searched, called at once)"
+
+
 def algorithms() -> list[float]:
-    dense = two_four(DENSE)["ms"]
-    return [dense / two_four(f"2:4 (torch: cuSPARSELt{how})")["ms"] for how in (", searched", "")]
+    return [two_four(DENSE)["ms"] / two_four(path)["ms"] for path in (SEARCHED, FUSED)]
 
 
 def turned_apart() -> list[float]:
     """Milliseconds of the 2:4 product with y turned as it is stored, and apart; microseconds between them, and those
-    that reading and writing y once more take at 3.0 TB/s."""
+    that reading and writing y once more take at 3.0 TB/s; ms of what is not turned, and of what was searched for."""
     at_once, apart = two_four(FUSED)["ms"], two_four(APART)["ms"]
-    return [at_once, apart, 1e3 * (apart - at_once), 1e6 * 2 * 2 * 4096**2 / 3.0e12]
+    others = [two_four(path)["ms"] for path in ("2:4 (torch: cuSPARSELt)", SEARCHED)]
+    return [at_once, apart, 1e3 * (apart - at_once), 1e6 * 2 * 2 * 4096**2 / 3.0e12, *others]
+
+
+def experts_layer() -> list[float]:
+    size, groups, taken = experts.AsExperts.sizes_of(5632)
+    assert 4 * taken == groups  # a quarter
+    moved = 2 * (5632 + 2 * taken * size) * 2048
+    return [longer("forced experts (lossy)"), moved / 1e6, 1e6 * moved / SLOWEST]
+
+
+def small_layer() -> list[float]:
+    """MB of the weights of a layer of the small trained model, and microseconds of these."""
+    one = next(row for row in rows(newest("model-paths")) if row["workload"].startswith("trained small model"))
+    held = 2 * (3 if one["gated"] else 2) * one["d_model"] * one["d_ff"]
+    return [held / 1e6, 1e6 * held / SLOWEST]
+
+
+def wide() -> list[float]:
+    """Percent of the median that the middle half of the samples is wide at most: of plain calls, and of replays."""
+    of = [row for row in rows(newest("model-paths")) if row["workload"].startswith("drawn")]
+    share = [(row["path"].endswith("(graph)"), 100 * row["wall_spread"] / row["wall_ms"]) for row in of]
+    return [max(each for graph, each in share if graph is wanted) for wanted in (False, True)]
+
+
+def looped(name: str) -> list[dict]:
+    """The loop over 64 experts, and their product as groups."""
+    return [row(name, workload="64 experts, 2 a token", path=path) for path in (DENSE, "grouped")]
+
+
+def many_experts() -> list[float]:
+    (loop, grouped), (before, then) = looped(comparison()), looped("comparison-20261123T155948Z.json")
+    times = [loop["ms"], loop["spread"], before["ms"], before["spread"], grouped["ms"], before["ms"] / then["ms"]]
+    return [*times, min(loop["samples"]), min(loop["samples"]) / grouped["ms"]]
 
 
 def predicted_layer() -> list[float]:
@@ -259,6 +320,18 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: training_on_the_host(HOST.format("26T225901")),
     ),
     ("docs/calls.md", "is not made: {:.2f} to {:.2f} times", lambda: training_on_the_host(HOST.format("26T232453"))),
+    (
+        "docs/calls.md",
+        "took {:.2f} to {:.2f} times as long as for the dense layer up to 2,048 tokens in that record, and takes {:.2f} to "
+        "{:.2f} (`host-time-20261127T030632Z.json`). With 16,384 it was {:.2f} and is {:.2f}",
+        both_records,
+    ),
+    (
+        "docs/calls.md",
+        "took the host {:.0f} us (`inference-20261126T192855Z.json`; dense {:.0f}) and take it {:.0f} "
+        "(`inference-20261127T030555Z.json`; dense {:.0f})",
+        many_tokens,
+    ),
     ("docs/calls.md", "Recorded: {:.0f} against {:.0f} for the dense layer", hot_cold_on_the_host),
     (
         "README.md",
@@ -347,8 +420,25 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
     (
         "docs/measured.md",
         "{:.3f} ms turned as it is stored, {:.3f} ms turned apart. Of the {:.0f} us between them {:.0f} are what y's bytes "
-        "take at 3.0 TB/s",
+        "take at 3.0 TB/s; torch's copy of a transpose does not reach that. Unasked, cuSPARSELt takes an algorithm that pays "
+        "for turning: its product W B, of which nothing is turned (the first line), takes {:.3f} ms, and a searched y = x "
+        "W^T takes {:.3f}",
         turned_apart,
+    ),
+    (
+        "docs/measured.md",
+        "`experts` takes {:.0f} us longer. The gate, and the quarter of up and down that a token's groups are, are {:.0f} "
+        "MB, {:.0f} us",
+        experts_layer,
+    ),
+    ("docs/measured.md", "The layers of the small trained model have {:.1f} MB of weights, {:.1f} us", small_layer),
+    ("docs/measured.md", "up to {:.0f}% of the median wide, that of the replays up to {:.1f}%", wide),
+    (
+        "docs/measured.md",
+        "{:.1f} ms in this record, with quartiles {:.1f} ms apart, {:.1f} ms and {:.1f} in "
+        "`comparison-20261123T155948Z.json`, where grouped, {:.2f} ms here, was {:.2f} times as fast. By its fastest sample "
+        "here, {:.1f} ms, it is {:.2f} times",
+        many_experts,
     ),
     (
         "docs/measured.md",

@@ -175,7 +175,7 @@ def headline(recorded: list[Record]) -> str:
 def model(recorded: list[Record]) -> str:
     """Of the newest record of a whole model: what a plain call takes, and a CUDA graph's replay, dense and planned, and
     in brackets the distance between the quartiles of the samples. What that record has left out for want of time is of
-    the one before it, in italics."""
+    an earlier one, in italics."""
     record, before = _and_before(recorded, "model")
     if record is None:
         return _nothing("milliseconds a call of the model")
@@ -207,16 +207,21 @@ def model(recorded: list[Record]) -> str:
 
 
 def _and_before(recorded: list[Record], name: str) -> tuple[Record | None, Record | None]:
-    """The newest record of this name, and, where that left something out, the one before it."""
-    record, before = newest(recorded, name), told(recorded, name)[-2:-1]
-    return record, before[0] if record and before and record.notes.get("left_out") else None
+    """The newest record of this name, and, where that left something out, the newest of those that have a row of what
+    it has not."""
+    record, of = newest(recorded, name), lambda record: {(row["workload"], row["path"]) for row in record.rows}
+    if record is None or not record.notes.get("left_out"):
+        return record, None
+    others = [each for each in told(recorded, name) if each is not record]
+    return record, next((each for each in reversed(others) if of(each) - of(record)), None)
 
 
 def model_paths(recorded: list[Record]) -> str:
     """Of the newest record of whole models on each path: for each model and path how many times as fast as the dense
-    model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; and of the first forward
-    how far results are from a float32 run, and the loss, each beside the dense model's, and how far a layer's output is
-    off. What that record has left out for want of time is of the one before it, in italics."""
+    model it is in each workload, as plain calls and, in brackets, as replays of a CUDA graph; of the first forward how
+    far results are from a float32 run, beside the dense model's, and how far a layer's output is off; and of the last
+    one with a loss that, beside the dense model's. What that record has left out for want of time is of an earlier one,
+    in italics."""
     record, before = _and_before(recorded, "model-paths")
     rows = [] if record is None else [row for row in record.rows if row["kind"] in _MODEL_KINDS]
     if record is None or not rows:
@@ -246,7 +251,10 @@ def model_paths(recorded: list[Record]) -> str:
         if both:
             error = f"{_percent(both[0]['error'])} (dense {_percent(both[1]['error'])})"
             layer = _percent(both[0]["layer_error"]) if "layer_error" in both[0] else ""
-            loss = f"{both[0]['loss']:.4f} (dense {both[1]['loss']:.4f})" if "loss" in both[0] else ""
+        for work in forwards:  # the last has the most tokens
+            both = [of.get((about, work, each), {}) for each in (path, DENSE)]
+            if all("loss" in each for each in both):
+                loss = f"{both[0]['loss']:.4f} (dense {both[1]['loss']:.4f})"
         lines.append([f"{about}: {path.removeprefix('forced ')}", *shown, error, layer, loss])
     return _markdown(lines)
 

@@ -340,6 +340,8 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| drawn: int8 (lossy) | 2.00 (3.00) | *0.50* |  |  |  |  |",
     ]
+    between = replace(cut, date=cut.date.replace("-02T", "-03T"))  # cut at the same place: the one before it helps
+    assert "*0.50*" in tables.model_paths([record("model-paths", 1, made), cut, between])
     refused = replace(
         cut, rows=[*cut.rows, record("model-paths", 2, made[4:5]).rows[0]]
     )  # dense, and nothing beside it
