@@ -12,6 +12,7 @@ nothing is stored. The first cell's "Stored figures" line is filled in with what
 from __future__ import annotations
 
 import base64
+import html
 import io
 import os
 import re
@@ -24,6 +25,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS = 300  # a cell
+SAID, FEW = 400, 8  # characters of a figure in words; bars that are all named
 UNSEEN = 12  # levels, of 255 a colour
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = "application/vnd.plotly.v1+json"
@@ -71,19 +73,53 @@ def smaller(picture: str) -> str:
 
 
 def in_words(figure: dict) -> str:
-    """A figure for those who cannot see its picture: title, axes and what is drawn, by name; 300 characters at most."""
+    """A figure for those who cannot see its picture: its title, its panels, what is drawn, from where to where, the
+    axes, and what else the title says; as much of it as goes into SAID characters."""
     layout = figure.get("layout", {})
-    titles = [layout.get("title", {}), *(layout.get("annotations") or [])[:6]]
-    axes = [axis.get("title", {}) for name, axis in sorted(layout.items()) if name[:5] in ("xaxis", "yaxis")]
-    named = [{"text": trace["name"]} for trace in figure.get("data", []) if trace.get("name")]
-    parts = [
-        ", ".join(
-            dict.fromkeys(text for each in some if (text := re.sub("<[^>]*>", " ", each.get("text") or "").strip()))
-        )
-        for some in (titles[:1] if titles[0].get("text") else titles, axes, named)
+    title, *more = lines_of(layout.get("title", {}).get("text")) or [""]
+    beside = [each for each in layout.get("annotations") or [] if each.get("xref", "paper") == "paper"]
+    notes = [line for each in beside for line in lines_of(each.get("text"))[:1]]
+    axes = [
+        axis.get("title", {}).get("text") for name, axis in sorted(layout.items()) if name[:5] in ("xaxis", "yaxis")
     ]
-    said = "; ".join(f"{what}{part}" for what, part in zip(("", "axes: ", "drawn: "), parts) if part)
-    return " ".join(said.split())[:300]
+    drawn = [drawn_in_words(trace) for trace in figure.get("data", [])]
+    parts = (
+        ("", [title]),
+        ("panels: " if title else "", dict.fromkeys(notes[:6])),
+        ("drawn: ", dict.fromkeys(drawn)),
+        ("axes: ", dict.fromkeys(line for each in axes for line in lines_of(each))),
+        ("", more),
+    )
+    said = "; ".join(what + ", ".join(filter(None, some)) for what, some in parts if any(some))
+    return said if len(said) <= SAID else re.sub(r"[,;][^,;]*$", "", said[:SAID])
+
+
+def lines_of(text: str | None) -> list[str]:
+    """The lines of a title of Plotly's, without its tags."""
+    text = re.sub(r"(?<=\d)<sup>(-?\d+)</sup>", r"^\1", text or "")
+    lines = (html.unescape(re.sub("<[^>]*>", " ", line)) for line in text.split("<br>"))
+    return [line for line in (" ".join(each.split()) for each in lines) if line]
+
+
+def drawn_in_words(trace: dict) -> str:
+    """A curve's or bars' name with the first and the last value and their places, all values of a few bars that have no
+    name; "" for what has neither."""
+    name = ", ".join(lines_of(trace.get("name")))
+    x, y = trace.get("x") or [], trace.get("y") or []
+    pairs = zip(y, x) if trace.get("orientation") == "h" else zip(x, y)
+    numbers = [f"{short(value)} at {short(place)}" for place, value in pairs if isinstance(value, (int, float))]
+    if trace.get("type") == "bar" and not name and len(numbers) <= FEW:
+        return ", ".join(numbers)
+    if not name or not numbers or trace.get("type") not in ("bar", "scatter"):
+        return name
+    return f"{name} {' to '.join(dict.fromkeys((numbers[0], numbers[-1])))}"
+
+
+def short(value) -> str:
+    """A number with three digits, a name as it is."""
+    if not isinstance(value, (int, float)):
+        return " ".join(lines_of(str(value)))
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def tidy(notebook) -> None:

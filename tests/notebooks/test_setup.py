@@ -150,21 +150,34 @@ def test_storing_stamps_the_first_cell_and_says_where_a_widget_is(store):
 def test_a_stored_figure_is_put_into_words(store):
     figure = {
         "layout": {
-            "title": {"text": "Bytes<br><sup>yours, now</sup>"},
+            "title": {"text": "Bytes &lt; 10<sup>12</sup><br><sup>yours, now</sup>"},
             "xaxis": {"title": {"text": "format"}},
-            "annotations": [{"text": "beside it"}],
+            "annotations": [{"text": "beside it"}, {"text": "on a bar", "xref": "x"}],
         },
-        "data": [{"name": "dense"}, {"name": "CSR"}, {"name": "dense"}, {}],
+        "data": [
+            {"name": "dense"},
+            {"name": "CSR", "type": "bar", "x": ["read", "written"], "y": [0.12345, None]},
+            {"name": "ELL", "type": "scatter", "x": [1, 2, 3], "y": [4, 5, 12345.6]},
+            {"name": "COO", "type": "bar", "orientation": "h", "x": [7], "y": ["<b>held</b>"]},
+            {"name": "dense"},
+            {"type": "bar", "x": ["a", "b"], "y": [2, 3]},
+            {},
+        ],
     }
     notebook = stored(
         ("stream", {"name": "stdout", "text": "ab\n"}), ("display_data", {"data": {FIGURE: figure, PICTURE: ""}})
     )
     store.tidy(notebook)
     words = notebook.cells[2].outputs[1].metadata[PICTURE]["alt"]
-    assert words == "Bytes yours, now; axes: format; drawn: dense, CSR"
+    assert words == (
+        "Bytes < 10^12; panels: beside it; drawn: dense, CSR 0.123 at read, ELL 4 at 1 to 12,346 at 3, COO 7 at held, 2 at a, 3 at b; "
+        "axes: format; yours, now"
+    )
     assert store.in_words(figure | {"layout": {"annotations": [{"text": "first"}, {"text": "second"}]}}).startswith(
         "first, second; drawn"
     )
+    many = store.in_words({"data": [{"name": f"curve {i} of some length"} for i in range(100)]})
+    assert many.startswith("drawn: curve 0") and many.endswith("of some length") and 370 < len(many) <= store.SAID
 
 
 @pytest.mark.parametrize(
