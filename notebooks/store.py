@@ -77,8 +77,12 @@ def in_words(figure: dict) -> str:
     axes, and what else the title says; as much of it as goes into SAID characters."""
     layout = figure.get("layout", {})
     title, *more = lines_of(layout.get("title", {}).get("text")) or [""]
-    beside = [each for each in layout.get("annotations") or [] if each.get("xref", "paper") == "paper"]
-    notes = [line for each in beside for line in lines_of(each.get("text"))[:1]]
+    notes = [
+        line
+        for each in layout.get("annotations") or []
+        if each.get("xref", "paper") == each.get("yref", "paper") == "paper"  # others stand at a value
+        for line in lines_of(each.get("text"))[:1]
+    ]
     axes = [
         axis.get("title", {}).get("text") for name, axis in sorted(layout.items()) if name[:5] in ("xaxis", "yaxis")
     ]
@@ -102,13 +106,14 @@ def lines_of(text: str | None) -> list[str]:
 
 
 def drawn_in_words(trace: dict) -> str:
-    """A curve's or bars' name with the first and the last value and their places, all values of a few bars that have no
-    name; "" for what has neither."""
+    """A curve's or bars' name with the first and the last value and their places, all values of a few bars or points that
+    have no name; "" for what has neither."""
     name = ", ".join(lines_of(trace.get("name")))
     x, y = trace.get("x") or [], trace.get("y") or []
     pairs = zip(y, x) if trace.get("orientation") == "h" else zip(x, y)
     numbers = [f"{short(value)} at {short(place)}" for place, value in pairs if isinstance(value, (int, float))]
-    if trace.get("type") == "bar" and not name and len(numbers) <= FEW:
+    apart = trace.get("type") == "bar" or trace.get("mode") == "markers"
+    if apart and not name and len(numbers) <= FEW:
         return ", ".join(numbers)
     if not name or not numbers or trace.get("type") not in ("bar", "scatter"):
         return name
