@@ -80,7 +80,7 @@ def in_words(figure: dict) -> str:
     notes = [
         line
         for each in layout.get("annotations") or []
-        if each.get("xref", "paper") == each.get("yref", "paper") == "paper"  # others stand at a value
+        if each.get("xref") == each.get("yref") == "paper"  # others stand at a value
         for line in lines_of(each.get("text"))[:1]
     ]
     axes = [
@@ -106,8 +106,8 @@ def lines_of(text: str | None) -> list[str]:
 
 
 def drawn_in_words(trace: dict) -> str:
-    """A curve's or bars' name with the first and the last value and their places, all values of a few bars or points that
-    have no name; "" for what has neither."""
+    """A curve's or bars' name with the first and the last value and their places, all values of a few bars or points
+    that have no name; "" for what has neither."""
     name = ", ".join(lines_of(trace.get("name")))
     x, y = trace.get("x") or [], trace.get("y") or []
     pairs = zip(y, x) if trace.get("orientation") == "h" else zip(x, y)

@@ -148,11 +148,12 @@ def test_storing_stamps_the_first_cell_and_says_where_a_widget_is(store):
 
 
 def test_a_stored_figure_is_put_into_words(store):
+    paper = {"xref": "paper", "yref": "paper"}
     figure = {
         "layout": {
             "title": {"text": "Bytes &lt; 10<sup>12</sup><br><sup>yours, now</sup>"},
             "xaxis": {"title": {"text": "format"}},
-            "annotations": [{"text": "beside it"}, {"text": "on a bar", "xref": "x"}],
+            "annotations": [{"text": "beside it", **paper}, {"text": "on a bar", "xref": "x"}],
         },
         "data": [
             {"name": "dense"},
@@ -173,9 +174,8 @@ def test_a_stored_figure_is_put_into_words(store):
         "Bytes < 10^12; panels: beside it; drawn: dense, CSR 0.123 at read, ELL 4 at 1 to 12,346 at 3, COO 7 at held, 2 at a, 3 at b; "
         "axes: format; yours, now"
     )
-    assert store.in_words(figure | {"layout": {"annotations": [{"text": "first"}, {"text": "second"}]}}).startswith(
-        "first, second; drawn"
-    )
+    two = [{"text": text, **paper} for text in ("first", "second")]
+    assert store.in_words(figure | {"layout": {"annotations": two}}).startswith("first, second; drawn")
     many = store.in_words({"data": [{"name": f"curve {i} of some length"} for i in range(100)]})
     assert many.startswith("drawn: curve 0") and many.endswith("of some length") and 370 < len(many) <= store.SAID
 
