@@ -14,6 +14,7 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     points = [trace for trace in figure.data if trace.mode == "markers"]
     assert [trace.name for trace in points] == [figures.VERSIONS.get(p["name"], p["name"]) for p in found]
     assert WHERE in figure.layout.title.text
+    assert {"version 1", "version 2", "version 3"} <= {note.text for note in figure.layout.annotations}
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
     assert len({(trace.marker.symbol, trace.marker.color) for trace in points}) == len(points)
@@ -34,6 +35,7 @@ def test_the_pool_shows_who_lies_where():
     assert figure.layout.title.text == "4 rows, one tile: who finds room in the pool"
     owners = [line for line in figure.data[2].customdata[0]]
     assert owners[:9] == ["row 0"] * 9 and owners[9:11] == ["row 2"] * 2 and owners[11] == "row 3, lost: never read"
+    assert {"row 0", "row 3, lost:<br>never read"} <= {note.text for note in figure.layout.annotations}
     assert list(figure.data[0].y) == [31, 10, 31, 31] and list(figure.data[1].text) == ["", "", "", "lost"]
     assert figures.pool_segment(roofline.pool_table([3, 4])).data[2].z[0].count(None) == 64
 

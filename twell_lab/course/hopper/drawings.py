@@ -255,9 +255,9 @@ def row_of_words(gate: Tensor) -> go.Figure:
         (*map(_pale, LANES), "#BBBBBB"),
         text=[[*text, *[""] * unused]],
         texttemplate="%{text}",
-        textfont={"size": 10, "color": plots.INK},
+        textfont={"size": 9, "color": plots.INK},  # three digits leave a gap to the next word's
         hoverinfo="skip",
-        xgap=2,
+        xgap=3,
         row=2,
         col=1,
     )

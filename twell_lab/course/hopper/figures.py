@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 
 from ... import plots
 from ..drawing import nothing
-from ..recorded import sources
 from .data import FEW, FUSED, PLANNED, TORCH, TWELL, by_nnz, estimate
 
 PATHS = {PLANNED: plots.BLUE, "planned compiled": plots.SKY, TWELL: plots.RED, TORCH: plots.INK, FUSED: plots.GREY}
@@ -65,14 +64,14 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     figure.update_layout(barmode="group", scattermode="group")
     figure.update_xaxes(title_text="neurons that fire for a token, mean (of 5,632)", type="category")
     figure.update_yaxes(title_text="ms", rangemode="tozero")
-    return _from(figure, title, sources([*found, *own]), 420)
+    return _from(figure, title, [*found, *own], 420)
 
 
 def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
     """Recorded milliseconds over the mean nnz, with the floor of the dense layer and the estimate of TwELL as lines.
 
     rows: `data.recorded`."""
-    title = f"{tokens:,} tokens: TwELL takes longer the more neurons fire"
+    title = f"{tokens:,} tokens: a layer's time, by neurons that fire"
     found = by_nnz(rows, tokens)
     if not found:
         return nothing(title)
@@ -101,14 +100,14 @@ def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
         )
     ticks = [nnz for nnz, _ in found.get(TWELL, found[next(iter(found))])]
     figure.update_xaxes(
-        title_text="neurons that fire for a token, mean (of 5,632)",
+        title_text="neurons that fire for a token, mean, of 5,632 (log scale)",
         type="log",
         tickvals=ticks,
         ticktext=[f"{tick:.0f}" for tick in ticks],
     )
     most = max(ms for points in found.values() for _, ms in points)
     figure.update_yaxes(title_text="ms", range=[0, 1.25 * most])
-    return _from(figure, title, sources(rows), 420)
+    return _from(figure, title, rows, 420)
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
@@ -180,8 +179,8 @@ def loss_map(cells: list[dict]) -> go.Figure:
         range=[-0.7, first - 0.7],
     )
     figure.update_yaxes(showgrid=False, type="category")
-    where = f"{sources(cells)}; up to {FEW} tokens replayed from a CUDA graph; the README counts plain calls"
-    figure = _from(figure, title, where, 200 + 32 * len(order))
+    also = f"up to {FEW} tokens replayed from a CUDA graph; the README counts plain calls"
+    figure = _from(figure, title, cells, 200 + 32 * len(order), also)
     figure.update_layout(margin_l=120)
     return figure.update_annotations(font_size=11)
 
@@ -221,17 +220,20 @@ def host_share(rows: list[dict]) -> go.Figure:
         )
     counts = sorted({row["tokens"] for row in rows})
     ticks = {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
-    figure.update_xaxes(title_text="tokens", type="log", **ticks)
+    figure.update_xaxes(title_text="tokens (log scale)", type="log", **ticks)
     figure.update_yaxes(title_text="% of the wall time", range=[0, 104])
-    return _from(figure, title, sources(rows), 330)
+    return _from(figure, title, rows, 330)
 
 
-def _from(figure: go.Figure, title: str, where: str, height: int) -> go.Figure:
-    """The usual style, with a second line below the title that says where the numbers are from, and the legend below
-    the plot, where it covers neither."""
-    figure = plots.styled(figure, f"{title}<br><sub>{where}</sub>", height=height + 40)
+def _from(figure: go.Figure, title: str, rows: list[dict], height: int, *also: str) -> go.Figure:
+    """The usual style, with lines below the title: each different `where` of the rows, and `also`. The legend is below
+    the plot, where it covers neither. height: with one such line."""
+    told = [*dict.fromkeys(row["where"] for row in rows), *also]
+    more = 16 * (len(told) - 1)
+    full = height + 40 + more
+    figure = plots.styled(figure, f"{title}<br><sub>{'<br>'.join(told)}</sub>", height=full)
     return figure.update_layout(
-        margin={"t": 85, "b": 100},
-        title={"y": 1 - 34 / (height + 40), "yanchor": "middle"},
+        margin={"t": 85 + more, "b": 100},
+        title={"y": 1 - 34 / full, "yanchor": "middle"},
         legend={"y": -75 / (height - 145), "yanchor": "top"},
     )

@@ -21,6 +21,7 @@ VERSIONS = {  # of data.versions, as the figure calls them
     "sm90 gate_pack v2": "version 2: clusters",
     "sm90 gate_pack v3": "version 3: packs beside",
 }
+LOST = "#CCCCCC"  # the excess of a row that found no room
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
 
 
@@ -71,20 +72,38 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
                 "symbol": SYMBOLS[number % len(SYMBOLS)],
                 "size": max(6, 20 - 2 * number),  # versions that lie on one spot are seen, one within another
                 "color": GROUPS.get(p["group"], plots.INK),
-                "opacity": 0.85,
+                "line": {"color": "white", "width": 1},
             },
             customdata=[[1e3 * p["seconds"], p["where"]]],
             hovertemplate="%{x:.3g} operations a byte, %{y:.3g} TFLOP/s (%{customdata[0]:.3g} ms, %{customdata[1]})",
         )
+    ours = [(p["operations"] / p["seconds"] / 1e12, p) for p in points if " v" in p["name"]]  # on nearly one spot
+    for i, (rate, p) in enumerate(sorted(ours, key=lambda each: -each[0])):
+        figure.add_annotation(
+            x=math.log10(p["operations"] / p["bytes"]),
+            y=math.log10(rate),
+            text=VERSIONS.get(p["name"], p["name"]).partition(":")[0],
+            ax=32,
+            ay=4 + 16 * i,
+            xanchor="left",
+            arrowhead=0,
+            arrowwidth=1,
+            arrowcolor=plots.GREY,
+            font={"size": 11},
+        )
     figure.update_xaxes(
-        title_text="operations for each byte of memory",
+        title_text="operations for each byte of memory (log scale)",
         type="log",
         range=[math.log10(v) for v in span],
         tickvals=[1, 10, 100, 1000, 10000],
         ticktext=["1", "10", "100", "1,000", "10,000"],
     )
     figure.update_yaxes(
-        title_text="10<sup>12</sup> operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3]
+        title_text="10<sup>12</sup> operations a second (log scale)",
+        type="log",
+        tickvals=[1, 10, 100, 1000],
+        ticktext=["1", "10", "100", "1,000"],
+        range=[-0.6, 3.3],
     )
     figure = plots.styled(figure, f"{title}<br><sub>{sources(points)}</sub>", height=480)
     return figure.update_layout(legend=BESIDE | {"groupclick": "toggleitem"}, margin={"r": 230, "t": 95})
@@ -135,8 +154,7 @@ def pool_segment(rows: list[dict]) -> go.Figure:
     )
     over = [row for row in rows if row["excess"]]
     colour = {
-        row["row"]: plots.COLOURS[i % len(plots.COLOURS)] if not row["lost"] else plots.GREY
-        for i, row in enumerate(over)
+        row["row"]: plots.COLOURS[i % len(plots.COLOURS)] if not row["lost"] else LOST for i, row in enumerate(over)
     }
     x = [row["row"] for row in rows]
     figure.add_bar(
@@ -176,6 +194,20 @@ def pool_segment(rows: list[dict]) -> go.Figure:
         col=1,
         hovertemplate="word %{x}: %{customdata}<extra></extra>",
     )
+    for row in over:
+        first, last = row["start"], min(row["end"], POOL_WORDS)
+        text = f"row {row['row']}" + ", lost:<br>never read" * bool(row["lost"])
+        if 4 <= last - first and (not row["lost"] or 8 <= last - first):  # words: only where it has room
+            figure.add_annotation(
+                x=(first + last - 1) / 2,
+                y=0,
+                text=text,
+                showarrow=False,
+                font={"color": plots.INK if row["lost"] else "white"},
+                bgcolor=colour[row["row"]],
+                row=2,
+                col=1,
+            )
     figure.update_xaxes(title_text="row of the group", dtick=1, row=1, col=1)
     figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False, row=2, col=1)
     figure.update_yaxes(visible=False, row=2, col=1)
