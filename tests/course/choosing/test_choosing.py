@@ -330,6 +330,10 @@ def test_the_winners():
     drawn = figures.winners(MAP)
     left, right = (trace for trace in drawn.data if trace.type == "heatmap")
     assert [*left.text[0]] == ["2", "1"]
+    names = [trace for trace in drawn.data if trace.type == "scatter" and trace.mode == "text"]
+    said = {text for trace in names if trace.xaxis == left.xaxis for text in trace.text}
+    assert said == {"packed<br><b>2</b>", "dense<br><b>1</b>"}  # not by colour alone
+    assert set(figures._SHORT) == set(methods.METHODS)
     assert left.x == ("1", "64") and left.y == ("1%", "50%") and left.z[1][0] is None
     assert {trace.name for trace in drawn.data if trace.type == "scatter"} == {
         methods.DENSE,

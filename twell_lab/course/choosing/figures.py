@@ -23,6 +23,15 @@ COLOUR = {
     PREDICTED: plots.RED,
     GROUPED: plots.SKY,
 }
+_SHORT = {  # of a cell's width
+    DENSE: "dense",
+    PACKED: "packed",
+    SPLIT: "hot and cold",
+    TILES: "micro-tiles",
+    EXPERTS: "experts",
+    PREDICTED: "predicted",
+    GROUPED: "grouped",
+}
 _KINDS = (  # what works() tells apart
     ("not computed", "#F7F7F7"),
     ("computed for nothing", plots.SKY),
@@ -75,7 +84,7 @@ def occupied(rows: list[dict]) -> go.Figure:
                 hovertemplate="%{x} tokens: %{y:.1f}%<extra></extra>",
             )
     figure.update_xaxes(
-        type="log", tickvals=sorted({row["height"] for row in rows}), title_text="height of a tile, tokens"
+        type="log", tickvals=sorted({row["height"] for row in rows}), title_text="height of a tile, tokens (log scale)"
     )
     figure.update_yaxes(range=[0, 103], title_text="columns that hold anything, %")
     title = "The taller a tile, the fewer are empty<br><sup>solid: counted; dotted: if firing were random</sup>"
@@ -114,9 +123,10 @@ def products(rows: list[dict]) -> go.Figure:
                 hovertemplate="%{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
             )
     ticks = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
-    figure.update_xaxes(type="log", autorange="reversed", title_text="zeros")
+    figure.update_xaxes(type="log", autorange="reversed", title_text="zeros (log scale)")
     figure.update_xaxes(tickvals=ticks, ticktext=[f"{100 * (1 - each):g}%" for each in ticks])
-    figure.update_yaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
+    figure.update_yaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 5, 10, 20, 50])
+    figure.update_yaxes(title_text="times as fast as dense (log scale)")
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
     figure = plots.styled(figure, f"A product in micro-tiles<br><sup>{sources(made)}</sup>", height=450)
     return figure.update_layout(margin={"t": 70, "b": 120}, legend={"y": -0.25, "yanchor": "top"})
@@ -144,8 +154,13 @@ def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
     figure.update_yaxes(title_text="ms", rangemode="tozero")
     beside = data.proportion_sentence(recorded)
     said = sources(rows) + f"<br>{beside}" * bool(beside)
-    figure = plots.styled(figure, f"A layer on a padded batch<br><sup>{said}</sup>", height=410)
-    return figure.update_layout(margin={"t": 110 if beside else 70, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
+    top = 60 + 20 * len(said.split("<br>"))
+    figure = plots.styled(figure, f"A layer on a padded batch<br><sup>{said}</sup>", height=330 + top)
+    return figure.update_layout(
+        margin={"t": top, "b": 90},
+        legend={"y": -0.22, "yanchor": "top"},
+        title={"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 20}},
+    )
 
 
 def firing(shares, times: float | None) -> go.Figure:
@@ -230,10 +245,10 @@ def experts(rows: list[dict]) -> go.Figure:
     figure.update_xaxes(
         type="log",
         tickvals=sorted({row["experts"] for row in rows}),
-        title_text="experts; their weights together stay the same",
+        title_text="experts (log scale); their weights together stay the same",
     )
     figure.update_yaxes(type="log", tickvals=[0.2, 0.5, 1, 2, 5, 10, 20, 50])
-    figure.update_yaxes(title_text="ms", col=1)
+    figure.update_yaxes(title_text="ms (log scale)", col=1)
     title = f"Two experts a token, computed in three ways<br><sup>{sources(rows)}</sup>"
     figure = plots.styled(figure, title, height=410).update_annotations(font_size=12)
     return figure.update_layout(margin={"t": 90, "b": 90}, legend={"y": -0.22, "yanchor": "top"})
@@ -276,8 +291,9 @@ def one_token(rows: list[dict]) -> go.Figure:
                 hovertemplate="%{x:.2g}%: %{y:.2f} times as fast<extra></extra>",
             )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
-    figure.update_xaxes(type="log", title_text="neurons that fire, or are chosen, %", **_percents(rows))
-    figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20, 50], title_text="times as fast as dense")
+    figure.update_xaxes(type="log", title_text="neurons that fire, or are chosen, % (log scale)", **_percents(rows))
+    figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20, 50])
+    figure.update_yaxes(title_text="times as fast as dense (log scale)")
     figure = plots.styled(figure, f"One token<br><sup>{sources(rows)}</sup>", height=430)
     return figure.update_layout(margin={"t": 70, "b": 110}, legend={"y": -0.2, "yanchor": "top"})
 
@@ -325,14 +341,27 @@ def winners(rows: list[dict]) -> go.Figure:
             x=[f"{each:,}" for each in tokens],
             y=[f"{100 * each:.2g}%" for each in shares],
             text=text,
-            texttemplate="%{text}",
-            textfont={"size": 14},
             xgap=2,
             ygap=2,
             hovertemplate="%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>",
             row=line,
             col=column,
         )
+        for method in METHODS:  # the cells' names, in a colour that is read on theirs
+            mine = [at for at in best if best[at]["method"] == method]
+            if mine:
+                figure.add_scatter(
+                    x=[f"{count:,}" for _, count in mine],
+                    y=[f"{100 * share:.2g}%" for share, _ in mine],
+                    text=[f"{_SHORT[method]}<br><b>{best[at]['x_dense']:.2g}</b>" for at in mine],
+                    mode="text",
+                    textfont={"size": 12, "color": "white" if method == PACKED else plots.INK},
+                    name=method,
+                    showlegend=False,
+                    hoverinfo="skip",
+                    row=line,
+                    col=column,
+                )
     for method in METHODS:
         if any(row["method"] == method for best in panels.values() for row in best.values()):
             legend_key(figure, method, COLOUR[method])
