@@ -1,5 +1,7 @@
 """The figures of notebook 11 show the numbers they were given, and say so where there are none."""
 
+import math
+
 import pytest
 
 from tests.course.backward.test_measured import RATES, WHERE, compared, models, placed
@@ -48,7 +50,10 @@ def test_lists_show_the_same_pairs_both_ways():
 def test_memory_stacks_every_tensor():
     sizes = {"dense": backward.dense_saved(16384, 2048, 5632), "sparse": backward.sparse_saved(16384, 2048, 5632)}
     figure = figures.memory(sizes, "a title")
-    assert {trace.name.split(":")[0] for trace in figure.data} == set(sizes["dense"]) | set(sizes["sparse"])
+    names, rows = set(sizes["dense"]) | set(sizes["sparse"]), {"spans", "kept", "lost"}
+    assert {trace.name.split(":")[0] for trace in figure.data} == names - rows | {"lists of rows"}
+    thin = figure.data[-1]  # what is too thin to be seen says its size
+    assert thin.name.endswith(", 0.25 MiB") and thin.x[1] == sum(sizes["sparse"][name] for name in rows) / 2**20
     assert sum(trace.x[0] for trace in figure.data) == 592
     assert [note.text for note in figure.layout.annotations] == [" 592 MiB", " 103 MiB"]
 
@@ -119,7 +124,12 @@ def test_a_layer_that_switches_changes_its_line():
     assert [trace.line.dash for trace in lines] == ["dot", "solid", "dot", "solid"] and list(lines[1].x) == [20, 30]
     (marks,) = [trace for trace in figure.data if trace.mode == "markers"]
     assert list(marks.x) == [20, 30, 40]
-    figures.switching([row | {"nnz": [0.0, 1.0]} for row in history], 32, 6.0)  # silence has no place on a log axis
+    kept = [trace for trace in figure.data if trace.xaxis == "x2"]
+    assert [trace.line.shape for trace in kept] == ["vh"]  # the first step after a change is the first of other bytes
+    assert figure.layout.yaxis.title.text == "neurons firing for a token, of 32 (log scale)"
+    assert [note.y for note in figure.layout.annotations if note.text == "break-even"] == [math.log10(6)]
+    silent = figures.switching([row | {"nnz": [0.0, 1.0]} for row in history], 32, 6.0)
+    assert "log" not in silent.layout.yaxis.title.text  # silence has no place on a log axis
     with pytest.raises(InputError, match="empty"):
         figures.switching([], 32, 6.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -179,25 +181,24 @@ TENSORS = {
     "down_t": "#BDBDBD",
     "words": plots.RED,
     "ups": plots.ORANGE,
-    "spans": plots.PURPLE,
-    "kept": "#7F3C8D",
-    "lost": plots.INK,
+    "lists of rows": plots.PURPLE,
 }
-
+OF_ROWS = ("spans", "kept", "lost")  # where rows lie, how many of each are kept, which did not fit: thin, so one part
 
 SAID = {
     "down_t": "down_t: Wd transposed",
     "words": "words: g and its neuron",
     "ups": "ups: u",
-    "spans": "spans: where rows lie",
-    "kept": "kept: how many of each row",
-    "lost": "lost: rows that did not fit",
+    "lists of rows": "lists of rows: " + ", ".join(OF_ROWS),
 }
 
 
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
-    """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes."""
+    """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes.
+
+    The lists of rows are drawn as one."""
     figure = go.Figure()
+    sizes = {way: _rows_as_one(each) for way, each in sizes.items()}
     most = max(sum(each.values()) for each in sizes.values()) / 2**20
     for name in dict.fromkeys(name for each in sizes.values() for name in each):
         x = [each.get(name, 0) / 2**20 for each in sizes.values()]
@@ -205,7 +206,7 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
             y=list(sizes),
             x=x,
             orientation="h",
-            name=SAID.get(name, name),
+            name=SAID.get(name, name) + f", {max(x):.2g} MiB" * (max(x) < 0.002 * most),  # too thin to be seen
             marker_color=TENSORS.get(name, plots.GREY),
             text=[name if value > 0.05 * most else "" for value in x],
             textposition="inside",
@@ -224,6 +225,12 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     return figure.update_layout(
         margin={"t": 45, "b": 140}, legend={"traceorder": "normal", "y": -0.32, "yanchor": "top"}
     )
+
+
+def _rows_as_one(sizes: dict[str, int]) -> dict[str, int]:
+    merged = {name: size for name, size in sizes.items() if name not in OF_ROWS}
+    lists = [sizes[name] for name in OF_ROWS if name in sizes]
+    return merged | ({"lists of rows": sum(lists)} if lists else {})
 
 
 PARTS = {
@@ -477,16 +484,23 @@ def models(found: list[dict]) -> go.Figure:
     if not found:
         note(figure, "no whole model is recorded in this checkout")
     figure.update_yaxes(title_text="times as fast as torch's dense model", rangemode="tozero")
-    title = f"A training step of whole models<br><sup>{sources(found)}</sup>"
-    figure = plots.styled(figure, title, height=400)
-    return figure.update_layout(barmode="group", margin={"t": 70, "b": 100}, legend={"y": -0.2, "yanchor": "top"})
+    told = [*dict.fromkeys(each["where"] for each in found)]
+    title, more = f"A training step of whole models<br><sup>{'<br>'.join(told)}</sup>", 20 * len(told)
+    figure = plots.styled(figure, title, height=390 + more)
+    return figure.update_layout(
+        barmode="group",
+        margin={"t": 60 + more, "b": 100},
+        title={"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 20}},
+        legend={"y": -0.2, "yanchor": "top"},
+    )
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     """A run in which layers change their path: neurons firing by layer, and the bytes kept for the backward pass.
 
     history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which a layer
-    becomes sparse. A line is dotted while its layer is dense, and a diamond marks a change of path.
+    becomes sparse. A line is dotted while its layer is dense, and a diamond marks a change of path. A change is made
+    after its step, so the bytes of a row are drawn from the step of the row before on.
     """
     if not history:
         raise InputError("history is empty; at least one {step, nnz, paths, bytes} is accepted")
@@ -495,7 +509,7 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
         cols=2,
         column_widths=[0.64, 0.36],
         horizontal_spacing=0.13,
-        subplot_titles=["neurons firing for a token", "kept for backward, MiB, before a change"],
+        subplot_titles=["dotted: dense; solid: sparse; diamond: a change", "kept from forward to backward"],
     )
     steps = [row["step"] for row in history]
     for number, colour in zip(range(len(history[0]["nnz"])), plots.COLOURS, strict=False):
@@ -529,12 +543,23 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
                 col=1,
                 hovertemplate=f"{name} changes its path in step %{{x}}<extra></extra>",
             )
+    low = 0.7 * min(min(min(row["nnz"]) for row in history), limit)
     figure.add_hline(y=limit, line={"color": plots.INK, "width": 1, "dash": "dash"}, row=1, col=1)
+    figure.add_annotation(
+        x=steps[-1],
+        y=math.log10(limit) if low > 0 else limit,
+        text="break-even",
+        showarrow=False,
+        xanchor="right",
+        yanchor="bottom",
+        row=1,
+        col=1,
+    )
     figure.add_scatter(
         x=steps,
         y=[row["bytes"] / 2**20 for row in history],
         mode="lines",
-        line={"color": plots.INK, "shape": "hv"},
+        line={"color": plots.INK, "shape": "vh"},
         showlegend=False,
         row=1,
         col=2,
@@ -542,12 +567,15 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     )
     figure.update_xaxes(title_text="step")
     ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500]
-    low = 0.7 * min(min(min(row["nnz"]) for row in history), limit)
     if low > 0:
         figure.update_yaxes(type="log", tickvals=ticks, row=1, col=1)
-    scale = ", log scale" if low > 0 else ""
-    figure.update_yaxes(title_text=f"of {d_ff} (dashed: break-even{scale})", row=1, col=1)
-    figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure = plots.styled(figure, "Dotted: dense; solid: sparse; diamond: the layer changes its path", height=420)
+    name = f"neurons firing for a token, of {d_ff}" + " (log scale)" * (low > 0)
+    figure.update_yaxes(title_text=name, row=1, col=1)
+    figure.update_yaxes(title_text="MiB", rangemode="tozero", row=1, col=2)
+    figure = plots.styled(
+        figure,
+        "A run whose layers change over",
+        height=420,
+    )
     figure.update_annotations(font_size=12)
     return figure.update_layout(margin_t=110, legend={"y": 1.09})
