@@ -380,10 +380,13 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
         text="torch's dense layer",
         font={"size": 11},
     )
-    figure.update_xaxes(title_text="tokens", type="log", tickvals=sorted(ticks), tickformat=",d")
+    figure.update_xaxes(title_text="tokens (log scale)", type="log", tickvals=sorted(ticks), tickformat=",d")
     marks = [0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32]
     figure.update_yaxes(
-        title_text="times as fast as dense", type="log", tickvals=marks, ticktext=[f"{mark:g}x" for mark in marks]
+        title_text="times as fast as dense (log scale)",
+        type="log",
+        tickvals=marks,
+        ticktext=[f"{mark:g}x" for mark in marks],
     )
     lines = len(figure.data)
     figure = styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + 22 * lines)

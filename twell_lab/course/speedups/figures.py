@@ -155,7 +155,15 @@ def pieces(found: list[dict]) -> go.Figure:
                 customdata=[piece[key] for piece in shown],
                 orientation="h",
                 name=name,
-                marker={"color": colour, "line": {"color": plots.GREY, "width": 1 if key == "wait" else 0}},
+                marker={
+                    "color": colour,
+                    "line": {"color": plots.GREY, "width": 1 if key == "wait" else 0},
+                    "pattern": {
+                        "shape": "/" if key == "rest" else "",
+                        "fgcolor": "white",
+                        "size": 6,
+                    },  # not colour alone
+                },
                 hovertemplate=f"{name}: %{{customdata:.3g}} ms, %{{x:.0f}}%<extra></extra>",
             )
     for name, piece in zip(names, shown):
