@@ -245,7 +245,7 @@ def experts(rows: list[dict]) -> go.Figure:
     figure.update_xaxes(
         type="log",
         tickvals=sorted({row["experts"] for row in rows}),
-        title_text="experts (log scale); their weights together stay the same",
+        title_text="experts, as many weights in all (log scale)",
     )
     figure.update_yaxes(type="log", tickvals=[0.2, 0.5, 1, 2, 5, 10, 20, 50])
     figure.update_yaxes(title_text="ms (log scale)", col=1)
