@@ -23,6 +23,9 @@ def test_loss_against_nnz_has_every_run_once(rows):
         [row["config"]["l1"] for row in sweep.pressed(rows)[1:]]
     )
     assert "recorded somewhere" in figure.layout.title.text
+    named = [text for trace in figure.data if trace.name == "another seed" for text in trace.text if text]
+    assert named == [f"no L1, {row['label']}" for row in rows if row["label"].startswith("seed ")]
+    assert "the twin, without L1" in [note.text for note in figure.layout.annotations]
     wanted = next(shape for shape in figure.layout.shapes if shape.type == "rect")
     twin = sweep.twin(rows)
     assert wanted.x1 == pytest.approx(0.03 * 2048) and wanted.y1 == pytest.approx(
@@ -42,6 +45,7 @@ def test_the_picked_run_stands_out_and_its_layers_are_drawn(rows):
     assert list(figure.data[-1].y) == [layer["nnz"] for layer in runs[4]["layers"]]
     assert (
         figure.layout.title.text.startswith(f"{figures.short(runs[4])}: ")
+        and "% against the twin<br>" in figure.layout.title.text
         and "recorded somewhere" in figure.layout.title.text
     )
 

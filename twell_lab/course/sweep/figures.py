@@ -45,7 +45,13 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
         line_width=0,
         layer="below",
     )
-    figure.add_hline(y=loss, line={"color": plots.GREY, "width": 1, "dash": "dot"})
+    figure.add_hline(
+        y=loss,
+        line={"color": plots.GREY, "width": 1, "dash": "dot"},
+        annotation_text="the twin, without L1",
+        annotation_position="bottom right",
+        annotation_font_size=11,
+    )
     figure.add_scatter(
         x=[row["mean_nnz"] for row in runs],
         y=[row["validation_bits_per_byte"] for row in runs],
@@ -71,7 +77,10 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
                 x=[row["mean_nnz"] for row in some],
                 y=[row["validation_bits_per_byte"] for row in some],
                 name=name,
-                mode="markers",
+                mode="markers+text" if some is seeds else "markers",
+                # With L1, another seed lies on the point that it repeats; without, far from it.
+                text=["" if row["config"]["l1"] or some is not seeds else data.name(row, rows) for row in some],
+                textposition="middle left",
                 marker={"size": 11, "color": colour, "symbol": symbol, "line": {"width": 2}},
                 **_hover(some, rows),
             )
@@ -184,7 +193,8 @@ def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> No
     figure.layout.yaxis3.range = [0, 1.18 * max(*nnz, 1e-3)]
     figure.layout.title.text = (
         f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire ({row['zeros']:.1%} zeros), "
-        f"{row['validation_bits_per_byte']:.3f} bits per byte, {cost(row, rows):+.1%}<br><sup>{where}</sup>"
+        f"{row['validation_bits_per_byte']:.3f} bits per byte, {cost(row, rows):+.1%} against the twin"
+        f"<br><sup>{where}</sup>"
     )
 
 
@@ -244,7 +254,7 @@ def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figu
         cols=2,
         horizontal_spacing=0.16,
         column_widths=[0.6, 0.4],
-        subplot_titles=["by position in the window", "by the byte that is read, mean over layers"],
+        subplot_titles=["by position in the window", "bytes with most and with fewest"],
     )
     layers = len(pressed(rows)[0]["layers"])
     for layer in range(layers):
@@ -273,12 +283,16 @@ def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figu
         title_text="position, from 1 (log scale)", type="log", tickvals=[1, 2, 4, 8, 16, 32, 64, 128, 256], row=1, col=1
     )
     figure.update_yaxes(title_text="neurons firing (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=1)
-    figure.update_xaxes(title_text="neurons firing", rangemode="tozero", row=1, col=2)
+    figure.update_xaxes(title_text="neurons firing, mean over layers", rangemode="tozero", row=1, col=2)
     figure.update_yaxes(tickfont={"size": 10}, row=1, col=2)
     figure = plots.styled(figure, "", height=460).update_layout(
         margin_t=110, margin_b=90, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
     )
     figure.update_annotations(font_size=12)
+    ends = len(data.extremes(row_at(pressed(rows), index)))
+    if ends < len(rows[0]["bytes"]["value"]):  # others lie between the fewest and the most
+        line = {"color": plots.GREY, "width": 1, "dash": "dot"}
+        figure.add_hline(y=ends / 2 - 0.5, line=line, row=1, col=2)
     pick_where(figure, rows, index, where)
     return figure
 
