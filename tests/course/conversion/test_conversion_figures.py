@@ -43,6 +43,11 @@ def test_axes_have_units(draw):
     assert "%" in layout.xaxis.title.text and "%" in layout.yaxis.title.text
 
 
+def test_each_point_of_a_cut_is_named():
+    for line in figures.cut(POINTS).data:
+        assert list(line.text) == [what for what, _ in line.customdata] and "text" in line.mode
+
+
 def test_training_on_has_a_line_a_copy():
     rows = [{"step": 0, "bits": 2.0}, {"step": 10, "bits": 1.5}]
     figure = figures.training_on({"SiLU": rows, "ReLU": rows})

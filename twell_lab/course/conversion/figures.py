@@ -16,9 +16,12 @@ TOP = 12.0  # percent: points above are said in the title, not drawn
 
 
 def cut(points: list[dict]) -> go.Figure:
-    """Loss over the share of neurons that thresholds leave, a line for each model."""
+    """Loss over the share of neurons that thresholds leave, a line for each model, each point named."""
     figure = picture(points, "What a cut costs on held-out text (95% intervals)")
-    figure.update_xaxes(dtick="D1")  # a few percent: a tick for each
+    room = 115 * max(point["density"] for point in points)  # %: left of the first point stands its name
+    figure.update_xaxes(dtick="D1", autorangeoptions_include=room)  # a few percent: a tick for each
+    for line in figure.data:
+        line.update(mode="lines+markers+text", text=[what for what, _ in line.customdata], textposition="top left")
     return figure.update_layout(height=380, margin_b=60, showlegend=False)
 
 
