@@ -46,6 +46,8 @@ def test_each_panel_shows_its_numbers():
     assert list(found["kept behind the gate"].y) == [50, 25] and list(found["error"].y) == [12.5, 6.25]
     assert list(found["overflow"].y) == [100, 50] and list(found["the dense layer"].y) == [20, 21]
     assert [list(found[path].y) for path in ("dense", "twell", "hot/cold")] == [[20, None], [None, 8], [None, None]]
+    legend = [found[path].showlegend for path in ("dense", "twell", "hot/cold")]
+    assert legend == [True, True, False]  # only what is drawn
     assert {found[path].marker.color for path in ("dense", "twell")} == {plots.GREY, plots.BLUE}
     points = found["measured"]
     assert list(points.x) == [0, 75] and list(points.y) == [0, 0.03] and "markers" in points.mode

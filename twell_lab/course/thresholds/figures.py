@@ -9,6 +9,7 @@ from ... import plots
 from .data import MOST, sentence
 
 PATHS = {"dense": plots.GREY, "twell": plots.BLUE, "hot_cold": plots.ORANGE}
+_DRAWN_AS = [path.replace("_", "/") for path in PATHS]
 _SITES = {"activation": "kept behind the gate", "input": "kept of x", "hidden": "kept of the hidden values"}
 
 
@@ -26,8 +27,8 @@ def picture(view: dict) -> go.Figure:
             "relative error of the layer's output, %",
             "tiles with more values than slots, %",
             times if view["us"] else "time: no path of this package skips inputs",
-            "change of the loss, %; points: measured",
-            "ms of a step here, once clocked; dashes: as it was",
+            "change of the loss, %; points: measured, with 95% intervals",
+            "ms of a step here, median and middle half; dashes: as it was",
         ],
     )
     looks = [
@@ -37,10 +38,7 @@ def picture(view: dict) -> go.Figure:
         ],
         {"name": "error", "showlegend": False, "marker_color": plots.RED},
         {"name": "overflow", "showlegend": False, "marker_color": plots.PURPLE},
-        *[
-            {"name": path.replace("_", "/"), "showlegend": bool(view["us"]), "marker_color": colour}
-            for path, colour in PATHS.items()
-        ],
+        *[{"name": name, "marker_color": colour} for name, colour in zip(_DRAWN_AS, PATHS.values(), strict=True)],
     ]
     places = [*[(1, 1)] * len(view["density"]), (1, 2), (2, 1), *[(2, 2)] * len(PATHS)]
     for (row, col), look in zip(places, looks, strict=True):
@@ -102,8 +100,8 @@ def picture(view: dict) -> go.Figure:
     for row in (1, 2, 3):
         figure.update_yaxes(rangemode="tozero", row=row, col=2)
     figure.update_xaxes(title_text="sparsity, %", range=[-3, 100 * MOST + 4], row=3)
-    figure = plots.styled(figure, "", height=870)
-    figure.update_layout(margin_t=150, barmode="overlay" if len(view["density"]) == 1 else "group")
+    figure = plots.styled(figure, "", height=900)
+    figure.update_layout(margin_t=180, barmode="overlay" if len(view["density"]) == 1 else "group")
     figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
     figure.update_annotations(font_size=12)
     move(figure, view)
@@ -118,6 +116,8 @@ def move(figure: go.Figure, view: dict) -> None:
     *traces, dense, loss, here, step, without = figure.data
     for trace, values in zip(traces, bars, strict=True):
         trace.y = values
+        if trace.name in _DRAWN_AS:  # only what some layer takes has a place in the legend
+            trace.showlegend = any(value is not None for value in values)
     dense.y = view["dense_us"]
     places, changes, low, high = (list(values) for values in zip(*view["points"]))
     loss.x, loss.y = [100 * at for at in places], changes
