@@ -326,7 +326,11 @@ def test_predictions_stand_beside_the_measurement():
     assert [part.name for part in parts] == [f"predicted: {name}" for name in bounds]
     assert [part.y[0] for part in parts] == list(bounds.values()) and parts[2].y[1] is None
     assert [part.text[1] for part in parts] == ["<b>0.25</b>", "0.125", ""]  # the limit is bold
-    assert measured.y == (0.5, None) and measured.name == "measured (H100 SXM, 2026-11-21)" and measured.text[1] == ""
+    assert (
+        measured.y == (0.5, None)
+        and measured.name == "measured (H100 SXM, 2026-11-21)"
+        and measured.text == ("0.5", "")
+    )
     assert len({part.marker.pattern.shape for part in parts}) == 3
     with pytest.raises(InputError):
         drawn.predicted_against_measured([])

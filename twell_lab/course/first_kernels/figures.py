@@ -214,7 +214,7 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
         textposition="outside",
         cliponaxis=False,
         textangle=0,
-        text=[_bar_text(row.get("measured_ms"), True) for row in rows],
+        text=[_bar_text(row.get("measured_ms"), False) for row in rows],
         customdata=[row.get("recorded", "") for row in rows],
         hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>",
     )
