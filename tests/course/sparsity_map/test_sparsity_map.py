@@ -231,13 +231,16 @@ def test_figures_of_rows():
         ("CSR", ("scattered", "blocks 32 x 32"), (2.0, 4.0)),
         ("ELL", ("scattered",), (0.5,)),
     }
+    assert "no bar: not timed" in beside.layout.title.text  # ELL, of blocks
+    full = [row for row in ROWS if row["pattern"] == "scattered"]
+    assert "not timed" not in figures.beside_dense(full).layout.title.text
     shown = figures.by_zeros(ROWS)
     assert [line.name for line in shown.data if line.showlegend] == ["CSR"]  # ELL is nowhere faster
     assert len(shown.data) == 2
     assert "yours, now" in shown.layout.title.text
     row = next(row for row in ROWS if row["path"] == "ELL")
     odd = figures.by_zeros([row | {"pattern": pattern} for pattern in "abc"], ["ELL"]).layout
-    assert [odd[name].title.text for name in ("xaxis", "xaxis2", "xaxis3")] == [None, "zeros", "zeros"]
+    assert {odd[name].title.text for name in ("xaxis", "xaxis2", "xaxis3")} == {"zeros (log scale of the rest)"}
     assert "nothing is recorded" in figures.by_zeros([]).layout.annotations[0].text
     assert [line.name for line in figures.by_zeros(ROWS, ["ELL"]).data] == ["ELL"]
     lost = [{"method": "m", "sparsity": 0.5, "more": 0.1}]
