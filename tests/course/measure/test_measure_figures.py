@@ -14,8 +14,10 @@ def test_bars_show_medians_and_ratios_to_the_base():
 
 
 def test_bars_of_one_sample_have_no_whisker():
-    figure = figures.bars({"once": [0.05]}, "a title")
-    assert figure.data[0].error_x.array == (0,) and figure.layout.annotations[0].text == "50 us"
+    figure = figures.bars({"once": [0.05], "often": [0.1, 0.2, 0.3]}, "a title")
+    often, once = figure.data
+    assert once.error_x.array is None and once.y == ("once",) and often.error_x.array and often.y == ("often",)
+    assert figure.layout.yaxis.categoryarray == ("once", "often") and figure.layout.annotations[0].text == "50 us"
 
 
 @pytest.mark.parametrize("samples", [{}, {"nothing": [0.0]}])

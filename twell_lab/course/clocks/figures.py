@@ -70,7 +70,7 @@ def ladder(steps: dict[str, float], title: str = "The same benchmark, after each
     figure.add_vline(x=1, line={"color": plots.INK, "width": 1})
     low, high = min(0.0, *map(math.log10, values)), max(0.0, *map(math.log10, values))
     figure.update_xaxes(
-        title_text="times as fast as the dense layer (1: no gain)",
+        title_text="times as fast as the dense layer (1: no gain; log scale)",
         type="log",
         range=[low - 0.3, high + 0.6],
         tickvals=[10.0**i for i in range(-6, 10)],
@@ -133,9 +133,13 @@ def calls(rows: list[dict]) -> go.Figure:
             hovertemplate=f"%{{x:,}} tokens, {name}: %{{y:.3g}} ms<extra></extra>",
         )
     tokens = sorted({row["tokens"] for row in rows})
-    figure.update_xaxes(title_text="tokens", type="log", tickvals=tokens, ticktext=[f"{count:,}" for count in tokens])
+    figure.update_xaxes(
+        title_text="tokens (log scale)", type="log", tickvals=tokens, ticktext=[f"{count:,}" for count in tokens]
+    )
     marks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
-    figure.update_yaxes(title_text="milliseconds", type="log", tickvals=marks, ticktext=[f"{m:g}" for m in marks])
+    figure.update_yaxes(
+        title_text="milliseconds (log scale)", type="log", tickvals=marks, ticktext=[f"{m:g}" for m in marks]
+    )
     where = ", ".join(dict.fromkeys(row["where"] for row in rows)) or "no run is recorded in this checkout"
     return plots.styled(figure, f"A call, and the GPU's own time: {where}", height=420).update_layout(
         title_font_size=13, margin_t=110

@@ -22,7 +22,7 @@ def bars(
     base: str | None = None,
     shown: str = "median; whiskers hold the middle half",
 ) -> go.Figure:
-    """The median time of each call as a bar, with whiskers that span the middle half of its samples.
+    """The median time of each call as a bar, with whiskers that span the middle half of its samples, if several.
 
     samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
     says of the bars, where single readings stand beside medians.
@@ -33,24 +33,26 @@ def bars(
     middle = {name: quartiles(values)[0] for name, values in samples.items()}
     if wrong := [value for value in middle.values() if not 0 < value < math.inf]:
         raise InputError(f"a median time is {wrong[0]}; milliseconds above zero are accepted")
-    low, high = [], []
+    low, high = {}, {}
     for name in names:
         values = sorted(samples[name])
-        low.append(middle[name] - values[len(values) // 4])
-        high.append(values[(3 * len(values) - 1) // 4] - middle[name])
+        low[name] = middle[name] - values[len(values) // 4]
+        high[name] = values[(3 * len(values) - 1) // 4] - middle[name]
     # The whisker's end, not the bar's, decides where the figure beside it may stand.
-    reach = [middle[name] + more for name, more in zip(names, high, strict=True)]
-    figure = go.Figure(
-        go.Bar(
-            y=names,
-            x=[middle[name] for name in names],
-            orientation="h",
-            showlegend=False,
-            marker_color=[plots.GREY if name == base else plots.BLUE for name in names],
-            error_x={"array": high, "arrayminus": low, "color": plots.INK, "thickness": 1, "width": 4},
-            hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
-        )
-    )
+    reach = [middle[name] + high[name] for name in names]
+    figure = go.Figure(layout={"barmode": "overlay"})
+    for several in (True, False):  # a single reading has no whiskers, not some of length 0
+        if mine := [name for name in names if (len(samples[name]) > 1) == several]:
+            ends = {"array": [high[name] for name in mine], "arrayminus": [low[name] for name in mine]}
+            figure.add_bar(
+                y=mine,
+                x=[middle[name] for name in mine],
+                orientation="h",
+                showlegend=False,
+                marker_color=[plots.GREY if name == base else plots.BLUE for name in mine],
+                error_x=ends | {"color": plots.INK, "thickness": 1, "width": 4} if several else None,
+                hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
+            )
     for name, end in zip(names, reach, strict=True):
         times = middle[base] / middle[name] if base else 1.0
         ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
@@ -62,7 +64,7 @@ def bars(
         rangemode="tozero",
         range=[0, 1.28 * max(reach)],
     )
-    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_yaxes(autorange="reversed", automargin=True, categoryorder="array", categoryarray=names)
     return plots.styled(figure, title, height=150 + 44 * len(names))
 
 
@@ -131,14 +133,17 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
     shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
     ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
     figure.update_xaxes(
-        title_text="density: values that are not zero, %",
+        title_text="density: values that are not zero, % (log scale)",
         type="log",
         tickvals=ticks,
         ticktext=[f"{float(f'{share:.1g}'):g}" for share in ticks],
     )
     marks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
     figure.update_yaxes(
-        title_text="times as fast as dense", type="log", tickvals=marks, ticktext=[f"{mark:g}x" for mark in marks]
+        title_text="times as fast as dense (log scale)",
+        type="log",
+        tickvals=marks,
+        ticktext=[f"{mark:g}x" for mark in marks],
     )
     lines = -(-len(figure.data) // 2)
     figure = plots.styled(figure, title, height=400 + 20 * lines)
