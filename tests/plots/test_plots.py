@@ -118,6 +118,7 @@ def test_firing_by_position_is_the_same_from_a_profile_and_from_its_rows(firing)
     rows = json.loads(json.dumps(firing.by_position()))
     figure = plots.firing_by_position(firing)
     assert figure.to_json() == plots.firing_by_position(rows, ["layer 0", "layer 1"]).to_json()
+    assert [end.text for end in figure.layout.annotations] == ["layer 0", "layer 1"]
     one, two, both = figure.data
     assert list(both.x) == ["0", "1", "2", "3", "4", "5", "6", "7"]
     assert list(both.y) == pytest.approx([100 * row["density"] for row in rows])
@@ -134,6 +135,11 @@ def test_firing_by_position_is_the_same_from_a_profile_and_from_its_rows(firing)
     ):
         with pytest.raises(InputError, match="no position"):
             plots.firing_by_position(nothing)
+
+
+def test_names_at_the_ends_of_lines_keep_apart_and_in_order():
+    assert data.apart([5.0, 1.0, 1.5, 1.25], 1.0) == [5.0, 1.0, 3.0, 2.0]
+    assert data.apart([], 1.0) == []
 
 
 def test_two_profiles_are_drawn_beside_each_other(firing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -126,3 +127,12 @@ def said_fast(texts: dict) -> str:
     """How fast the model with L1 spoke on its planned layers, and on dense ones (notes["tour"]["texts"])."""
     same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
     return f"{texts['tokens_per_s']:,.0f} tokens a second, {texts['dense_tokens_per_s']:,.0f} with dense layers, {same}"
+
+
+def apart(heights: list[float], least: float) -> list[float]:
+    """Heights for the names of lines that end at these heights, in the same order and at least `least` apart: where
+    two are nearer, the upper one is moved up."""
+    places, below = [0.0] * len(heights), -math.inf
+    for i in sorted(range(len(heights)), key=lambda i: heights[i]):
+        places[i] = below = max(heights[i], below + least)
+    return places

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from ..core.errors import InputError, StackError
-from .data import alike, decode, layer_names, percentiles, picked, tile_of
+from .data import alike, apart, decode, layer_names, percentiles, picked, tile_of
 
 try:
     import plotly.graph_objects as go
@@ -127,7 +127,7 @@ def firing_by_layer(profile, without=None) -> go.Figure:
 
 def firing_by_position(profile, names: list[str] | None = None) -> go.Figure:
     """The share of neurons that fire at the first tokens of a sequence and at later ones: all layers together as a
-    thick line, each layer as a thin one.
+    thick line, each layer as a thin one with its name at its end.
 
     Args:
         profile: a FiringProfile, or the rows of its by_position().
@@ -171,7 +171,20 @@ def firing_by_position(profile, names: list[str] | None = None) -> go.Figure:
     )
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero")
     figure.update_xaxes(title_text="position in its sequence, from 0", type="category")
-    return styled(figure, "Share of neurons that fire, by position in the sequence")
+    # Each thin line is named where it ends, and the figure is as high as the names of all layers need.
+    each, above = 13, 130  # pixels: a name; what is above and below the lines
+    height = max(400, above + each * len(rows[0]["layers"]))
+    known = [share for row in rows for share in (row["density"], *row["layers"]) if share is not None]
+    top = 108 * max(known) or 1.0
+    ends = [(number, 100 * share) for number, share in enumerate(rows[-1]["layers"]) if share is not None]
+    at = apart([share for _, share in ends], top * each / (height - above))
+    called = [names[number] if names else f"layer {number}" for number, _ in ends]
+    for name, place in zip(called, at, strict=True):
+        figure.add_annotation(
+            x=len(places) - 1, y=place, text=name, showarrow=False, xanchor="left", xshift=8, font={"size": 10}
+        )
+    figure.update_yaxes(range=[0, max([top, *at])])
+    return styled(figure, "Share of neurons that fire, by position in the sequence", height=height)
 
 
 def profiles_compared(comparison, mine: str = "this profile", other: str = "the other") -> go.Figure:

@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core.errors import InputError
+from ...plots.data import apart
 from ..drawing import row_at
 
 
@@ -74,7 +75,7 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
         cols=2,
         horizontal_spacing=0.14,
         column_widths=[0.58, 0.42],
-        subplot_titles=["neurons firing, while training", "and at the end, by layer"],
+        subplot_titles=["training text, during training", "held-out text, at the end, by layer"],
     )
     each = _summaries(runs)
     for label, run in each.items():
@@ -102,10 +103,18 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
     )
     most = max(share * _width(run) for run in each.values() for share in run["density"])
     figure.update_xaxes(title_text="step", row=1, col=1)
-    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero", row=1, col=1)
+    top = 1.05 * max(row["nnz"] for run in each.values() for row in run["history"])
+    figure.update_yaxes(range=[0, top or 1.0], row=1, col=1)
     figure.update_yaxes(range=[0, 1.15 * most], row=1, col=2)
+    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", title_font_size=13)
     figure = plots.styled(figure, "", height=390).update_layout(margin_t=90)
     figure.update_annotations(font_size=12)
+    ends = [run["history"][-1] for run in each.values()]
+    places = apart([row["nnz"] for row in ends], 14 * (top or 1.0) / (390 - 90 - 50))  # 14 of the panel's pixels
+    for label, end, place in zip(each, ends, places, strict=True):
+        figure.add_annotation(
+            x=end["step"], y=place, text=label, showarrow=False, xanchor="left", xshift=4, font_size=11, row=1, col=1
+        )
     pick_run(figure, runs, index)
     return figure
 
@@ -116,13 +125,15 @@ def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     for number in range(len(runs)):
         line = figure.data[number].line
         line.color, line.width = (plots.BLUE, 3) if number == index else ("#C8C8C8", 1)
+        figure.layout.annotations[2 + number].font.color = plots.BLUE if number == index else plots.GREY
     density, width = run["density"], _width(run)
     bars = figure.data[len(runs)]
     bars.x = [f"layer {number}" for number in range(len(density))]
     bars.y = [share * width for share in density]
     bars.text = [f"{share * width:.1f}" for share in density]
     figure.layout.title.text = (
-        f"{label}: {run['mean_nnz']:.1f} of {width} neurons fire, {run['validation_bits_per_byte']:.3f} bits per byte"
+        f"{label}: {run['mean_nnz']:.1f} of {width} neurons fire on held-out text, "
+        f"{run['validation_bits_per_byte']:.3f} bits per byte"
     )
 
 
