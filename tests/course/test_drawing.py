@@ -5,6 +5,7 @@ import pytest
 
 from twell_lab.core.errors import InputError
 from twell_lab.course import drawing
+from twell_lab.course.first_kernels.figures import LANE_COLOURS
 
 
 def test_a_flat_scale_changes_its_colour_at_once():
@@ -34,3 +35,12 @@ def test_a_drawing_is_boxes_texts_and_arrows_on_a_sheet():
     assert (box.x0, box.x1, box.y0, box.y1) == (1, 5, 2, 8) and (text.x, text.y, text.font.size) == (3, 5, 9)
     assert beside.xanchor == "left" and (arrow.ax, arrow.ay, arrow.x, arrow.y) == (1, 2, 3, 4)
     assert figure.layout.xaxis.range == (0, 10) and figure.layout.yaxis.range == (0, 20) and figure.layout.height == 300
+
+
+def test_numbers_of_lanes_can_be_read():
+    assert drawing.contrast("#FFFFFF", "rgb(0, 0, 0)") == pytest.approx(21)
+    assert drawing.contrast("#777777", "#FFFFFF") == pytest.approx(4.48, abs=0.005)
+    found = [drawing.text_on(colour) for colour in LANE_COLOURS]
+    assert found == sorted(found, reverse=True) and len(set(found)) == 2  # white on the first lanes, then ink
+    # Between white and this ink, a middle grey has at most 4 against either.
+    assert min(map(drawing.contrast, found, LANE_COLOURS)) > 3.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import plotly.graph_objects as go
+from plotly.colors import hex_to_rgb, unlabel_rgb
 
 from .. import plots
 from ..core.errors import InputError
@@ -24,6 +25,23 @@ def flat(colours: Iterable[str]) -> list:
     """A colour scale of flat steps: each colour for an equal part of the way from zmin to zmax, without blending."""
     colours = list(colours)
     return [[(i + edge) / len(colours), colour] for i, colour in enumerate(colours) for edge in (0, 1)]
+
+
+def contrast(one: str, other: str) -> float:
+    """How well two colours ("#rrggbb" or "rgb(r, g, b)") can be told apart, from 1 to 21, as WCAG 2 defines it."""
+    low, high = sorted(map(_luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = hex_to_rgb(colour) if colour.startswith("#") else unlabel_rgb(colour)
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (c / 255 for c in parts)]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def text_on(colour: str) -> str:
+    """White or the ink of texts: whichever can be read better on this colour."""
+    return max(("#FFFFFF", plots.INK), key=lambda text: contrast(text, colour))
 
 
 def squares(figure: go.Figure, numbers: list, colours: Iterable[str], **looks) -> go.Figure:

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...simulator import Fault
-from ..drawing import frames, squares
+from ..drawing import frames, squares, text_on
 from ..first_kernels.figures import LANE_COLOURS, UNTOUCHED, who_touches_what
 from . import pictures
 from .cases import PUZZLES, SIDE
@@ -53,8 +53,8 @@ def hierarchy() -> go.Figure:
                 "block": f"warp {part}: threads {32 * part} to {32 * part + 31}",
                 "warp": f"{part}",
             }[level]
-            dark = level == "warp" and part < 18
-            _say(figure, (part + 0.5) * width, (low + high) / 2, text, WHITE if dark else plots.INK, bold=here)
+            ink = text_on(colour) if level == "warp" else plots.INK
+            _say(figure, (part + 0.5) * width, (low + high) / 2, text, ink, bold=here)
     for (upper, lower), text in (
         (("grid", "block"), "<b>block</b>: 128 threads, which share memory and meet at barriers; blockDim.x = 128"),
         (("block", "warp"), "<b>warp</b>: 32 <b>lanes</b>, which get one instruction together"),
