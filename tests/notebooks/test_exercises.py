@@ -289,6 +289,12 @@ def one_token_elementwise(x, gate, up, down):
     return (down.nan_to_num() * (g * (up.nan_to_num() * x).sum(1))).sum(1)  # no product of matrices, and all of them
 
 
+def cut_error_without_relu(gate, up, down, threshold):
+    """A threshold below zero needs the ReLU."""
+    exact = down @ (gate.relu() * up)
+    return float((down @ (gate * (gate > threshold) * up) - exact).norm() / exact.norm())
+
+
 def cut_error(gate, up, down, threshold, shift=False, keeps=torch.gt):
     exact = down @ (gate.relu() * up)
     kept = (gate - threshold).relu() if shift else gate.relu() * keeps(gate, threshold)
@@ -437,10 +443,7 @@ WRONG = {
         lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, shift=True),
         lambda gate, up, down, threshold: float(((gate > 0) & (gate <= threshold)).sum() / (gate > 0).sum()),
         lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, keeps=torch.ge),
-        lambda gate, up, down, threshold: float(  # without a ReLU, which a threshold below zero needs
-            (down @ (gate * (gate > threshold) * up) - down @ (gate.relu() * up)).norm()
-            / (down @ (gate.relu() * up)).norm()
-        ),
+        cut_error_without_relu,
         lambda gate, up, down, threshold: 0.93,  # what the cell above prints
     ],
     "at_most": [20, 3, 1 / 0.35, True, "2.73"],
@@ -935,6 +938,28 @@ def test_a_packing_by_hand_is_right(capsys):
 )
 def test_a_word_that_is_off_is_named(wrong, words, capsys):
     exercises.check("pack_tile", lambda gate, words: wrong(pack_by_hand(gate, words)))
+    assert words in verdict(capsys)
+
+
+def called_at_once(call, queue, now):
+    start = now()
+    call()
+    queue.synchronize()
+    return 1000 * (now() - start)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("gate_push", lambda gate, up, c: c * up * (gate > 0), "should be [1.5, 3.0, 0.0, 0.0]; yours gave tensor(["),
+        ("firing_share", lambda counts, share: 0.25, "firing_share([1, 1, 1, 1], 0.5) should be 0.5; yours gave 0.25."),
+        ("may_be_skipped", lambda activation: True, "may_be_skipped gave True for silu, which makes -0.278 of -1.28."),
+        ("cut_error", cut_error_without_relu, "at -0.5, where a cut takes silent neurons alone, should be 0"),
+        ("timed_call", called_at_once, "queue.launch(call) puts the call into the queue."),
+    ],
+)
+def test_the_fault_is_named(name, wrong, words, capsys):
+    exercises.check(name, wrong)
     assert words in verdict(capsys)
 
 

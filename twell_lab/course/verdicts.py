@@ -84,13 +84,16 @@ def near(got, want: float | None, asked: str) -> None:
 
 
 def close(got, exact: Tensor, asked: str) -> None:
-    """NotYet unless the result is a tensor of this shape, off by no more than CLOSE of its norm."""
+    """NotYet unless the result is a tensor of this shape, off by no more than CLOSE of its norm. Of a single number the
+    message says what it should be."""
     if not isinstance(written(got), Tensor) or got.shape != exact.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
     if got.isnan().any():
         raise NotYet(f"{asked} holds NaN: something was read that should not have been.")
     error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    if not error <= CLOSE and exact.dim() == 0:
+        raise NotYet(f"{asked} should be {exact:.4g}; yours gave {got:.4g}.")
     if not error <= CLOSE:
         raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {CLOSE:g} passes.")
 

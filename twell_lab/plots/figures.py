@@ -29,8 +29,8 @@ INK, FAINT = "#222222", "#E6E6E6"
 def training_curves(results: Mapping[str, object]) -> go.Figure:
     """Loss and firing during training, one colour for each run.
 
-    Left: bits per byte, training as a thin line, validation as dots. Right: neurons that fire for a token, in percent
-    of d_ff.
+    Left: bits per byte, training as a thin line, held-out text as dots. Right: neurons that fire for a token,
+    in percent of d_ff.
 
     Args:
         results: label of each run -> its TrainResult, or summary() of that.
@@ -79,7 +79,7 @@ def training_curves(results: Mapping[str, object]) -> go.Figure:
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero", row=1, col=2)
-    return styled(figure, "Training: loss (dots: validation text) and firing", height=380)
+    return styled(figure, "Training: loss (dots: held-out text) and firing", height=380)
 
 
 def firing_by_layer(profile, without=None) -> go.Figure:

@@ -286,6 +286,10 @@ WRONG = {
         "packed[3][0] should be 8; yours is 7",
     ),
     ("pack_words", "no slots left"): (lambda: changed("pack_words", (" && slot < 8", "")), "packed["),
+    ("pack_words", "halves swapped"): (
+        lambda: changed("pack_words", ("(unsigned)value << 16 | (base + lane)", "value | (base + lane) << 16")),
+        "yours is 0x00",
+    ),
     ("pack_words", "NaN lost"): (
         lambda: changed(
             "pack_words",
@@ -324,11 +328,11 @@ WRONG = {
     ),
     ("gemm_tile", "first barrier"): (
         lambda: changed("gemm_tile", ("column];\n        __syncthreads();", "column];")),
-        "a barrier is missing",
+        "a barrier is missing: thread x 1, y 0 of block x 0, y 0 writes tile_a[0][1] and thread x 0, y 0 of block",
     ),
     ("gemm_tile", "second barrier"): (
         lambda: changed("gemm_tile", ("[tx];\n        __syncthreads();", "[tx];")),
-        "a barrier is missing",
+        "thread x 1, y 14 of block x 0, y 0 reads tile_a[14][0] and thread x 0, y 14 of block x 0, y 0 writes it",
     ),
     ("gemm_tile", "row and column"): (
         lambda: changed("gemm_tile", ("tile_a[ty][j]", "tile_a[tx][j]")),

@@ -40,7 +40,9 @@ class _Machine:
 def _timed_call(answer) -> str:
     for pending, work in ((0.0, 0.05), (0.3, 0.05), (0.0, 2.0), (random.random(), random.random())):
         machine = _Machine(pending)
-        got = answer(lambda work=work: work, machine, machine.now)
+        got = written(answer(lambda work=work: work, machine, machine.now))
+        if not machine.calls:
+            raise NotYet("timed_call launched nothing: queue.launch(call) puts the call into the queue.")
         busy = f", with {1000 * pending:.3g} ms of other work still in the queue" * bool(pending)
         near(got, 1000 * (work + 0.001), f"timed_call of {1000 * work:.4g} ms of work and 1 ms of launching{busy}")
     return "the queue is empty when the clock starts, and again when it stops."

@@ -54,12 +54,8 @@ def _may_be_skipped(answer) -> str:
         got = written(answer(lambda given, run=activation: run(given)))
         if got != bool((values == 0).all()):
             at = gate[values.abs().argmax()]
-            so = (
-                f"of {at:.4g} it makes {activation(at):.3g}"
-                if values.any()
-                else "it makes 0 of all that is not positive"
-            )
-            raise NotYet(f"may_be_skipped of {name} gave {got!r}, and {so}.")
+            makes = f"{activation(at):.3g} of {at:.4g}" if values.any() else "0 of all that is not positive"
+            raise NotYet(f"may_be_skipped gave {got!r} for {name}, which makes {makes}.")
     return "ReLU and its kin give exact zeros; SiLU, GELU and others only small values, so leaving those out is lossy."
 
 
@@ -70,7 +66,8 @@ def _cut_error(answer) -> str:
         exact = down.double() @ (gate.relu() * up).double()
         cut = down.double() @ (gate.relu() * up * (gate > threshold)).double()
         want, got = float((cut - exact).norm() / exact.norm()), written(answer(gate, up, down, threshold))
-        asked = f"cut_error of {d_ff} neurons at {threshold}"
+        only_silent = ", where a cut takes silent neurons alone," * (threshold < 0)
+        asked = f"cut_error of {d_ff} neurons at {threshold}{only_silent}"
         if isinstance(got, torch.Tensor) and got.numel() == 1:
             got = got.item()
         if not isinstance(got, float | int) or not abs(got - want) <= 1e-4:

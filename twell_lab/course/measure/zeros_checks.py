@@ -21,7 +21,8 @@ def _matrix(rows: int, columns: int, share: float) -> torch.Tensor:
 
 def _to_coo(answer) -> str:
     for rows, columns, share in ((3, 4, 0.4), (6, 5, 0.1), (5, 7, 1.0)):
-        whole = _matrix(rows, columns, share).round(decimals=2)
+        whole = (4 * _matrix(rows, columns, share)).round() / 4 + 0.0  # few digits, and no signs, in a message
+        whole[rows // 2, 0] = -0.0  # a zero, too
         own = COO.from_dense(whole)
         want = [own.row.tolist(), own.column.tolist(), own.value.tolist()]
         got = written(answer(whole.clone()))

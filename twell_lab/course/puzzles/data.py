@@ -3,6 +3,7 @@ looked at, and the same launches made on a GPU where there is one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,9 @@ def in_words(fault: Fault, case: Case) -> str:
     thread, other = _thread(fault.thread, fault.block, case), _thread(fault.other_thread, fault.other_block, case)
     first = str(fault).partition("\n")[0]
     place = f"{fault.array}[{fault.element}]"
+    tile = re.search(r"shared \w+ \[\d+, (\d+)\]$", first)  # written with two indices: said with two
+    if tile and fault.element is not None:
+        place = "{}[{}][{}]".format(fault.array, *divmod(fault.element, int(tile[1])))
     verb = "wrote" if " writes " in first else "read"
     if isinstance(fault, faults.OutOfBounds) and fault.array and fault.element is not None:
         given = case.arguments.get(fault.array)
@@ -170,7 +174,11 @@ def in_words(fault: Fault, case: Case) -> str:
 
 
 def _thread(thread: int | None, block: int | None, case: Case) -> str:
-    """A thread as "thread 5 of block 1 (number 37)", with its number where the grid is numbered through."""
+    """A thread as "thread 5 of block 1 (number 37)", with its number where the grid is numbered through, or as "thread
+    x 1, y 14 of block x 0, y 0" where blocks have two directions."""
+    if thread is not None and block is not None and len(case.block) == 2:
+        (down, across), (below, beside) = divmod(thread, case.block[0]), divmod(block, case.grid[0])
+        return f"thread x {across}, y {down} of block x {beside}, y {below}"
     if max(case.grid) == 1 or thread is None or block is None:
         return f"thread {thread}"
     number = f" (number {block * case.block[0] + thread})" if "n" in case.arguments else ""
@@ -207,14 +215,15 @@ def _wrong(case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor]) 
         place, value, wanted = name + "".join(f"[{i}]" for i in at), mine[tuple(at)].item(), want[tuple(at)].item()
         if value != value or value == UNWRITTEN:
             return f"{place} was never written; it should be {_shown(wanted)}."
-        return f"{place} should be {_shown(wanted)}; yours is {_shown(value)}."
+        return f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
     return None
 
 
-def _shown(value: float) -> str:
+def _shown(value: float, beside: float = 0) -> str:
+    """A number, or a word in hexadecimal where it or the one beside it is so large that it packs a value."""
     if isinstance(value, float):
         return f"{value:g}"
-    return f"{value}" if abs(value) < 2**16 else f"0x{value % 2**32:08x}"
+    return f"{value}" if max(abs(value), abs(beside)) < 2**16 else f"0x{value % 2**32:08x}"
 
 
 def _is(given) -> bool:

@@ -11,7 +11,15 @@ from ..verdicts import NotYet, close, near, same_list, written
 from .data import firing_share
 
 
+def _listed(got) -> list:
+    return torch.as_tensor(got).tolist()
+
+
 def _gate_push(answer) -> str:
+    # Few values first, in which a sign that was lost, or a gate of exactly zero, can be seen.
+    gates, ups = [2.0, 1.0, -1.0, 0.0], [1.5, -3.0, 2.0, 4.0]
+    got = answer(torch.tensor(gates), torch.tensor(ups), 1.0)
+    same_list(got, [1.5, 3.0, 0.0, 0.0], f"gate_push of gates {gates}, ups {ups} and c 1", _listed)
     for shape, c in (((4, 16), 1.0), ((3, 2, 40), 0.01)):
         gate, up = torch.randn(shape), torch.randn(shape)
         gate[..., 0] = 0.0  # what is exactly zero does not fire
@@ -76,7 +84,7 @@ def _silent_for(answer) -> str:
         fired = torch.rand(tokens, d_ff) < share
         want = [next((back for back in range(tokens) if fired[tokens - 1 - back, n]), tokens) for n in range(d_ff)]
         asked = f"silent_for(torch.tensor({fired.tolist()}))" if tokens < 9 else f"silent_for of {tokens} tokens"
-        same_list(answer(fired.clone()), want, asked, lambda got: torch.as_tensor(got).tolist())
+        same_list(answer(fired.clone()), want, asked, _listed)
     return "0 where it fired just now, and all tokens where it never did."
 
 
