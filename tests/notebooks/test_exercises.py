@@ -956,6 +956,12 @@ def called_at_once(call, queue, now):
         ("may_be_skipped", lambda activation: True, "may_be_skipped gave True for silu, which makes -0.278 of -1.28."),
         ("cut_error", cut_error_without_relu, "at -0.5, where a cut takes silent neurons alone, should be 0"),
         ("timed_call", called_at_once, "queue.launch(call) puts the call into the queue."),
+        ("by_hand", [3, 0x40000001, 0x3F000003, 0x3F800005], "word 0 is not 0x00000003: it counts all that fire"),
+        ("by_hand", [4, 0x00014000, 0x3F000003, 0x3F800005], "word 1 is not 0x00014000.\n"),
+        ("lossless", WRONG["lossless"][-1], "A NaN does not equal itself"),
+        ("is_faster", lambda turns: False, "should be True; yours gave False."),
+        ("down_row", WRONG["down_row"][-1], "row 0: its products take"),
+        ("down_row", WRONG["down_row"][0], "row 0, should have"),
     ],
 )
 def test_the_fault_is_named(name, wrong, words, capsys):

@@ -63,9 +63,10 @@ def written(got):
 
 
 def same(got, want, asked: str) -> None:
-    """NotYet unless the result is this number. asked: the call."""
+    """NotYet unless the result is this number, or truth value. asked: the call."""
     if written(got) != want:
-        raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
+        said = f"{want}" if isinstance(want, bool) else f"{want:,}"
+        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
 
 
 def same_list(got, want: list, asked: str, read: Callable = list) -> None:

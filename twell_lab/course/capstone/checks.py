@@ -58,16 +58,16 @@ def _down_row(answer) -> str:
             continue
         exact, size = cases.sums(of)
         for row in range(len(of.packed)):
-            asked = f"down_row, with {of.said}, row {row},"
+            asked = f"down_row, with {of.said}, row {row}"
             most = 2 * int(of.kept[row].sum()) * of.down_t.shape[1]
             given = (of.packed[row].clone(), of.gate[row].clone(), of.down_t.clone())
             got = written(skipping(answer, given, most, asked))
             if not isinstance(got, torch.Tensor) or got.shape != exact[row].shape:
                 shape = list(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__
-                raise NotYet(f"{asked} should have shape {list(exact[row].shape)}; yours is {shape}.")
+                raise NotYet(f"{asked}, should have shape {list(exact[row].shape)}; yours is {shape}.")
             if not cases.agrees(got, exact[row], size[row]).all():
                 at = int((~cases.agrees(got, exact[row], size[row])).nonzero()[0])
-                raise NotYet(f"{asked} should have {exact[row, at]:.4g} at {at}; yours has {float(got[at]):.4g}.")
+                raise NotYet(f"{asked}, should have {exact[row, at]:.4g} at {at}; yours has {float(got[at]):.4g}.")
     return f"the words of a tile, or the gate where its count says more than {WORDS - 1}."
 
 

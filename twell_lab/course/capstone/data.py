@@ -142,7 +142,8 @@ def _crowded(program, of: cases.Case, fault: Fault) -> str:
     over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
     if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
         return ""
-    return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1"
+    narrow = f"; the last is {of.columns % TILE} columns wide" if of.columns % TILE else ""
+    return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1{narrow}"
 
 
 def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:

@@ -158,7 +158,7 @@ def products_sentence(rows: list[dict]) -> str:
     wins = [(row["density"], row["x_dense"] > 1) for row in sorted(mine, key=lambda row: -row["density"])]
     for (more, before), (less, after) in pairwise(wins):
         if after and not before:
-            return f"scattered zeros win between {1 - more:.0%} and {1 - less:.0%}"
+            return f"scattered zeros begin to win between {1 - more:.0%} and {1 - less:.0%}"
     return f"scattered zeros win {'everywhere' if all(won for _, won in wins) else 'nowhere'}"
 
 

@@ -30,7 +30,7 @@ _SHORT = {  # of a cell's width
     TILES: "micro-tiles",
     EXPERTS: "experts",
     PREDICTED: "predicted",
-    GROUPED: "grouped",
+    GROUPED: "as experts",
 }
 _KINDS = (  # what works() tells apart
     ("not computed", "#F7F7F7"),

@@ -21,7 +21,8 @@ def _by_hand(answer) -> str:
     for place, (mine, word) in enumerate(zip(answer, want, strict=True)):
         if written(mine) != word:
             shown = f"0x{mine:08x}" if isinstance(mine, int) and mine >= 0 else repr(mine)
-            raise NotYet(f"word {place} is not {shown}.")
+            where = "" if place else ": it counts all that fire, those without a slot too"
+            raise NotYet(f"word {place} is not {shown}{where}.")
     return "four values fire, three have a slot, the fourth goes to the tail; word 0 says four."
 
 
@@ -49,7 +50,10 @@ LOSING = {
 
 def _lossless(answer) -> str:
     if not bool(written(answer(_exact))):
-        raise NotYet("the library's packing loses nothing, and yours says that it does.")
+        raise NotYet(
+            "the library's packing loses nothing, and yours says that it does. (A NaN does not equal itself, and a "
+            "ReLU may change its bits.)"
+        )
     for what, round_trip in LOSING.items():
         if bool(answer(round_trip)):
             raise NotYet(f"a packing that {what} passes.")
