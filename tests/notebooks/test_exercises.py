@@ -655,6 +655,7 @@ WRONG = {
     "turns": [
         lambda tokens, d_ff: tokens * d_ff // (256 * 256 * 66),  # parts of tiles and of turns left out
         lambda tokens, d_ff: -(-tokens // 128) * -(-d_ff // 256) // 66,
+        lambda tokens, d_ff: -(-tokens * d_ff // (256 * 256 * 66)),  # parts of tiles left out
     ],
     "stages": [
         lambda rows, columns, depth, shared, kept: (shared - kept) // (depth * (rows + columns)),  # a byte a value
@@ -729,7 +730,7 @@ WRONG = {
     "hot_neurons": [
         lambda shares, times: shares.argsort(descending=True, stable=True),  # all of them
         lambda shares, times: (shares * times > 1).nonzero()[:, 0],  # not by how often they fire
-        lambda shares, times: torch.tensor([j for j in shares.argsort(descending=True) if shares[j] * times >= 1]),
+        lambda shares, times: [j for j in shares.argsort(descending=True, stable=True) if shares[j] * times >= 1],
     ],
     "route": [
         route_by_a_loop,
@@ -825,6 +826,7 @@ WRONG = {
         lambda points, most: max((s for s, low, *_ in points if low <= most), default=0.0),
         lambda points, most: max(s for s, *_, high in points if high <= most),  # fails where there is none
         lambda points, most: next((s for s, *_, high in points if high <= most), 0.0),  # as if sorted
+        lambda points, most: max((s for s, *_, high in points if high < most), default=0.0),  # at most is too much
     ],
     "front": [sorted, beaten_in_both, lambda points: [min(points)], lambda points: [min(points, key=lambda p: p[1])]],
     "keep_largest": [
@@ -891,6 +893,7 @@ WRONG = {
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows
+        lambda counts, share: max(2, int(counts.amax(1).double().quantile(1 - share)) + 1),  # between two rows
     ],
 }
 

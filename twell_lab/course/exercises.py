@@ -143,21 +143,21 @@ def _pack_tile(answer) -> str:
 
 
 def _fewest_words(answer) -> str:
-    for tile, most, share in ((256, 150, 0.1), (32, 32, 0.0), (64, 9, 0.3), (16, 1, 1.0)):
-        counts = torch.randint(0, most + 1, (50, 5))
-        if tile == 256:  # fewer rows than may overflow are by far the fullest, whatever was drawn
-            counts[torch.randperm(50)[:3], 0] = 200
+    for tile, most, share in ((256, 150, 0.125), (32, 32, 0.0), (64, 9, 0.25), (16, 1, 1.0)):
+        counts = torch.randint(0, most + 1, (48, 5))
+        if tile == 256:  # as many rows as may overflow are by far the fullest: what lies between is no count of a row
+            counts[torch.randperm(48)[:6], 0] = 200
         want = next(words for words in range(2, tile + 2) if (counts >= words).any(1).double().mean() <= share)
         same(
             answer(counts, share),
             want,
-            f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},",
+            f"fewest_words for 48 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},",
         )
     return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
 
 
 def _turns(answer) -> str:
-    cases = [(1, 5632), (256, 256), (2048, 5632), (16384, 5632), (768, 3000)]
+    cases = [(1, 5632), (256, 256), (2048, 5632), (16384, 5632), (768, 3000), (300, 8500)]
     cases += [(int(torch.randint(1, 50000, ())), int(torch.randint(8, 20000, ()))) for _ in range(3)]
     for tokens, d_ff in cases:
         same(answer(tokens, d_ff), waves(tokens, d_ff)[0], f"turns({tokens}, {d_ff})")

@@ -111,7 +111,7 @@ def _cut_or_train(answer) -> str:
 
 def _deepest_cut(answer) -> str:
     points = [(0.5, -0.1, 0.0, 0.1), (0.9, 0.4, 0.7, 0.9), (0.95, 0.3, 0.8, 1.3), (0.98, 5.0, 6.0, 7.0)]
-    cases = [(points, 1.0), (points, 0.05), (points, 8.0), (points[::-1], 1.0), (points[3:], 1.0)]
+    cases = [(points, 1.0), (points, 0.05), (points, 8.0), (points[::-1], 1.0), (points[3:], 1.0), (points, 1.3)]
     for _ in range(4):
         made, change = [], 0.0
         for sparsity in sorted(random.sample(range(1, 96), 6)):
