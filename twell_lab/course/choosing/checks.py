@@ -37,8 +37,9 @@ def _without_padding(answer) -> str:
 
 
 def _hot_neurons(answer) -> str:
-    for d_ff, times in ((8, 4.0), (30, 10.0), (30, 0.5), (5, 100.0)):
-        shares = (torch.rand(d_ff) ** 3 * 16).round() / 16  # many are equal, some at the break-even
+    for d_ff, times in ((8, 4.0), (30, 8.0), (30, 0.5), (5, 64.0)):
+        shares = (torch.rand(d_ff) ** 3 * 16).round() / 16  # many are equal
+        shares[3] = min(1.0, 1 / times)  # one is at the break-even, exactly
         asked = f"hot_neurons(torch.tensor({shares.tolist()}), {times})"
         same_list(answer(shares.clone(), times), hot_neurons(shares, times).tolist(), asked, _whole)
     return "those for which one dense neuron costs less than its firing, busiest first."
