@@ -13,6 +13,7 @@ import pytest
 
 from twell_lab import records, sparsities
 from twell_lab.analysis.predict import rates_of
+from twell_lab.app import tables
 from twell_lab.bench import methods
 from twell_lab.bench.comparison import APART, FUSED
 from twell_lab.course import sparsity_map
@@ -84,7 +85,7 @@ def dense_training_on_the_host(name: str) -> list[float]:
 
 def both_records() -> list[float]:
     (low, high, many), (less, more, now) = (
-        dense_training_on_the_host(HOST.format(day)) for day in ("26T232453", "27T030632")
+        dense_training_on_the_host(HOST.format(day)) for day in ("26T232453", "27T053703")
     )
     return [low, high, less, more, many, now]
 
@@ -236,6 +237,16 @@ def wide() -> list[float]:
     return [max(each for graph, each in share if graph is wanted) for wanted in (False, True)]
 
 
+def wide_sizes() -> list[float]:
+    """As `wide`, of the drawn model of 2B: the least and the most of plain calls that wait for the host, and the most of
+    replays and of many sequences."""
+    of = rows(newest("bench-model"))
+    calm = lambda row: row["path"].endswith("(graph)") or "64 x" in row["workload"]  # noqa: E731
+    share = [(calm(row), 100 * row["wall_spread"] / row["wall_ms"]) for row in of]
+    plain, still = ([each for one, each in share if one is wanted] for wanted in (False, True))
+    return [min(plain), max(plain), max(still)]
+
+
 def looped(name: str) -> list[dict]:
     """The loop over 64 experts, and their product as groups."""
     return [row(name, workload="64 experts, 2 a token", path=path) for path in (DENSE, "grouped")]
@@ -323,7 +334,7 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
     (
         "docs/calls.md",
         "took {:.2f} to {:.2f} times as long as for the dense layer up to 2,048 tokens in that record, and takes {:.2f} to "
-        "{:.2f} (`host-time-20261127T030632Z.json`). With 16,384 it was {:.2f} and is {:.2f}",
+        "{:.2f} (`host-time-20261127T053703Z.json`). With 16,384 it was {:.2f} and is {:.2f}",
         both_records,
     ),
     (
@@ -433,6 +444,13 @@ MEASURED: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     ("docs/measured.md", "The layers of the small trained model have {:.1f} MB of weights, {:.1f} us", small_layer),
     ("docs/measured.md", "up to {:.0f}% of the median wide, that of the replays up to {:.1f}%", wide),
+    ("docs/measured.md", "if that is more than {:.0f} MiB", lambda: [tables.LITTLE]),
+    (
+        "docs/measured.md",
+        "is {:.0f}% to {:.0f}% of the median wide, more than most of their differences; that of 64 sequences and of "
+        "replays at most {:.1f}%",
+        wide_sizes,
+    ),
     (
         "docs/measured.md",
         "{:.1f} ms in this record, with quartiles {:.1f} ms apart, {:.1f} ms and {:.1f} in "

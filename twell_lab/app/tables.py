@@ -273,7 +273,7 @@ def _times_as_fast(of: dict[tuple[str, str, str], dict], about: str, work: str, 
 def sizes(recorded: list[Record]) -> str:
     """Of all records of drawn models of the paper's sizes, each of which may hold a part: of each workload, and each
     way to run it, the newest: how many times as fast planned layers make it, with both rates; what they save of energy
-    and of peak memory."""
+    and, of calls that hold more than LITTLE MiB, of peak memory."""
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     heads: dict[str, str] = {}
     for record in told(recorded, RECORD):
@@ -288,7 +288,8 @@ def sizes(recorded: list[Record]) -> str:
                     both = [pair[f"{side}_{key}"] for side in ("dense", "sparse")]
                     if None not in both:
                         dense, sparse = (float(str(each).partition(" ")[0]) for each in both)
-                        said[unit] = f"{sparse / dense - 1:+.0%}", dense, sparse
+                        if key == "mj" or dense > LITTLE:
+                            said[unit] = f"{sparse / dense - 1:+.0%}", dense, sparse
                 for unit, (change, dense, sparse) in said.items():
                     lines.setdefault((what, how, unit), {})[size] = f"{change} ({_ms(dense)} to {_ms(sparse)})"
                 heads[size] = f"{size}; {_where(rows[0]['device'], record)}"
@@ -683,6 +684,7 @@ def few_bits(recorded: list[Record]) -> str:
 _HEAVY = "heavy rows: "
 _MODEL_KINDS = ("model_forward", "model_decode")
 _SIZED = ("tokens/ms", "tokens/s", "mJ a token", "peak MiB")  # what `sizes` shows of a model, in this order
+LITTLE = 16  # MiB: `sizes` shows no peak below that
 _STEPS = ("dense compiled", "planned compiled", "planned, compiled by layer")
 _PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
 

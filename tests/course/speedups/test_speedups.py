@@ -258,7 +258,7 @@ def test_three_lines_are_about_the_numbers(kept):
     found = speedups.steps(*kept)
     models, law, here = speedups.three_lines(found, found[1:])
     assert "Layers 2.00 to 2.00 times as fast make models 0.83 to 1.25; best of all: 1.25 (" in models
-    assert law == "Amdahl's law is within 3% in 1 of 2; waiting for the host explains 1 more."
+    assert law == "Amdahl's law is within 3% in 1 of 2, within the spread in 0 more; waiting for the host explains 1."
     assert here == "Here: 1.25 times (1.25 predicted), decode step, batch 1, CUDA graph: swap."
     assert speedups.three_lines(found, [])[2] == "Nothing was timed here."
     assert speedups.three_lines(found, found[:1])[2].endswith("stay dense.")

@@ -479,14 +479,14 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
         lines = [ALONE if found else NOTHING, "So there is nothing to compare."]
     else:
         ends = lambda values: f"{min(values):.2f} to {max(values):.2f}"  # noqa: E731
-        right, host = ([step for step in both if between(step) == why] for why in ("as predicted", "host"))
+        count = lambda why: sum(between(step) == why for step in both)  # noqa: E731
         best = max(found, key=lambda step: step.x)
         models = ends([step.x for step in both])
         lines = [
             f"Layers {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
             f"{best.x:.2f} ({best.name}).",
-            f"Amdahl's law is within {1 - LEAST:.0%} in {len(right)} of {len(both)}; waiting for the host explains "
-            f"{len(host)} more.",
+            f"Amdahl's law is within {1 - LEAST:.0%} in {count('as predicted')} of {len(both)}, within the spread in "
+            f"{count('within spread')} more; waiting for the host explains {count('host')}.",
         ]
     if not own:
         return [*lines, "Nothing was timed here."]
