@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,7 +58,8 @@ def load(
 
     Raises:
         InputError: for a dtype that is none, a name that is neither, a repository that cannot be reached, a folder
-            without safetensors, weights that do not fit the configuration, and a model that needs code of its own.
+            without safetensors, weights that are missing or do not fit the configuration, and a model that needs code
+            of its own.
         DeviceError: for a device that is not there.
         StackError: where transformers is missing.
     """
@@ -196,9 +197,13 @@ def _refuse(folder: Path, said: dict) -> None:
     causal = [*auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_SPARSE_RELU, *_FOREIGN]
     if kind not in causal:
         there = kind in auto.configuration_auto.CONFIG_MAPPING
-        what = "is no causal language model of transformers'" if there else "transformers does not know"
+        what = (
+            "is no causal language model (load it by its own class of transformers: profile and sparsify take it then)"
+            if there
+            else "transformers does not know"
+        )
         code = ", and the repository's own code is not run" if said.get("auto_map") and not there else ""
-        near, own = get_close_matches(kind, causal, 3), (*_SPARSE_RELU, *_FOREIGN)
+        near, own = [] if there else get_close_matches(kind, causal, 3), (*_SPARSE_RELU, *_FOREIGN)
         raise InputError(
             f"model_type is {said.get('model_type')!r:.80} in {str(folder)!r}, which {what}{code}"
             + (f"; close to it: {', '.join(near)}" if near else "")
@@ -243,7 +248,26 @@ def _transformers():
 def _plain(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
     """A model that transformers knows."""
     _refuse(folder, said)
-    return _from_pretrained(_transformers().AutoModelForCausalLM, folder, dtype)
+    # Weights of another shape would be drawn like missing ones, but they are named.
+    model, found = _from_pretrained(
+        _transformers().AutoModelForCausalLM, folder, dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if wrong := sorted(found["mismatched_keys"]):
+        name, here, accepted = wrong[0]
+        raise _other_shape(name, folder, here, accepted)
+    _refuse_missing(found, folder)
+    return model
+
+
+def _refuse_missing(found: dict, folder: Path) -> None:
+    """InputError for weights that the checkpoint lacks: transformers draws them, and says so in a log."""
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more of the model's weights" if missing[1:] else ""
+        raise InputError(f"{str(folder)!r} lacks {missing[0]}{more}")
+
+
+def _other_shape(name: str, folder: Path, here: Iterable[int], accepted: Iterable[int]) -> InputError:
+    return InputError(f"{name} in {str(folder)!r} has shape {list(here)}; {list(accepted)} is accepted")
 
 
 def _foreign(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
@@ -259,8 +283,7 @@ def _foreign(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
     except Exception as error:  # the library checks the entries, each in its own way
         raise InputError(f"config.json in {str(folder)!r} is not that of a {_kind(said)}: {error}") from error
     model, found = _from_pretrained(kind, folder, dtype, config=config, output_loading_info=True)
-    if missing := sorted(found["missing_keys"]):
-        raise InputError(f"{str(folder)!r} lacks {missing[0]}")
+    _refuse_missing(found, folder)
     if unknown := sorted(found["unexpected_keys"]):
         raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
     return model
@@ -274,14 +297,8 @@ def _from_pretrained(kind, folder: Path, dtype: torch.dtype | None, **how):
         with quiet():
             return kind.from_pretrained(folder, dtype=dtype or "auto", **how)
     except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ArithmeticError,  # of sizes that cannot be
-        ImportError,  # of what a quantised model needs
-        safetensors.SafetensorError,
-    ) as error:
+        Exception
+    ) as error:  # of files, entries, sizes, and of what a quantised model needs: each raises its own kind
         raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
 
 
@@ -347,8 +364,7 @@ def _fill(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     tied = "lm_head.weight" in own and own["lm_head.weight"] is not None and model.config.tie_word_embeddings
     for name, t in own.items():
         if name in weights and weights[name].shape != t.shape:
-            found = list(weights[name].shape)
-            raise InputError(f"{name} in {str(folder)!r} has shape {found}; {list(t.shape)} is accepted")
+            raise _other_shape(name, folder, weights[name].shape, t.shape)
         if name not in weights and not (tied and name == "lm_head.weight"):
             raise InputError(f"{str(folder)!r} lacks {name}")
     if unknown := sorted(weights.keys() - own.keys()):

@@ -208,6 +208,49 @@ def test_a_model_of_transformers_that_is_damaged(tmp_path):
         tl.load(tmp_path)
 
 
+K = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w.pop(K), f"lacks {K}$"),
+        (lambda w: [w.pop(name) for name in sorted(w) if ".layers.1." in name], "lacks .*layers.1.* and 8 more of the"),
+        (lambda w: w.update({K: w[K][:-1].clone()}), rf"{K} in .* has shape \[39, 16\]; \[40, 16\] is accepted"),
+    ],
+    ids=["one missing", "a layer missing", "another shape"],
+)
+def test_weights_that_are_not_in_the_checkpoint_are_not_drawn(tmp_path, change, message):
+    right().save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=message):
+        tl.load(tmp_path)
+
+
+def test_a_tied_head_is_not_missed(tmp_path):
+    model = right(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    same(tl.load(tmp_path), model)
+
+
+def test_a_configuration_that_contradicts_itself_is_told(tmp_path):
+    right().save_pretrained(tmp_path)
+    said(tmp_path, num_attention_heads=3)
+    with pytest.raises(InputError, match="(?s)transformers cannot load .* attention heads"):
+        tl.load(tmp_path)
+
+
+def test_a_model_of_another_kind_is_sent_to_its_own_class(tmp_path):
+    folder = written(tmp_path, right())
+    said(folder, model_type="vit")  # one letter from git, which is a language model
+    with pytest.raises(InputError, match="load it by its own class of transformers") as told:
+        tl.load(folder)
+    assert "close to it" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
