@@ -248,7 +248,8 @@ def profile(
 
     Raises:
         InputError: for a model without feed-forward layers, for dense ones that compute something else than their parts
-            say (probe.check: then the gate alone does not say who fires), for no batches, and batches without a token.
+            say (probe.check: then the gate alone does not say who fires), for no batches, batches without a token or
+            with one that the model does not know, and for a layer that is given NaN.
     """
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
@@ -263,6 +264,7 @@ def profile(
         raise InputError("batches is empty; accepted: at least one input of the model")
     for each in gathered:
         each.count()
+        each.counter.check()
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
         raise InputError(
@@ -326,6 +328,7 @@ class Counter:
         sizes = dict.fromkeys(("tokens", "overflowing", "pairs", "pair_nnz", "pair_shared"), ())
         sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
         sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
+        sizes["undefined"] = ()  # tokens at which the gate's first answer is NaN, as all are where x holds one
         self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
         self.placed = False  # whether the position of any token was known
 
@@ -355,6 +358,7 @@ class Counter:
         in_tile = _in_runs(whole, self.tile)
         nnz, own = in_tile.sum(-1), in_tile[:many]
         counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()
+        self.counts["undefined"] += (gate[:many, 0].isnan() * counted).sum()
         self.counts["tokens"] += counted.sum()
         self.counts["overflowing"] += (own >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
@@ -371,8 +375,17 @@ class Counter:
             self.counts["pair_shared"] += (linked * _in_runs(whole[:-1] & whole[1:], self.tile).sum(-1)).sum()
         return nnz[:many]
 
+    def check(self) -> None:
+        """InputError if the gate answered NaN, which counts as firing."""
+        if broken := int(self.counts["undefined"]):
+            raise InputError(
+                f"what enters {self.layer.name!r}, or its gate, is NaN at {broken:,} of "
+                f"{int(self.counts['tokens']):,} tokens, where neurons would count as firing; accepted: a model that "
+                "gives finite values (a training may have diverged, float16 may have overflowed)"
+            )
+
     def result(self) -> LayerProfile:
-        counts = {name: count.cpu() for name, count in self.counts.items()}
+        counts = {name: count.cpu() for name, count in self.counts.items() if name != "undefined"}
         placed = ("position_tokens", "position_nnz", "pairs", "pair_nnz", "pair_shared")
         if not self.placed:
             counts |= dict.fromkeys(placed)

@@ -131,7 +131,8 @@ def run(
     """Run the model over the batches until there are enough; `see(x, gate, rows)` is called of each watched layer
     whenever that runs, and `after(rows)` after each batch, of the tokens that layers saw. It runs in evaluation mode
     without gradients, and is left as it was. Returns whether there was a batch. Raises InputError for weights on meta,
-    before anything runs."""
+    before anything runs, and for batches that it can say something of; others that the model refuses raise the model's
+    own error, with a note that says which batch it was."""
     batch: _Batch | None = None
     if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
         raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
@@ -142,9 +143,13 @@ def run(
             hooks.enter_context(
                 on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
             )
-        for given in _each(batches):
+        for number, given in enumerate(_each(batches)):
             batch, ran = _Batch(model, given, vocabulary, shapes), True
-            batch.run()
+            try:
+                batch.run()
+            except (TypeError, ValueError, LookupError, RuntimeError) as error:
+                batch.explain(error, number)
+                raise
             for rows in batch.seen:
                 after(rows)
             if enough():
@@ -209,6 +214,30 @@ class _Batch:
             self.model(**self.given)
         else:
             self.model(*self.given)
+
+    def explain(self, error: Exception, number: int) -> None:
+        """What this batch, the one of this number, has to do with an error of the model's: an InputError where it is
+        the reason for sure, else a note on the error."""
+        if isinstance(error, (InputError, torch.OutOfMemoryError)):
+            return
+        for name, value in self._named.items():
+            if isinstance(value, Tensor) and not value.numel():
+                raise InputError(
+                    f"batch {number} has no token: {name} has shape {list(value.shape)}; one token or more is accepted"
+                ) from error
+        ids = self._named.get("input_ids")
+        if not isinstance(ids, Tensor):
+            if isinstance(ids, (int, float, list)):
+                raise InputError(
+                    f"batch {number} has a {type(ids).__name__} for a tensor; accepted: token ids [batch, tokens], as "
+                    "a tokenizer gives them with return_tensors='pt'"
+                ) from error
+        elif isinstance(error, LookupError) and (reason := _beyond(self.model, ids)):
+            raise InputError(f"batch {number} {reason}") from error
+        shown = [
+            f"{name} {list(each.shape)} {each.dtype}" for name, each in self._named.items() if isinstance(each, Tensor)
+        ]
+        error.add_note(f"The model failed on batch {number}, counted from 0: {', '.join(shown) or 'without a tensor'}.")
 
     @property
     def seen(self) -> list[Rows]:
@@ -291,6 +320,19 @@ class _Batch:
             return None
         assert counted is not None  # or `_tokens` had not asked
         return (counted.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _beyond(model: nn.Module, ids: Tensor) -> str:
+    """Which of a model's tables these token ids [batch, tokens] do not fit into, and what would; "" if none is known
+    that they do not."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    known = table.num_embeddings if isinstance(table, nn.Embedding) else None
+    if known and (outside := ids[(ids < 0) | (ids >= known)]).numel():
+        return f"has the token {outside[0].item()}; accepted by this model: 0 to {known - 1}"
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and ids.dim() == 2 and ids.shape[1] > longest:
+        return f"has {ids.shape[1]} tokens in a sequence; accepted by this model: up to {longest}"
+    return ""
 
 
 def _arguments(model: nn.Module) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import FiringProfile, activations, profile
+from twell_lab.analysis.running import Rows
 from twell_lab.core.errors import InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models.swap import densify, sparsify
@@ -103,10 +105,15 @@ def test_hand_set_weights_give_known_counts(gated):
     assert layer.dead == 0
     x[:, 1] = -1.0
     assert profile(identity_layer(5, gated), [x], tile=2, words=2).layers[0].dead == 1
-    # NaN counts as firing, as in packing. x times the identity spreads it over its row: 0 * NaN is NaN.
-    x = torch.tensor([[nan, -1.0, -1.0, -1.0, -1.0]])
-    layer = profile(identity_layer(5, gated), [x], tile=2, words=2).layers[0]
-    assert layer.nnz_histogram.tolist() == [0, 0, 0, 0, 0, 1]
+    # NaN counts as firing, as in packing, and a whole profile of it is refused.
+    counter = module.Counter(feed_forwards(identity_layer(5, gated))[0], 2, 2)
+    answers = torch.tensor([[nan, -1.0, nan, -1.0, -1.0], [1.0, -1.0, -1.0, -1.0, -1.0]])
+    counter.add(answers, answers.__getitem__)
+    assert counter.result().nnz_histogram.tolist() == [0, 1, 1, 0, 0, 0]
+    # x times the identity spreads a NaN over its row: 0 * NaN is NaN.
+    x = torch.tensor([[nan, -1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    with pytest.raises(InputError, match="what enters '', or its gate, is NaN at 1 of 2 tokens"):
+        profile(identity_layer(5, gated), [x], tile=2, words=2)
 
 
 @given(
@@ -403,6 +410,56 @@ def test_models_without_a_relu_feed_forward_layer_are_refused(model):
 def test_no_batches_no_tokens_and_no_tensors_are_refused(batches, words):
     with pytest.raises(InputError, match=words):
         profile(course_model(), batches)
+
+
+@pytest.mark.parametrize(
+    "batches, words",
+    [
+        (
+            [torch.ones(1, 4).long(), torch.tensor([[3, 64]])],
+            "batch 1 has the token 64; accepted by this model: 0 to 63",
+        ),
+        ([{"input_ids": torch.tensor([[-2, 3]])}], "batch 0 has the token -2; accepted"),
+        (iter([torch.ones(0, 4).long()]), r"batch 0 has no token: input_ids has shape \[0, 4\]"),
+        ([{"input_ids": torch.ones(2, 0).long()}], r"batch 0 has no token: input_ids has shape \[2, 0\]"),
+        ([[3, 4, 5]], "batch 0 has a int for a tensor; accepted: token ids"),
+        ([{"input_ids": [[3, 4, 5]]}], "batch 0 has a list for a tensor; .* return_tensors='pt'"),
+    ],
+)
+def test_a_batch_that_a_model_of_transformers_cannot_read_is_told(batches, words):
+    with pytest.raises(InputError, match=words) as told:
+        profile(llama(), batches)
+    assert told.value.__cause__ is not None  # the model's own error
+
+
+def test_a_sequence_that_is_too_long_is_told():
+    longest = opt().config.max_position_embeddings
+    with pytest.raises(InputError, match=f"batch 0 has 99 tokens in a sequence; .* up to {longest}"):
+        profile(opt(), torch.ones(1, 99).long())
+
+
+def test_another_error_of_the_models_has_a_note_on_the_batch():
+    good = torch.ones(1, 4).long()
+    with pytest.raises(RuntimeError) as told:
+        profile(llama(), [good, good.float()])
+    assert told.value.__notes__ == ["The model failed on batch 1, counted from 0: input_ids [1, 4] torch.float32."]
+
+
+def test_a_model_that_gives_nan_is_refused_by_the_first_layer_that_is_given_one():
+    model, ids = llama(), torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
+    with pytest.raises(InputError, match="what enters 'model.layers.1.mlp', or its gate, is NaN at 8 of 8 tokens"):
+        profile(model, ids)
+
+
+@pytest.mark.parametrize("counted, refused", [([True, False], False), ([True, True], True)])
+def test_what_is_no_token_may_hold_nan(counted, refused):
+    counter = module.Counter(feed_forwards(identity_layer(2))[0], 2, 2)
+    answers = torch.tensor([[1.0, -1.0], [math.nan, math.nan]])
+    counter.add(answers, answers.__getitem__, Rows(counted=torch.tensor(counted)))
+    with pytest.raises(InputError, match="NaN at 1 of 2 tokens") if refused else nullcontext():
+        counter.check()
 
 
 def test_weights_on_meta_are_refused_before_anything_runs():
