@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..core.errors import InputError
 from ..core.files import check_target
 from .inputs import model_and_windows
-from .options import add_device, number, path, positive, source
+from .options import SAVED, add_device, number, path, positive, source
 from .terminal import Answer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_model(parser: argparse.ArgumentParser, counts: str, kept: str = "", also
         "model",
         metavar="MODEL",
         type=path,
-        help=f"a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub{also}",
+        help=f"{SAVED}{also}",
     )
     parser.add_argument(
         "--text",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+SAVED = "a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub"  # MODEL
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.

@@ -1,20 +1,22 @@
-"""`twell-lab sample` and `twell-lab export`: text from a saved model, and the model as transformers reads it. Imports
-torch only when one of them runs."""
+"""`twell-lab sample` and `twell-lab export`: text from a saved model, and a model of ours as transformers reads it.
+Imports torch only when one of them runs."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.errors import InputError
-from .options import number, path, positive, whole
+from ..core.errors import InputError, TwellError
+from .options import SAVED, number, path, positive, whole
 from .terminal import Answer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from ..analysis.profile import FiringProfile
     from ..models.tiny import LanguageModel
@@ -24,10 +26,14 @@ _ROUNDS = 5  # texts of each model, in turn, where dense and sparse are compared
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", type=path, help="a folder that train --out or export wrote")
+    parser.add_argument("model", metavar="MODEL", type=path, help=SAVED)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="what the model continues [a new line]")
     parser.add_argument(
-        "--tokens", type=positive, default=200, metavar="N", help="how many tokens to add [%(default)s]"
+        "--tokens",
+        type=positive,
+        default=200,
+        metavar="N",
+        help="how many tokens to add, unless the model of transformers ends its text before [%(default)s]",
     )
     parser.add_argument(
         "--temperature",
@@ -51,6 +57,15 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=path, required=True, help="a folder without a model")
 
 
+class _Words(NamedTuple):
+    """What stands between text and tokens. encode: text to int64 [tokens]; told: the text that tokens say after a
+    prompt's; unit: what a token is called."""
+
+    encode: Callable[[str], Tensor]
+    told: Callable[[Tensor, Tensor], str]
+    unit: str
+
+
 def sample(options: argparse.Namespace) -> Answer:
     """Continue the prompt; with --sparse by the dense model and the swapped one in turn."""
     import torch
@@ -58,26 +73,25 @@ def sample(options: argparse.Namespace) -> Answer:
     from ..ops.measure import present_device
 
     device = present_device(options.device)
-    model, tokenizer = _load(options)
+    model, words = _speaker(options.model)
     model = model.to(device).eval().requires_grad_(False)
     if not options.prompt:
         raise InputError("--prompt is empty; accepted: at least one character")
-    data = torch.frombuffer(bytearray(options.prompt.encode("utf-8", "surrogateescape")), dtype=torch.uint8)
-    prompt, seed = tokenizer.encode(data).long(), options.seed
+    prompt, seed = words.encode(options.prompt), options.seed
     if seed is None and options.temperature:  # the answer names it, so that the text can be had again
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": seed}
 
-    model.generate(prompt, 1)  # torch sets things up in its first call
+    generate(model, prompt, 1, **how)  # torch sets things up in its first call
     said, speed = speak(model, prompt, options.tokens, how)
     value = {
         "prompt": options.prompt,
-        "text": tokenizer.decode(said).decode("utf-8", "replace"),
+        "text": words.told(prompt, said.cpu()),
         "tokens": said.tolist(),
         **how,
         "tokens_per_s": speed,
     }
-    told = f"{options.tokens:,} {tokenizer.unit}" + (f" with seed {seed}" if options.temperature else "")
+    told = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
     lines = [options.prompt + value["text"], ""]
     if options.sparse:
         swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
@@ -93,15 +107,58 @@ def sample(options: argparse.Namespace) -> Answer:
     return Answer(value, "\n".join(lines))
 
 
-def speak(model: LanguageModel, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
-    """What LanguageModel.generate says, and how many tokens a second that was."""
+def generate(
+    model: Any, prompt: Tensor, tokens: int, *, temperature: float, seed: int | None, top_k: int | None = None
+) -> Tensor:
+    """What LanguageModel.generate says, or a model of transformers: that may end its text before it has said so many
+    tokens. InputError, too, where those are more than it reads."""
+    import torch
+
+    from ..models.tiny import LanguageModel, check_generation
+
+    if isinstance(model, LanguageModel):
+        return model.generate(prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    check_generation(prompt, tokens, temperature, top_k, seed, model.get_input_embeddings().weight.shape[0])
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and len(prompt) + tokens > longest:
+        raise InputError(
+            f"tokens is {tokens} after a prompt of {len(prompt)}; the model reads up to {longest} together"
+        )
+    ids, own = prompt[None].to(model.device), model.generation_config
+    drawn = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0} if temperature else {}
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    pad = ends[0] if own.pad_token_id is None else own.pad_token_id
+    how = GenerationConfig(max_new_tokens=tokens, do_sample=temperature > 0, pad_token_id=pad, **drawn)
+    with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else []):
+        if seed is not None:
+            torch.manual_seed(seed)
+        said = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=how,
+            logits_processor=LogitsProcessorList([_defined]),
+        )
+    return said[0, len(prompt) :]
+
+
+def _defined(ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores, as transformers asks before it takes a token."""
+    if scores.isnan().any():
+        raise InputError("the model's scores are not finite; accepted: a model whose weights are")
+    return scores
+
+
+def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
+    """What `generate` says, and how many tokens a second that was."""
     start = time.perf_counter()
-    said = model.generate(prompt, tokens, **how)
-    return said, tokens / (time.perf_counter() - start)
+    said = generate(model, prompt, tokens, **how)
+    return said, len(said) / (time.perf_counter() - start)
 
 
 def in_turn(
-    sparse: LanguageModel, dense: LanguageModel, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS
+    sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS
 ) -> tuple[float, float, bool]:
     """Let two models speak in turn. Returns the tokens a second of each, medians, and whether all they said is the
     same."""
@@ -111,9 +168,7 @@ def in_turn(
     return first, second, all(each == said[0] for each in said)
 
 
-def planned(
-    model: LanguageModel, text: Tensor, firing: FiringProfile | None = None
-) -> tuple[LanguageModel, list[dict]]:
+def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
     """A copy of the model with its layers swapped by a plan for one token at a time, and the rows of its report.
 
     They are timed on the text [tokens]; on the second half of it where they are profiled on the first, because
@@ -123,7 +178,8 @@ def planned(
     from ..models.report import report
     from ..models.swap import sparsify
 
-    first, second = ([part[None] for part in half.split(model.config.context)] for half in text.chunk(2))
+    context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
+    first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
     firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
     swapped = copy.deepcopy(model).eval().requires_grad_(False)
     sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, progress=False))
@@ -134,7 +190,7 @@ def export(options: argparse.Namespace) -> Answer:
     """Write the model as a LlamaForCausalLM with its tokenizer."""
     from ..training.text.source import BYTES
 
-    model, tokenizer = _load(options)
+    model, tokenizer = _load(options.model)
     if (options.out / "model.safetensors").exists():
         raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
     model.save_pretrained(options.out, None if tokenizer == BYTES else tokenizer.content)
@@ -142,10 +198,45 @@ def export(options: argparse.Namespace) -> Answer:
     return Answer({"folder": str(options.out), "files": names}, f"export: a LlamaForCausalLM in {options.out}")
 
 
-def _load(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
-    """The model in the folder, and the tokenizer that it was trained with."""
+def _load(folder: Path) -> tuple[LanguageModel, Tokenizer]:
+    """The model of ours in the folder, and the tokenizer that it was trained with."""
     from ..models.tiny import LanguageModel
     from ..training.text.load import tokenizer_of
 
-    model = LanguageModel.load(options.model)
-    return model, tokenizer_of(options.model, model.config.vocabulary)
+    model = LanguageModel.load(folder)
+    return model, tokenizer_of(folder, model.config.vocabulary)
+
+
+def _speaker(name: Path) -> tuple[nn.Module, _Words]:
+    """The model of this name, and its words. One of ours that was exported is read without transformers."""
+    from ..models import published
+
+    folder = published.folder_of(name)
+    if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
+        return _ours(*_load(folder))
+    try:
+        return _ours(*_load(folder))
+    except TwellError:
+        return _theirs(published.load(folder), published.tokenizer_of(folder))
+
+
+def _ours(model: LanguageModel, tokenizer: Tokenizer) -> tuple[nn.Module, _Words]:
+    import torch
+
+    def encode(text: str) -> Tensor:
+        data = bytearray(text.encode("utf-8", "surrogateescape"))
+        return tokenizer.encode(torch.frombuffer(data, dtype=torch.uint8)).long()
+
+    return model, _Words(encode, lambda _, said: tokenizer.decode(said).decode("utf-8", "replace"), tokenizer.unit)
+
+
+def _theirs(model: nn.Module, tokenizer) -> tuple[nn.Module, _Words]:
+    def encode(text: str) -> Tensor:
+        return tokenizer(text, return_tensors="pt").input_ids[0].long()
+
+    def told(prompt: Tensor, said: Tensor) -> str:
+        # Of a token by itself some tokenizers leave out the space before it.
+        before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *said]))
+        return whole.removeprefix(before)
+
+    return model, _Words(encode, told, "tokens")

@@ -128,3 +128,90 @@ def test_weights_that_are_not_finite_are_named(capsys, tmp_path):
     model = LanguageModel(ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16))
     model.head.weight.data[0, 0] = math.nan
     assert "not finite" in ask(capsys, "sample", model.save(tmp_path / "model"), status=2).err
+
+
+# Models of transformers
+
+
+@pytest.fixture
+def theirs(capsys, tmp_path):
+    """An OPT, which is none of ours, with a tokenizer that spells bytes and puts a token of its own before a text."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    torch.manual_seed(0)
+    letters = ["<s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    spelled = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    spelled.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelled.decoder = tokenizers.decoders.ByteLevel()
+    spelled.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    sizes = dict(vocab_size=257, hidden_size=16, ffn_dim=40, num_hidden_layers=2, num_attention_heads=2)
+    marks = dict(bos_token_id=0, eos_token_id=None, pad_token_id=None)
+    config = transformers.OPTConfig(**sizes, **marks, word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.5)
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=spelled, bos_token="<s>")
+    made.save_pretrained(tmp_path / "opt")
+    capsys.readouterr()  # their bars
+    return tmp_path / "opt"
+
+
+def loaded(folder):
+    import transformers
+
+    model, tokenizer = (
+        each.from_pretrained(folder) for each in (transformers.OPTForCausalLM, transformers.AutoTokenizer)
+    )
+    return model.eval(), tokenizer
+
+
+def test_a_model_of_transformers_says_what_its_own_generate_does(capsys, theirs):
+    model, tokenizer = loaded(theirs)
+    ids = tokenizer("some text", return_tensors="pt").input_ids
+    assert ids[0, 0] == 0  # as the tokenizer wants it
+    said = model.generate(ids, max_new_tokens=30, do_sample=False)[0]
+    capsys.readouterr()
+    asked = ("sample", theirs, "--prompt", "some text", "--tokens", "30", "--device", "cpu")
+    shown = ask(capsys, *asked, "--json")
+    found = json.loads(shown.out)
+    assert found["tokens"] == said[ids.shape[1] :].tolist() and len(found["tokens"]) == 30 and shown.err == ""
+    assert "some text" + found["text"] == tokenizer.decode(said, skip_special_tokens=True)
+    sparse = ask(capsys, *asked, "--sparse")
+    assert "30 tokens, " in sparse.out and "with dense layers; the same text" in sparse.out
+    assert [line.split(":")[0] for line in sparse.out.splitlines() if line.startswith("model.decoder.layers")] == [
+        f"model.decoder.layers.{number}" for number in range(2)
+    ]
+
+
+def test_a_draw_of_a_model_of_transformers_is_repeated_by_its_seed(capsys, theirs):
+    asked = ("sample", theirs, "--tokens", "20", "--temperature", "1.5", "--device", "cpu", "--json")
+    first, other = (json.loads(ask(capsys, *asked).out) for _ in range(2))
+    assert first["seed"] != other["seed"] and first["tokens"] != other["tokens"]
+    state = torch.get_rng_state()
+    assert json.loads(ask(capsys, *asked, "--seed", first["seed"]).out)["tokens"] == first["tokens"]
+    assert torch.equal(torch.get_rng_state(), state)
+    one = json.loads(ask(capsys, *asked, "--top-k", "1").out)["tokens"]  # the most likely token each time
+    assert one == json.loads(ask(capsys, "sample", theirs, "--tokens", "20", "--device", "cpu", "--json").out)["tokens"]
+
+
+def test_a_model_of_transformers_may_end_its_text(capsys, theirs):
+    asked = ("sample", theirs, "--tokens", "20", "--device", "cpu", "--json")
+    said = json.loads(ask(capsys, *asked).out)["tokens"]
+    config = json.loads((theirs / "generation_config.json").read_text())
+    (theirs / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": said[4]}))
+    ended = json.loads(ask(capsys, *asked).out)["tokens"]
+    assert ended == said[: said.index(said[4]) + 1] and len(ended) < 20
+
+
+def test_what_a_model_of_transformers_cannot_say_is_told(capsys, theirs):
+    told = ask(capsys, "sample", theirs, "--tokens", "64", "--device", "cpu", status=2)
+    assert "tokens is 64 after a prompt of 2; the model reads up to 64 together" in told.err
+    (theirs / "tokenizer.json").rename(theirs / "kept.json")
+    assert "no tokenizer that transformers can read" in ask(capsys, "sample", theirs, status=2).err
+    (theirs / "kept.json").rename(theirs / "tokenizer.json")
+    model, _ = loaded(theirs)
+    model.model.decoder.layers[0].fc2.weight.data[0, 0] = math.nan
+    model.save_pretrained(theirs)
+    capsys.readouterr()
+    assert "scores are not finite" in ask(capsys, "sample", theirs, "--device", "cpu", status=2).err
+
+
+def test_a_name_that_is_none_is_told_as_everywhere(capsys, tmp_path):
+    assert "there is no folder" in ask(capsys, "sample", tmp_path / "nowhere", status=2).err
