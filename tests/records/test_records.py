@@ -105,6 +105,15 @@ def test_flat_rows_have_exactly_the_listed_keys():
     assert flat[1]["tokens"] is None and flat[1]["path"] == "dense eager"
 
 
+def test_a_printed_record_is_a_table_of_its_measurements_without_samples():
+    record = make(rows=[{**ROW, "samples": [0.123456] * 9}, {"test": "not a measurement"}])
+    told, heads, *lines = str(record).splitlines()
+    assert told == "example, 2026-01-02T03:04:05Z: a test's own" and "x dense" in heads
+    assert len(lines) == 1 and ROW["path"] in lines[0] and "0.5" in lines[0].split()
+    assert "0.123456" not in str(record) and "0.123456" not in repr(record)
+    assert str(make(rows=[{"test": "alone"}])) == told
+
+
 def test_only_gpu_rows_of_other_kernels_are_stale():
     rows = [ROW, {**ROW, "device": "cpu"}]
     assert [row["stale"] for row in records.flat_rows([make(rows=rows, kernels={"smxx_pack": "0" * 64})])] == [

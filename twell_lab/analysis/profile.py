@@ -87,7 +87,7 @@ class FiringProfile:
         ]
 
     def __str__(self) -> str:
-        """`table` as lines of text, without the sizes."""
+        """`table` as lines of text, without the sizes; density and overflow as shares."""
         return records.table(
             self.table(),
             {
@@ -97,7 +97,7 @@ class FiringProfile:
                 "density": "density",
                 "dead": "dead neurons",
                 "always_on": "always on",
-                "overflow_rows": "rows overflowing",
+                "overflow_rows": "overflow share",
             },
         )
 

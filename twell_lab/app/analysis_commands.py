@@ -183,14 +183,18 @@ def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
         for name in ("neighbours_share", "neighbours_by_chance")
         if known
     ]
-    lines += [f"of what fires at a token or the next, at both: {spans[0]}; by chance {spans[1]}"] if known else []
+    if known:
+        lines.append(
+            f"of the neurons that fire at a token or at the next one, {spans[0]} fire at both, layer by layer; by "
+            f"chance {spans[1]} would"
+        )
     tokens = firing.by_token(least=8)
     many = min(5, len(tokens) // 2)
     said = [
         ", ".join(f"{spell(each['token'])} {each['x_mean']:.1f}x" for each in some if each["x_mean"] is not None)
         for some in (tokens[:many], tokens[::-1][:many])
     ]
-    lines += [f"tokens at which most fire, of the mean: {said[0]}; least: {said[1]}"] if said[0] else []
+    lines += [f"tokens at which most fire, times the mean: {said[0]}; least: {said[1]}"] if said[0] else []
     return lines
 
 
@@ -270,7 +274,12 @@ def thresholds(options: argparse.Namespace) -> Answer:
             "loss": cost.as_dict(),
         },
         f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
-        + (f"; the thresholds are in {options.out}" if options.out else ""),
+        + (
+            f"; the thresholds are in {options.out}; in Python: "
+            f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
+            if options.out
+            else ""
+        ),
     )
 
 

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 
 MODEL = "bench model"
 TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
-ROW_COLUMNS = {
-    "device": "device",
-    "dtype": "dtype",
-    "tokens": "tokens",
-    "d_model": "d_model",
-    "d_ff": "d_ff",
-    "nnz": "mean nnz",
-    "path": "path",
-    "ms": "ms",
-    "spread": "spread",
-    "x_dense": "x dense",
-    "wall_ms": "wall ms",
-}
 _PAIR_COLUMNS = {
     "what": "what",
     "head": "LM head",
@@ -107,7 +94,7 @@ def layer(options: argparse.Namespace) -> Answer:
     ]
     saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
     rows = records.flat_rows(made)
-    return Answer(rows, "\n".join([records.table(rows, ROW_COLUMNS), *saved]))
+    return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
 
 
 # ---- a whole model ----

@@ -32,7 +32,6 @@ from . import (
     terminal,
     train_command,
 )
-from .bench_command import ROW_COLUMNS
 from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer, interrupt_once, terminated_like_interrupted
 
@@ -121,9 +120,18 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """End as argparse does, but with the most similar command's name, where the first word is none of the commands."""
+    """End with the help where there is no argument; and as argparse does, but with the most similar command's name,
+    where the first word is none of the commands, or another one follows `bench`."""
     names = parser.get_default("commands")
-    first = next(iter(arguments), "-")
+    if not arguments:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    first, second = arguments[0], next(iter(arguments[1:]), "-")
+    if first == "bench" and not second.startswith("-"):
+        named = "" if difflib.get_close_matches(second, ["model"]) else f" {shlex.quote(second)}"
+        parser.error(
+            f"bench takes no {second!r:.80}, but options; did you mean: twell-lab {bench_command.MODEL}{named:.80}"
+        )
     if first.startswith("-") or first in names:
         return
     alike = difflib.get_close_matches(first, names, n=1)
@@ -359,7 +367,7 @@ def _record(options) -> Answer:
         raise
     unfinished.remove()
     rows = records.flat_rows([record])
-    return Answer(record.to_json(), f"{records.table(rows, ROW_COLUMNS)}\n{saved}" if rows else saved)
+    return Answer(record.to_json(), f"{records.table(rows, records.COLUMNS)}\n{saved}" if rows else saved)
 
 
 def _compile(options) -> Answer:
@@ -396,7 +404,7 @@ def _records(options) -> Answer:
     if options.folder is not None and not options.folder.is_dir():
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
     rows = records.flat_rows(records.load_all(options.folder))
-    table = records.table(rows, {"record": "record", **ROW_COLUMNS, "date": "date", "stale": "stale"})
+    table = records.table(rows, {"record": "record", **records.COLUMNS, "date": "date", "stale": "stale"})
     none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
     cut = [
         f"unfinished: {path.name!r}, of a recording that was cut off or goes on; without .unfinished it is a record"

@@ -97,6 +97,13 @@ class TwELL(Format):
         out[rows_of(self.tail_pointer), self.tail_column.long()] = self.tail_value
         return out
 
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        return (
+            f"TwELL({rows} x {columns}, {self.dtype}, {self.packed.device}: {self.nnz} values kept, "
+            f"{len(self.tail_value)} of them in the tail; tile={self.tile}, words={self.words})"
+        )
+
     def geometry(self) -> tuple:
         return (*super().geometry(), self.words)
 

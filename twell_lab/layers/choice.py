@@ -36,7 +36,8 @@ class Choice:
     def check(self, d_ff: int) -> None:
         """InputError if a layer of d_ff neurons cannot be split in this way."""
         if not PATHS[self.path].accepts(d_ff, self.hot):
-            raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
+            accepted = f"a multiple of {STEP} below {d_ff}" if d_ff > STEP else f"a layer of more than {STEP} neurons"
+            raise InputError(f"hot is {self.hot} of {d_ff} neurons; {accepted} is accepted")
 
     def __str__(self) -> str:
         name = f"{self.path} {self.hot}" if self.hot else self.path

@@ -49,11 +49,9 @@ class Report:
     def __str__(self) -> str:
         lines = [records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)]
         for all_of in self.together:
-            lines.append(
-                "all layers, {tokens:,} tokens: {us:,.0f} us instead of {dense_us:,.0f}, {x_dense:.3g}x dense".format(
-                    **all_of
-                )
-            )
+            tokens = f"{all_of['tokens']:,} token{'s' * (all_of['tokens'] > 1)}"
+            times = f"{all_of['us']:,.0f} us instead of {all_of['dense_us']:,.0f}, {all_of['x_dense']:.3g}x dense"
+            lines.append(f"all layers, {tokens}: {times}")
         share = f", {self.extra_bytes / self.model_bytes:.2%} of the model's" if self.model_bytes else ""
         return "\n".join([*lines, f"memory beyond the dense layers': {self.extra_bytes:,} bytes{share}"])
 

@@ -2,6 +2,7 @@
 all below."""
 
 from .record import (
+    COLUMNS,
     FLAT_KEYS,
     SCHEMA,
     TOLD,
@@ -19,6 +20,7 @@ from .record import (
 from .unfinished import Unfinished, unfinished
 
 __all__ = [
+    "COLUMNS",
     "FLAT_KEYS",
     "SCHEMA",
     "TOLD",

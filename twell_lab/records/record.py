@@ -47,10 +47,25 @@ FLAT_KEYS = (
     "stale",
 )
 
+COLUMNS = {  # what is printed of a measurement, and its heading
+    "device": "device",
+    "dtype": "dtype",
+    "tokens": "tokens",
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "nnz": "mean nnz",
+    "path": "path",
+    "ms": "ms",
+    "spread": "spread",
+    "x_dense": "x dense",
+    "wall_ms": "wall ms",
+}
+
 
 @dataclass
 class Record:
-    """What was measured in one run, and where it was measured. Times in rows are in milliseconds, memory in bytes.
+    """What was measured in one run, and where it was measured; `str` gives a table of it. Times in rows are in
+    milliseconds, memory in bytes.
 
     Attributes:
         name: how the names of its files begin: lower-case letters, digits, "-", "_" and ".".
@@ -75,18 +90,24 @@ class Record:
 
     name: str
     purpose: str
-    rows: list[dict]
+    rows: list[dict] = field(repr=False)  # which may hold thousands of samples
     date: str
     commit: str | None
     dirty: bool | None
-    machine: dict
-    notes: dict = field(default_factory=dict)
-    kernels: dict[str, str] | None = None
+    machine: dict = field(repr=False)
+    notes: dict = field(default_factory=dict, repr=False)
+    kernels: dict[str, str] | None = field(default=None, repr=False)
     kernel_hash: str | None = None
     schema: int = SCHEMA
 
     def __post_init__(self):
         _check(self)
+
+    def __str__(self) -> str:
+        """What was measured, a line for each measurement."""
+        measured = [row for row in self.rows if "kind" in row]
+        told = f"{self.name}, {self.date}: {self.purpose}"
+        return f"{told}\n{table(measured, COLUMNS)}" if measured else told
 
     @classmethod
     def new(

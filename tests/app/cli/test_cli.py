@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,7 +279,10 @@ def test_train_then_thresholds(capsys, tmp_path, text):
     assert loss["bits_per_byte"][0] == pytest.approx(loss["dense"] / math.log(2))  # its tokens are bytes
     assert saved.layers[0].thresholds == {"activation": row["activation threshold"]}
     tl.Thresholds.remove(saved.apply(LanguageModel.load(model)))
-    shown = ask(capsys, *asked, "--method", "teal", "--greedy")
+    shown = ask(capsys, *asked, "--method", "teal", "--greedy", "--out", str(out))
+    (line,) = re.findall(r"in Python: (.*)", shown)  # what it says can be run as it stands
+    lossy = eval(line, {"tl": tl})
+    assert isinstance(lossy, LanguageModel) and "lossy" in str(lossy)
     assert "teal, sparsity 0.5, greedy" in shown and "bits a byte" in shown and shown.count("lossy") == 2
     for wrong, said in ((["--sparsity", "1"], "sparsity is 1.0"), (["--windows", "1"], "two or more windows")):
         assert cli.main([*asked, *wrong]) == 2 and said in capsys.readouterr().err

@@ -75,6 +75,30 @@ def test_a_mistyped_command_is_told_what_was_meant(capsys, typed, meant):
     assert (f"did you mean {meant!r}?" in told) if meant else ("did you mean" not in told)
 
 
+def test_without_arguments_the_command_shows_its_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    shown = capsys.readouterr()
+    assert stopped.value.code == 2 and shown.out == ""
+    assert "say what this machine has" in shown.err and "check and time a whole model" in shown.err
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("models", "bench model\n"),
+        ("modle", "bench model\n"),
+        ("2B", "bench model 2B\n"),
+        ("a b", "bench model 'a b'\n"),
+    ],
+)
+def test_a_model_that_bench_is_given_is_sent_to_bench_model(capsys, typed, meant):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", typed, "--seconds", "1"])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"bench takes no {typed!r}" in told and told.endswith(f"twell-lab {meant}")
+
+
 @pytest.mark.parametrize(
     "load, set_before, command, policy",
     [

@@ -501,3 +501,10 @@ def test_a_tensor_that_cannot_be_packed_is_refused(kind):
     for make in (*CLASSICS.values(), TwELL.from_dense, TwELL.from_gate, ops.pack, pool.packed_and_pool, pool.pool_used):
         with pytest.raises(InputError, match="accepted"):
             make(x)
+
+
+def test_a_printed_twell_says_what_it_holds():
+    x = torch.tensor([[1.0, 2.0, 3.0, -1.0], [0.0, -1.0, -2.0, 4.0]], dtype=torch.bfloat16)
+    packed = TwELL.from_gate(x, tile=3, words=3)  # two slots a tile: the third of the first row's first tile is late
+    told = "TwELL(2 x 4, torch.bfloat16, cpu: 4 values kept, 1 of them in the tail; tile=3, words=3)"
+    assert repr(packed) == str(packed) == told

@@ -128,13 +128,21 @@ def test_a_choice_for_every_layer(model):
 
 def test_a_choice_that_one_layer_does_not_take_changes_nothing(model):
     model.layers[2].mlp = type(model.layers[2].mlp)(32, 200)
-    with pytest.raises(InputError, match="hot is 256 of 200 neurons"):
+    with pytest.raises(InputError, match="hot is 256 of 200 neurons; a layer of more than 256 neurons is accepted"):
         tl.sparsify(model, Choice("hot_cold", 256))
     assert not sparse(model)
 
 
+def test_a_path_that_splits_is_not_asked_for_by_its_name_alone(model):
+    with pytest.raises(
+        InputError, match=r"'hot_cold' needs a number of hot neurons; accepted: tl.Choice\('hot_cold', 256"
+    ):
+        tl.sparsify(model, "hot_cold")
+    assert not sparse(model)
+
+
 @pytest.mark.parametrize(
-    "word", ["fast", "twel", "hot_cold", "AUTO", "", "\0", "\ud800", "no/such/plan.json", "x" * 5000, 3, b"twell", []]
+    "word", ["fast", "twel", "AUTO", "", "\0", "\ud800", "no/such/plan.json", "x" * 5000, 3, b"twell", []]
 )
 def test_a_word_that_means_nothing_is_named(model, word):
     with pytest.raises(InputError, match=r"^plan is .*: .*'auto', 'dense', 'twell', 'two_four', .*, a Choice, or None"):
@@ -240,7 +248,7 @@ def test_a_report_of_planned_layers(model, plan):
         assert row["how"] == ("measured on layers.0.mlp" if shared else "measured")
     assert [all_of["tokens"] for all_of in found.together] == [4, 32]
     assert found.together[0]["dense_us"] == 300.0
-    assert "x dense" in str(found) and "all layers, 32 tokens" in str(found)
+    assert "x dense" in str(found) and "all layers, 32 tokens: " in str(found)
 
 
 def test_a_report_of_a_model_swapped_in_part(model):
