@@ -13,7 +13,7 @@ from ..analysis.plan import Plan, rates_of
 from ..analysis.room import SHARE, Room, check_share
 from ..analysis.trials import beside
 from ..core.errors import InputError, TwellError
-from ..formats.twell import TILE, WORDS, check_geometry
+from ..formats.twell import TILE, VALUE_DTYPES, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.activations import kept, known
 from ..layers.anatomy import FeedForward, Only, check_model, cut_places, family_of, feed_forwards, replaced
@@ -103,10 +103,10 @@ def sparsify(
 
     Raises:
         InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
-            device, dtype or release, for a word that is neither a path nor a file, for a path that does not take a
-            layer's weights (on a device without it a DeviceError), for a path by name whose copies exceed `memory`, and
-            where layers cannot be swapped: the message names those that differ from the formula, by how much, and what
-            to do.
+            device, dtype or release, for weights of another dtype than bfloat16, float16 and float32, for a word that
+            is neither a path nor a file, for a path that does not take a layer's weights (on a device without it a
+            DeviceError), for a path by name whose copies exceed `memory`, and where layers cannot be swapped: the
+            message names those that differ from the formula, by how much, and what to do.
         RecordError: for a file that holds no plan, or not all of one.
     """
     plan = _read(plan)
@@ -170,9 +170,11 @@ def _alone(found: FeedForward, both: set[int]) -> bool:
 
 def _check_weights(plan: Plan | Choice | str | None, layers: list[FeedForward]) -> None:
     """Raise a TwellError where a path that a layer is told does not take its weights, and where those of a layer that
-    is to be swapped are not finite."""
+    is to be swapped are of a dtype that no path has, or not finite."""
     for found in layers:
         weights = Weights.of(found.gate, found.up, found.down)
+        if not isinstance(found.module, SparseFFN) and (dtype := found.up.weight.dtype) not in VALUE_DTYPES:
+            raise InputError(f"{found.name}: the weights are {dtype}; bfloat16, float16 and float32 are accepted")
         told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
         for name in {each.path for each in told if isinstance(each, Choice)}:
             if name in FOR_CUT and found.cut is None:

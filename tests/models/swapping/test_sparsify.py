@@ -133,6 +133,18 @@ def test_a_choice_that_one_layer_does_not_take_changes_nothing(model):
     assert not sparse(model)
 
 
+@pytest.mark.parametrize("plan", [None, "dense", "twell"])
+def test_a_model_of_a_dtype_that_no_path_has_is_left_as_it_was(model, plan):
+    model.layers[1].mlp.double()
+    with pytest.raises(
+        InputError, match="layers.1.mlp: the weights are torch.float64; bfloat16, float16 and float32 are"
+    ):
+        tl.sparsify(model, plan)
+    assert not sparse(model)
+    tl.sparsify(model.float(), plan)
+    assert len(sparse(model)) == 3
+
+
 def test_a_path_that_splits_is_not_asked_for_by_its_name_alone(model):
     with pytest.raises(
         InputError, match=r"'hot_cold' needs a number of hot neurons; accepted: tl.Choice\('hot_cold', 256"
