@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InputError
 from ..core.files import check_folder
@@ -13,6 +13,9 @@ from .analysis_commands import COUNTS, add_model, add_planning, how_planned, pla
 from .inputs import model_and_windows
 from .options import path
 from .terminal import Answer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,6 @@ def run(options: argparse.Namespace) -> Answer:
     import torch
 
     from ..analysis.plan import IN_FOLDER, Plan
-    from ..bench.causal import Causal
     from ..models.relufy import relufy
     from ..models.report import report
     from ..models.swap import sparsify
@@ -43,8 +45,13 @@ def run(options: argparse.Namespace) -> Answer:
     check_folder(options.out)
     made = None if options.plan is None else Plan.load(options.plan)  # refused before the work
     model, part, windows, _ = model_and_windows(options, 2 * options.windows)
+    ids, changed = windows[1::2][:2], 0.0
     if options.relufy:
+        model.to(present_device(options.device))
+        before = _logits(model, ids)
         relufy(model)
+        changed = _off(_logits(model, ids), before)
+        del before
     if made is None:
         made = planned(options, model, windows)
         how = how_planned(made, part.name, windows)
@@ -52,11 +59,9 @@ def run(options: argparse.Namespace) -> Answer:
         device = present_device("cpu" if made.device == "CPU" else "cuda")
         model.to(device, getattr(torch, made.dtype)).requires_grad_(False)
         how = f"as {options.plan} says"
-    ids = windows[1::2][:2].to(next(model.parameters()).device)
-    with torch.no_grad():
-        dense = Causal(model).reader()(ids).double()
-        sparsify(model, made, reorder=options.reorder)
-        off = float((Causal(model).reader()(ids).double() - dense).norm() / dense.norm())
+    dense = _logits(model, ids)
+    sparsify(model, made, reorder=options.reorder)
+    off = _off(_logits(model, ids), dense)
     told = report(model)
     del model, dense
     _save(options)
@@ -64,13 +69,31 @@ def run(options: argparse.Namespace) -> Answer:
     names = sorted(each.name for each in options.out.iterdir())
     where = "" if made.device == "CPU" else ", device='cuda'"
     loaded = f"tl.load({str(options.out)!r}, dtype=torch.{made.dtype}{where})"
-    return Answer(
-        {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows},
-        f"{told}\nsparsify: {how}\n"
-        f"sparsify: the logits of {ids.numel():,} other tokens are off the dense model's by {off:.2g} of their norm\n"
+    lines = [
+        f"{told}\nsparsify: {how}",
+        *([f"sparsify: its ReLUs change the logits by {changed:.2g} of their norm: train it"] * options.relufy),
+        f"sparsify: the logits of {ids.numel():,} other tokens are off the dense {'ReLU ' * options.relufy}model's by "
+        f"{off:.2g} of their norm",
         f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python: "
-        f"tl.sparsify({loaded}, {str(options.out)!r})",
-    )
+        f"tl.sparsify({loaded}, {str(options.out)!r}{', reorder=True' * options.reorder})",
+    ]
+    value = {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows}
+    return Answer({**value, "relufy_changed": changed}, "\n".join(lines))
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of the model for these tokens [batch, tokens], in float64."""
+    import torch
+
+    from ..bench.causal import Causal
+
+    with torch.no_grad():
+        return Causal(model).reader()(ids.to(next(model.parameters()).device)).double()
+
+
+def _off(logits: Tensor, exact: Tensor) -> float:
+    """How far off logits are: the norm of the difference over that of the exact ones."""
+    return float((logits - exact).norm() / exact.norm())
 
 
 def _save(options: argparse.Namespace) -> None:

@@ -308,6 +308,11 @@ class LanguageModel(nn.Module):
             is_llama = isinstance(said, dict) and said.get("model_type") == llama.KIND
             if is_llama:
                 said = llama.sizes_of(said)
+            elif isinstance(said, dict) and "format" not in said and isinstance(said.get("model_type"), str):
+                raise InputError(
+                    f"{str(folder)!r} holds a model of transformers ({said['model_type']!r:.80}); accepted: a folder "
+                    "that LanguageModel.save or save_pretrained wrote (tl.load reads others, too)"
+                )
             elif not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
             if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):

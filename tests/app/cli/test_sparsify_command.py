@@ -1,6 +1,7 @@
 """twell-lab sparsify: what the folder holds gives in Python what the command compared, and what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -77,11 +78,28 @@ def test_a_plan_that_is_given_is_followed(capsys, tmp_path):
     assert [row["runs"] for row in tl.report(tl.sparsify(tl.load("swapped"), "swapped")).rows] == ["twell"] * 2
 
 
+@pytest.mark.parametrize("more, reorders", [([], False), (["--reorder"], True)])
+def test_the_line_for_python_swaps_as_the_command_did(capsys, tmp_path, more, reorders):
+    told = ask(capsys, ours(tmp_path / "model"), "--out", "swapped", *more).out
+    assert "ReLU" not in told
+    (line,) = re.findall(r"in Python: (.*)", told)
+    swapped = eval(line, {"tl": tl, "torch": torch})
+    assert [each.layout.reorders for each in swapped.modules() if isinstance(each, SparseFFN)] == [reorders] * 2
+
+
 def test_a_silu_model_is_refused_or_becomes_a_relu_model(capsys, tmp_path):
     folder = theirs(tmp_path / "model", "silu")
     assert "relufy" in ask(capsys, folder, "--out", "swapped", status=2).err
     assert not (tmp_path / "swapped" / "config.json").exists()
-    ask(capsys, folder, "--out", "swapped", "--relufy")
+    told = ask(capsys, folder, "--out", "swapped", "--relufy").out
+    # What the ReLUs change is said beside what swapping does, which is nothing.
+    (changed,) = re.findall(r"its ReLUs change the logits by (\S+) of their norm: train it", told)
+    before, after = (tl.load(each, dtype=torch.float32) for each in (folder, "swapped"))
+    ids = torch.arange(64).view(2, 32) + 64
+    with torch.no_grad():
+        exact, found = (model(ids).logits.double() for model in (before, after))
+    assert float(changed) == pytest.approx(float((found - exact).norm() / exact.norm()), rel=0.5)
+    assert "are off the dense ReLU model's by" in told
     assert json.loads((tmp_path / "swapped" / "config.json").read_text())["hidden_act"] == "relu"
     assert isinstance(tl.sparsify(tl.load("swapped", dtype=torch.float32), "swapped"), torch.nn.Module)
     assert tl.load(folder).config.hidden_act == "silu"

@@ -213,5 +213,10 @@ def test_what_a_model_of_transformers_cannot_say_is_told(capsys, theirs):
     assert "scores are not finite" in ask(capsys, "sample", theirs, "--device", "cpu", status=2).err
 
 
+def test_a_model_of_transformers_is_not_exported_a_second_time(capsys, theirs, tmp_path):
+    told = ask(capsys, "export", theirs, "--out", tmp_path / "new", status=2).err
+    assert "holds a model of transformers ('opt'); accepted: a folder that LanguageModel.save" in told
+
+
 def test_a_name_that_is_none_is_told_as_everywhere(capsys, tmp_path):
     assert "there is no folder" in ask(capsys, "sample", tmp_path / "nowhere", status=2).err
