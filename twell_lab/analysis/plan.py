@@ -181,8 +181,11 @@ def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
     shape."""
     have = {each.name: (each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in found}
     want = {each.name: (each.d_model, each.d_ff, each.gated) for each in layers}
-    if sorted(have) != sorted(want):
-        raise InputError(f"the {what} has layers {sorted(want)}, the model {sorted(have)}; the same ones are accepted")
+    if have.keys() != want.keys():
+        raise InputError(
+            f"the {what} has layers that the model lacks: {_lacking(want, have)}; the model has layers that the {what} "
+            f"lacks: {_lacking(have, want)}; the same ones are accepted"
+        )
     for name, shape in have.items():
         if want[name] != shape:
             described = [
@@ -192,6 +195,13 @@ def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
             raise InputError(
                 f"the {what}'s layer {name!r} has {described[0]}, the model's {described[1]}; the same is accepted"
             )
+
+
+def _lacking(some: dict, others: dict) -> str:
+    """The first names of those that the others have not: an expert is a layer, so there may be thousands."""
+    names = [name for name in some if name not in others]
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    return ", ".join(map(repr, names[:3])) + more or "none"
 
 
 _TEXT, _TIME = (str, type(None)), (int, float, type(None))

@@ -232,7 +232,7 @@ class _Batch:
                     f"batch {number} has a {type(ids).__name__} for a tensor; accepted: token ids [batch, tokens], as "
                     "a tokenizer gives them with return_tensors='pt'"
                 ) from error
-        elif isinstance(error, LookupError) and (reason := _beyond(self.model, ids)):
+        elif isinstance(error, LookupError) and (reason := beyond(self.model, ids)):
             raise InputError(f"batch {number} {reason}") from error
         shown = [
             f"{name} {list(each.shape)} {each.dtype}" for name, each in self._named.items() if isinstance(each, Tensor)
@@ -322,7 +322,7 @@ class _Batch:
         return (counted.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def _beyond(model: nn.Module, ids: Tensor) -> str:
+def beyond(model: nn.Module, ids: Tensor) -> str:
     """Which of a model's tables these token ids [batch, tokens] do not fit into, and what would; "" if none is known
     that they do not."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None

@@ -233,12 +233,10 @@ def _read(plan) -> Plan | Choice | str | None:
             return Choice(plan)
         if os.path.exists(plan):
             return Plan.load(plan)
-        if plan in PATHS.names():
-            raise InputError(
-                f"path {plan!r} needs a number of hot neurons; accepted: tl.Choice({plan!r}, 256), or a Plan"
-            )
+    splits = isinstance(plan, str) and plan in PATHS.names()
+    why = f", which needs a number of hot neurons: tl.Choice({plan!r}, 256)" if splits else ""
     raise InputError(
-        f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, "
+        f"plan is {plan!r:.200}{why}; accepted: a Plan or the name of a file that holds one, "
         f"{', '.join(map(repr, [AUTO, *whole]))}, a Choice, or None"
     )
 

@@ -36,7 +36,7 @@ from torch.nn.functional import linear
 
 from .. import records
 from ..analysis import saved
-from ..analysis.running import ALL, Gate, Rows, evaluating, run
+from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, run
 from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
 from ..layers import probe
@@ -458,7 +458,8 @@ class Thresholds:
         model: a causal language model, with these thresholds on it or none; it is left as it was. windows: int64 [n,
         length], on text that was not calibrated on; each is read with nothing before it, and its tokens from the second
         on are predicted. bytes_per_token: of the text, to have bits a byte as well. Raises InputError as `apply`, for
-        other thresholds on the model, and for fewer than two windows or tokens in each."""
+        other thresholds on the model, for fewer than two windows or tokens in each, and for tokens that the model does
+        not know."""
         _check_windows(windows)
         self._seats(model)
         if held := [part for _, part in lossy_parts(model)]:
@@ -664,7 +665,12 @@ def losses(model: nn.Module, windows: Tensor) -> Tensor:
         at = 0
         while at < len(windows):
             tokens = windows[at : at + some].to(device)
-            scores = model(tokens)
+            try:
+                scores = model(tokens)
+            except LookupError as error:
+                if reason := beyond(model, tokens):
+                    raise InputError(f"a window {reason}") from error
+                raise
             scores = getattr(scores, "logits", scores)
             if not isinstance(scores, Tensor) or scores.shape[:2] != tokens.shape:
                 raise InputError(

@@ -147,14 +147,14 @@ def test_a_model_of_a_dtype_that_no_path_has_is_left_as_it_was(model, plan):
 
 def test_a_path_that_splits_is_not_asked_for_by_its_name_alone(model):
     with pytest.raises(
-        InputError, match=r"'hot_cold' needs a number of hot neurons; accepted: tl.Choice\('hot_cold', 256"
+        InputError, match=r"'hot_cold', which needs a number of hot neurons: tl.Choice\('hot_cold', 256\);"
     ):
         tl.sparsify(model, "hot_cold")
     assert not sparse(model)
 
 
 @pytest.mark.parametrize(
-    "word", ["fast", "twel", "AUTO", "", "\0", "\ud800", "no/such/plan.json", "x" * 5000, 3, b"twell", []]
+    "word", ["fast", "twel", "hot_cold", "AUTO", "", "\0", "\ud800", "no/such/plan.json", "x" * 5000, 3, b"twell", []]
 )
 def test_a_word_that_means_nothing_is_named(model, word):
     with pytest.raises(InputError, match=r"^plan is .*: .*'auto', 'dense', 'twell', 'two_four', .*, a Choice, or None"):
@@ -203,7 +203,14 @@ def test_a_plan_for_elsewhere_is_refused_with_nothing_changed(model, plan):
         ({"device": "NVIDIA H100"}, "the plan is for NVIDIA H100, float32; the model is on CPU, float32"),
         ({"dtype": "bfloat16"}, "the plan is for CPU, bfloat16; the model is on CPU, float32"),
         ({"release": "0.0.9"}, f"the plan was made by twell-lab 0.0.9, this is {tl.__version__}"),
-        ({"layers": plan.layers[:2]}, "the plan has layers"),
+        (
+            {"layers": plan.layers[:2]},
+            "the plan has layers that the model lacks: none; the model has layers that the plan lacks: 'layers.2.mlp';",
+        ),
+        (
+            {"layers": [replace(each, name=f"other.{n}") for n in range(200) for each in plan.layers[:1]]},
+            "the model lacks: 'other.0', 'other.1', 'other.2' and 197 more; .*: 'layers.0.mlp', .*2.mlp'; the same",
+        ),
     ):
         with pytest.raises(InputError, match=named):
             tl.sparsify(model, replace(plan, **changes))

@@ -662,3 +662,15 @@ def test_greedy_is_true_or_false(greedy):
     model = nn.Module()
     with pytest.raises(InputError, match="greedy is .*; True or False is accepted"):
         tl.thresholds(model, ran, greedy=greedy)
+
+
+def test_a_token_that_the_model_does_not_know_is_told_by_calibration_and_loss():
+    model = llama()
+    ids = torch.arange(12).view(3, 4)
+    known = model.get_input_embeddings().num_embeddings
+    with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
+        tl.thresholds(model, ids + known - 11)
+    chosen = tl.thresholds(model, ids)
+    with pytest.raises(InputError, match=f"a window has the token {known}; accepted by this model: 0 to {known - 1}"):
+        chosen.loss(model, ids + known - 11)
+    assert "lossy" not in str(model)
