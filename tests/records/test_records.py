@@ -112,6 +112,9 @@ def test_a_printed_record_is_a_table_of_its_measurements_without_samples():
     assert len(lines) == 1 and ROW["path"] in lines[0] and "0.5" in lines[0].split()
     assert "0.123456" not in str(record) and "0.123456" not in repr(record)
     assert str(make(rows=[{"test": "alone"}])) == told
+    both = str(make(rows=[{**ROW, "workload": "one"}, {**ROW, "workload": "another"}])).splitlines()
+    assert "workload" not in heads and both[1].endswith("workload")
+    assert both[2].endswith(" one") and both[3].endswith(" another")
 
 
 def test_only_gpu_rows_of_other_kernels_are_stale():

@@ -104,10 +104,12 @@ class Record:
         _check(self)
 
     def __str__(self) -> str:
-        """What was measured, a line for each measurement."""
+        """What was measured, a line for each measurement, with its workload where there are several."""
         measured = [row for row in self.rows if "kind" in row]
+        several = len({row.get("workload") for row in measured}) > 1
         told = f"{self.name}, {self.date}: {self.purpose}"
-        return f"{told}\n{table(measured, COLUMNS)}" if measured else told
+        columns = {**COLUMNS, "workload": "workload"} if several else COLUMNS
+        return f"{told}\n{table(measured, columns)}" if measured else told
 
     @classmethod
     def new(
