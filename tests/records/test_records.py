@@ -115,6 +115,8 @@ def test_a_printed_record_is_a_table_of_its_measurements_without_samples():
     both = str(make(rows=[{**ROW, "workload": "one"}, {**ROW, "workload": "another"}])).splitlines()
     assert "workload" not in heads and both[1].endswith("workload")
     assert both[2].endswith(" one") and both[3].endswith(" another")
+    heads = str(make(rows=[{**ROW, "head": True}, {**ROW, "head": False}])).splitlines()
+    assert [line.split()[-1] for line in heads[1:]] == ["head", "True", "False"]
 
 
 def test_only_gpu_rows_of_other_kernels_are_stale():

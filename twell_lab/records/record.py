@@ -104,11 +104,12 @@ class Record:
         _check(self)
 
     def __str__(self) -> str:
-        """What was measured, a line for each measurement, with its workload where there are several."""
+        """What was measured, a line for each measurement. Where there are several workloads, or a model was also
+        measured without its head, a line says which."""
         measured = [row for row in self.rows if "kind" in row]
-        several = len({row.get("workload") for row in measured}) > 1
         told = f"{self.name}, {self.date}: {self.purpose}"
-        columns = {**COLUMNS, "workload": "workload"} if several else COLUMNS
+        more = {"head": "LM head", "workload": "workload"}
+        columns = COLUMNS | {key: more[key] for key in more if len({str(row.get(key)) for row in measured}) > 1}
         return f"{told}\n{table(measured, columns)}" if measured else told
 
     @classmethod
