@@ -119,7 +119,7 @@ def _add_predict_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
     )
-    parser.add_argument("--plain", action="store_true", help="a layer without a gate")
+    parser.add_argument("--no-gated", action="store_false", dest="gated", help="a plain layer, without a gate")
     parser.add_argument(
         "--workload",
         choices=["lognormal", "uniform"],
@@ -303,7 +303,7 @@ def predict(options: argparse.Namespace) -> Answer:
         options.nnz,
         options.d_model,
         options.d_ff,
-        gated=not options.plain,
+        gated=options.gated,
         tokens=options.tokens,
         kind=options.workload,
     )

@@ -48,7 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_fields(parser, TrainConfig)
-    parser.add_argument("--plain", action="store_false", default=None, dest="gated", help="the same as --no-gated")
     parser.add_argument(
         "--out",
         metavar="DIR",

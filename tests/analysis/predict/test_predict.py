@@ -168,7 +168,10 @@ def test_what_is_not_accepted(asked, message):
 def test_the_command(capsys):
     assert cli.main(["predict", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [each["name"] for each in predict.datasheets()]
-    assert cli.main(["predict", "L4", "--nnz", "8", "--tokens", "1", "--plain"]) == 0
+    assert cli.main(["predict", "L4", "--nnz", "8", "--tokens", "1", "--no-gated", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == json.loads(json.dumps(predict.predict("L4", 8.0, tokens=[1], gated=False)))
+    assert cli.main(["predict", "L4", "--nnz", "8", "--tokens", "1"]) == 0
     out = capsys.readouterr().out
     assert "twell" in out and "from the vendor's figures" in out and "recorded on an H100 SXM would be predicted" in out
     assert cli.main(["predict", "L4", "--tokens", "1", "--json"]) == 0

@@ -289,7 +289,7 @@ def test_train_then_thresholds(capsys, tmp_path, text):
 
 
 def test_plain_layers_can_be_trained(capsys, text):
-    summary = json.loads(ask(capsys, "train", "--text", text, *SMALL, "--plain", "--json"))
+    summary = json.loads(ask(capsys, "train", "--text", text, *SMALL, "--no-gated", "--json"))
     assert summary["config"]["gated"] is False
     assert "bits per byte" in ask(capsys, "train", "--text", text, *SMALL)
 

@@ -393,7 +393,7 @@ def test_the_help_names_every_field_with_its_default(capsys):
             told = shown[shown.index("the model:") :]
             stated = re.search(rf"{option} (?:[NX]|WORD|{{[a-z0-9,]+}}) [^\[]*\[([^]]*)\]", told)[1]
             assert type(field.default)(stated) == field.default, field.name
-    for word in ("--resume", "--out", "--plain", "torchrun", "twell-lab profile", ", ".join(presets.NAMES)):
+    for word in ("--resume", "--out", "--no-gated", "torchrun", "twell-lab profile", ", ".join(presets.NAMES)):
         assert word in shown
 
 
