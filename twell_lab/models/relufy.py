@@ -43,6 +43,7 @@ from ..layers import anatomy, probe
 from ..layers.anatomy import family_of, is_relu, kind_of
 from ..layers.experts import ACTIVATION, stored
 from ..layers.families import accepted
+from ..layers.lossy import ThresholdedActivation
 from ..layers.parts import part_at, put
 from ..layers.sparse_ffn import SparseFFN
 from .tiny import LanguageModel, ModelConfig
@@ -93,14 +94,16 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
     layers = [
         (name, module, at)
         for name, module, at in layers
-        if not is_relu(part_at(module, at))
+        if not is_relu(part := part_at(module, at))
+        and not isinstance(part, SparseFFN)  # in OPT's place of the activation
         and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))
     ]
     for name, module, at in layers:
         kind = kind_of(part_at(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):
+            off = " (thresholds come off by tl.Thresholds.remove)" if kind == ThresholdedActivation.__name__ else ""
             raise InputError(
-                f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
+                f"{name or type(module).__name__} uses {kind}{off}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
             )
     probe.check_all((name, module) for name, module, _ in layers)
     before = [(module, at, part_at(module, at)) for _, module, at in layers]

@@ -170,6 +170,9 @@ def test_layers_with_a_relu_stay_dense_or_swapped():
     before = [layer.mlp.act_fn for layer in model.layers]
     assert changed(model) == 0 and [layer.mlp.act_fn for layer in model.layers] == before
     assert changed(sparsify(model, "twell")) == 0
+    model = sparsify(opt(activation_function="relu"), "twell")  # where a SparseFFN sits in the activation's place
+    before = [layer.activation_fn for layer in model.model.decoder.layers]
+    assert relufy(model) is model and [layer.activation_fn for layer in model.model.decoder.layers] == before
 
 
 def test_what_cannot_be_changed_is_left_alone_and_named():

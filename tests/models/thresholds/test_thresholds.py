@@ -389,7 +389,7 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
 
 
 def test_a_thresholded_activation_is_not_replaced_by_a_relu():
-    with pytest.raises(InputError, match="uses ThresholdedActivation"):
+    with pytest.raises(InputError, match=r"uses ThresholdedActivation \(thresholds come off by tl.Thresholds.remove"):
         tl.relufy(thresholded())
 
 
