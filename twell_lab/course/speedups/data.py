@@ -88,12 +88,12 @@ def recorded() -> list[dict]:
     known: set[tuple] = set()
     for record in reversed(records.load_all()):
         known |= {_size(row) for row in record.rows if _single(row)}
-        rows = [read for row in record.rows if (read := _read(row)) and _same(read) not in taken]
-        planned = {_same(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
-        rows = [row for row in rows if _same(row) in planned]
+        rows = [read for row in record.rows if (read := _read(row)) and _same_way(read) not in taken]
+        planned = {_same_way(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
+        rows = [row for row in rows if _same_way(row) in planned]
         old = bool(rows) and records.stale(record)
         found += [{**row, "where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
-        taken |= set(map(_same, rows))
+        taken |= set(map(_same_way, rows))
     speaking = [row for row in found if row["step"] != TRAINING]
     if not speaking:
         return found
@@ -135,6 +135,11 @@ def _model(row: dict) -> tuple:
 def _same(row: dict) -> tuple:
     """What is equal in rows that measure the same thing, be it on different paths."""
     return (*_model(row), row["what"], row["head"], f"{row['nnz']:.2g}")
+
+
+def _same_way(row: dict) -> tuple:
+    """What is equal in rows that measure the same thing in the same way: as plain calls, compiled or in graphs."""
+    return (*_same(row), GRAPH in row["path"], "compiled" in row["path"])
 
 
 def layers_of(rows: list[dict]) -> list[dict]:
@@ -485,8 +490,8 @@ def three_lines(found: list[Step], own: list[Step]) -> list[str]:
         lines = [
             f"Layers {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
             f"{best.x:.2f} ({best.name}).",
-            f"Amdahl's law is within {1 - LEAST:.0%} in {count('as predicted')} of {len(both)}, within the spread in "
-            f"{count('within spread')} more; waiting for the host explains {count('host')}.",
+            f"Amdahl's law is within {1 - LEAST:.0%} in {count('as predicted')} of {len(both)}, within the "
+            f"spread in {count('within spread')}; the host explains {count('host')}.",
         ]
     if not own:
         return [*lines, "Nothing was timed here."]
