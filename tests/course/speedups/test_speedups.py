@@ -178,6 +178,12 @@ def test_the_time_of_a_call_is_told_apart(kept):
     rows, layers = kept
     head = [row | {"head": False, "gpu_ms": row["gpu_ms"] - 1} for row in rows if "gpu_ms" in row]
     dense, planned = speedups.pieces([*rows, *head], layers)
+    more = [{**row, "tokens": 4, "what": "decode step, batch 4"} for row in rows]
+    four = [{**row, "tokens": 4} for row in layers]
+    drawn = speedups.pieces([*more, *rows], [*layers, *four])
+    assert [(each["tokens"], each["path"]) for each in drawn] == [
+        (tokens, path) for tokens in (1, 4) for path in ("dense eager", "planned")
+    ]
     assert {key: dense[key] for key in ("layers", "head", "rest", "wait")} == pytest.approx(
         {"layers": 2.0, "head": 1.0, "rest": 2.0, "wait": 5.0}
     )

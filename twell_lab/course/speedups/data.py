@@ -252,8 +252,12 @@ def steps(rows: list[dict], layers: list[dict]) -> list[Step]:
             layer = (alone[dense], alone[path]) if path and dense in alone else None
             clocked = all(clock in each for each in (here[dense], ours, *(layer or ())))
             found.append(Step(how, here[dense], ours, layer, clock if clocked else "ms"))
-    order = (FORWARD, DECODE, TRAINING)
-    return sorted(found, key=lambda step: (order.index(step.dense["step"]), step.dense["tokens"]))
+    return sorted(found, key=lambda step: _place(step.dense))
+
+
+def _place(row: dict) -> tuple[int, int]:
+    """Where a row comes: forwards, decoding, training, and in each of them few tokens before many."""
+    return (FORWARD, DECODE, TRAINING).index(row["step"]), row["tokens"]
 
 
 def trainings(found: list[Step]) -> tuple[list[Step], list[Step]]:
@@ -322,7 +326,7 @@ def pieces(rows: list[dict], layers: list[dict]) -> list[dict]:
             {key: row[key] for key in ("what", "path", "where", "step", "tokens")}
             | {"layers": own, "head": head, "rest": device - head - own, "wait": row["wall_ms"] - device}
         )
-    return found
+    return sorted(found, key=_place)
 
 
 def _device_ms(row: dict) -> float:
