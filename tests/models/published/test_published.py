@@ -345,7 +345,7 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     assert [row["mean_nnz"] for row in rows] == [layer.mean_nnz for layer in expected.layers]
     assert found["by_position"] == expected.by_position() and found["by_token"] == expected.by_token()
     assert cli.main(["profile", str(folder), "--text", str(text), "--windows", "8"]) == 0
-    assert "most fire, of the mean: '" in capsys.readouterr().out  # tokens are spelled
+    assert "most fire, times the mean: '" in capsys.readouterr().out  # tokens are spelled
     out = tmp_path / "plan.json"
     asked = ["plan", str(folder), "--text", str(text), "--windows", "2", "--tokens", "1", "--out", str(out)]
     assert cli.main([*asked, "--device", "cpu"]) == 0
