@@ -464,7 +464,7 @@ def test_three_lines_say_what_the_numbers_say(subject):
     found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
     padding = [{"real": 1.0, "path": path, "ms": 1.0, "where": WHERE} for path in ("padded", "padding removed")]
     lines = data.three_lines(MAP, found, padding)
-    assert lines[0] == "The map, best of 3 cells: dense 2, packed 1; at most 2.0 times, 1 token."
+    assert lines[0] == "The map here, best of 3 cells: dense 2, packed 1; at most 2.0 times, 1 token."
     assert lines[1:] == [data.padding_sentence(padding), data.predictor_sentence(found)]
 
 

@@ -341,7 +341,7 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
             font={"size": 13},
         )
     figure.update_xaxes(title_text="neurons firing for a token, mean (of 5,632)", rangemode="tozero")
-    figure.update_yaxes(title_text="times as fast as the dense step", rangemode="tozero")
+    figure.update_yaxes(title_text="times as fast as the dense step, GPU time", rangemode="tozero")
     title = "A training step of one layer, 16,384 tokens"
     title += f"<br><sup>dotted: {sources(recorded)}</sup>" * bool(recorded)
     figure = plots.styled(figure, title, height=450)
@@ -483,7 +483,7 @@ def models(found: list[dict]) -> go.Figure:
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dash"})
     if not found:
         note(figure, "no whole model is recorded in this checkout")
-    figure.update_yaxes(title_text="times as fast as torch's dense model", rangemode="tozero")
+    figure.update_yaxes(title_text="times as fast as torch's dense model, GPU time", rangemode="tozero")
     told = [*dict.fromkeys(each["where"] for each in found)]
     title, more = f"A training step of whole models<br><sup>{'<br>'.join(told)}</sup>", 20 * len(told)
     figure = plots.styled(figure, title, height=390 + more)

@@ -47,24 +47,35 @@ KINDS = {
 def recorded(device: str = "H100") -> list[dict]:
     """Steps of a layer on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name.
 
-    Layers: of one record, so that their times can be compared: of those that timed the most kinds of workload (KINDS,
-    and whole models), the newest. Whole models: each compares with its own dense step, so that each is of the newest
-    record that timed it. [] if there is none.
+    Layers: each kind of workload (KINDS) of one record, so that its times can be compared: of those with the most rows
+    of that kind to compare, the newest. Whole models: each compares with its own dense step, so that each is of the
+    newest record that timed it. [] if there is none.
     """
-    best, most, models = [], 0, {}
+    layers: dict[str, tuple[int, list[dict]]] = {}
+    models: dict[tuple, list[dict]] = {}
     for record in reversed(records.load_all()):
         rows = [row for row in record.rows if _wanted(row) and device in row["device"]] if record.name == NAME else []
         where = rows and f"recorded on {device_and_day(rows[0]['device'], record.date, records.stale(record))}"
-        rows = [{**row, "where": where} for row in rows]
+        kinds: dict[str, list[dict]] = {}
         here: dict[tuple, list[dict]] = {}
-        for row in rows:
-            if _kind(row) == WHOLE:
-                here.setdefault((row["workload"], f"{row['nnz']:.2g}"), []).append(row)
+        for row in ({**row, "where": where} for row in rows):
+            kind = _kind(row)
+            if kind == WHOLE:
+                here.setdefault(_which(row), []).append(row)
+            elif kind:
+                kinds.setdefault(kind, []).append(row)
         models = here | models
-        covered = len({(row["workload"], f"{row['nnz']:.2g}") for row in rows if _kind(row)})
-        if covered > most:
-            best, most = [row for row in rows if _kind(row) != WHOLE], covered
-    return best + [row for each in models.values() for row in each]
+        for kind, of_it in kinds.items():
+            covered = len(set(map(_which, of_it)))
+            if covered > layers.get(kind, (0, []))[0]:
+                layers[kind] = covered, of_it
+    ordered = (layers[kind][1] for kind in KINDS.values() if kind in layers)
+    return [row for rows in (*ordered, *models.values()) for row in rows]
+
+
+def _which(row: dict) -> tuple[str, str]:
+    """What was timed, on whatever path."""
+    return row["workload"], f"{row['nnz']:.2g}"
 
 
 def _wanted(row: dict) -> bool:

@@ -524,7 +524,7 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
     said = ", ".join(f"{_short(name)} {won[name]}" for name in sorted(won, key=lambda name: -won[name]))
     at = f"{top['tokens']} token{'s' * (top['tokens'] > 1)}"
     return [
-        f"The map, best of {len(best)} cells: {said}; at most {top['x_dense']:.1f} times, {at}.",
+        f"The map here, best of {len(best)} cells: {said}; at most {top['x_dense']:.1f} times, {at}.",
         padding_sentence(padding),
         predictor_sentence(found),
     ]
