@@ -174,6 +174,8 @@ def test_three_lines_say_what_the_numbers_say():
     assert measured.three_lines(rows[:5], SIZES) == [f"Sparse: 5.0 times as fast at nnz 8; {WHERE}.", memory]
     other = [each | {"where": WHERE[:-2] + "25; stale: code has changed since"} for each in models()]
     assert measured.three_lines(rows + other, SIZES)[-1].endswith("times; 2026-11-25, stale.")
+    both = [each for each in placed(models()) if "8 layers" in each["workload"]] + other[:5]
+    assert measured.three_lines(rows + both, SIZES)[-1].endswith("times; there and 2026-11-25, stale.")
     own = [each | {"where": "yours, now, on my GPU"} for each in rows[:10]]
     assert (
         measured.own_line(own)

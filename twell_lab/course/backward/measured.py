@@ -183,7 +183,8 @@ def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]
     if models := [each for each in wholes(rows) if each["compiled"]]:
         times = [each["compiled"] for each in models]
         days = [short(each["where"]).replace(f"{short(quick['where']).partition(', ')[0]}, ", "") for each in models]
-        days = [day for day in dict.fromkeys(days) if day not in lines[0]] or ["there, too"]
+        days = [*dict.fromkeys("there" if day in lines[0] else day for day in days)]
+        days = ["there, too"] if days == ["there"] else sorted(days, key=lambda day: day != "there")
         lines.append(f"Whole models, compiled: {min(times):.2f} to {max(times):.2f} times; {' and '.join(days)}.")
     return lines
 
