@@ -636,8 +636,8 @@ def experts(recorded: list[Record]) -> str:
     found = {(row["workload"], row["path"]): row for row in rows}
     works, paths = dict.fromkeys(w for w, _ in found), dict.fromkeys(path for _, path in found if path != DENSE)
     begins = {each.path: _begins(each) for each in of_experts(rows)}
-    more = ["faster than all neurons from"] if begins else []
-    lines = [[f"times as fast as dense; {_where(rows[0]['device'], record)}", *works, *more]]
+    more = ["faster than all neurons where a token does without"] if begins else []
+    lines = [[f"times as fast as the loop; {_where(rows[0]['device'], record)}", *works, *more]]
     if begins:
         lines.append(["the loop", *("1" for _ in works), begins[DENSE]])
     for path in paths:

@@ -188,7 +188,7 @@ def test_the_table_of_experts_has_each_way_beside_its_own_loop():
     times = (("dense eager", 4.0), ("grouped", 2.0))
     rows = [row(f"{n} experts", path, n * ms if path == "dense eager" else ms) for n in (1, 2) for path, ms in times]
     lines = tables.experts([record("comparison", 1, rows)]).splitlines()
-    assert lines[0] == "| times as fast as dense; NVIDIA H100, 2026-01-01 | 1 experts | 2 experts |"
+    assert lines[0] == "| times as fast as the loop; NVIDIA H100, 2026-01-01 | 1 experts | 2 experts |"
     assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
     assert "nothing is recorded yet" in tables.experts([record("comparison", 1, [])])
 
@@ -201,7 +201,7 @@ def test_the_table_of_experts_says_from_where_they_beat_all_neurons():
     times = (("dense eager", 4.0), ("grouped", 2.0), (WHOLE, 1.0))
     rows = [row(n, path, n * ms if path == WHOLE else ms) for n in (2, 8) for path, ms in times]
     head, _, *lines = tables.experts([record("comparison", 1, rows)]).splitlines()
-    assert head.endswith("| 2 experts | 8 experts | faster than all neurons from |")
+    assert head.endswith("| 2 experts | 8 experts | faster than all neurons where a token does without |")
     assert lines[0] == "| the loop | 1 | 1 | 50.00% (50.00% to 50.00%) |"
     assert lines[1].endswith("| 0.0%, the fewest measured |") and lines[2].endswith("| 0.50 (0.50) |  |")
 
