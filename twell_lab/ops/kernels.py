@@ -23,7 +23,7 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("pack",)  # the files of this folder that declare sources
+OPERATIONS = ("pack", "spmm", "blocks", "microtiles", "int8")  # the files of this folder that declare sources
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 
