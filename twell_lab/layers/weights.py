@@ -11,7 +11,7 @@ class Weights(NamedTuple):
     """A layer's weights and biases, in the order in which the operators take them.
 
     gate, up: [d_ff, d_model], gate None for a plain layer, and up itself for one whose ReLU is squared; down: [d_model,
-    d_ff]; biases [d_ff], [d_ff], [d_model], or None; down_t: down transposed and contiguous, where a path keeps one."""
+    d_ff]; biases [d_ff], [d_ff], [d_model], or None."""
 
     gate: Tensor | None
     up: Tensor
@@ -19,17 +19,16 @@ class Weights(NamedTuple):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    down_t: Tensor | None = None
 
     @classmethod
     def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
-        """The weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
+        """Return the weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
         (up_weight, up_bias), (down_weight, down_bias) = _tensors(up), _tensors(down)
         gate_weight, gate_bias = (up_weight, up_bias) if gate is up else _tensors(gate)
         return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
 
     def named(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Return those that are there, by name."""
         return {name: t for name, t in zip(NAMES, self) if t is not None}
 
 
@@ -40,6 +39,6 @@ def _tensors(part: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
     """The weight and the bias of a projection. Asking a module for an attribute takes as long as all else here."""
     if part is None:
         return None, None
-    own = part.__dict__["_parameters"]
+    own = part.__dict__.get("_parameters", {})
     weight = own.get("weight")
     return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))
