@@ -32,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)
 STEP = 16  # of which in and out are multiples: bytes that are copied at once, and the most columns that a lane stores
 _FEW = 16  # tokens up to which the smallest tile takes all
-_MOST_TILES = 65535  # along y of a grid
+MOST_TOKENS = 65535 * _FEW  # blocks along y of a grid, of the smallest tile
 # Rows and columns of a tile, bytes of a step, parts of the pipeline; by how many tokens a tile is for.
 TILES = {"few": (16, 32, 128, 8), "some": (64, 64, 128, 4), "many": (128, 256, 64, 4)}
 _LONGER = (128, 256, 128, 3)  # "many" with half as many barriers, where a block may have that much shared memory
@@ -78,7 +78,7 @@ def takes(x: Layout | Buffer, weight: Weight, dtype: torch.dtype, capability: tu
         and x.shape[1] == inner > 0 < out
         and not (inner % STEP or out % STEP)
         and len(x.shape) == 2
-        and x.shape[0] <= _FEW * _MOST_TILES
+        and x.shape[0] <= MOST_TOKENS
         and (bias is None or bias.dtype == dtype)
         and tuple(x.strides) == tuple(values.strides) == (inner, 1)
         and aligned(x, values)
