@@ -290,7 +290,7 @@ def _profiled(listed: Callable[[], list[Case]], metrics: dict[str, str], number:
         ",".join(metrics.values()),
         sys.executable,
         "-c",
-        f"from twell_lab.records import evidence; evidence.run_all(evidence.{listed.__name__}())",
+        f"from twell_lab.bench import evidence; evidence.run_all(evidence.{listed.__name__}())",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
