@@ -24,7 +24,7 @@ from torch import Tensor
 from ..core import DeviceError, StackError
 from ..formats.twell import TwELL
 from ..ops import portable
-from .record import Record
+from ..records import Record
 
 COUNTERS = {  # our name for a count: the profiler's
     "global_read_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
