@@ -391,7 +391,7 @@ def _compile(options) -> Answer:
 
 def _records(options) -> Answer:
     from .. import records
-    from ..records.provenance import kernel_hashes
+    from ..records import kernel_hashes
 
     if options.verify:
         try:

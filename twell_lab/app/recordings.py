@@ -29,7 +29,7 @@ from ..bench.sizes import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..cuda import registry
 from ..records import Record, evidence
-from ..records.evidence import need_gpu
+from ..bench.evidence import need_gpu
 from .terminal import hold_signals
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")

@@ -24,7 +24,7 @@ from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..models.tiny import ModelConfig
 from ..ops import measure
-from ..records.record import Record
+from ..records import Record
 from . import drawn
 from .causal import Causal
 from .cut_checks import Judge, has_thresholds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..records import record
+from .. import records as record
 from .paths import PATHS
 from .paths.hot_cold import STEP, hot_first
 

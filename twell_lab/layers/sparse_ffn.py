@@ -355,5 +355,3 @@ class SparseFFN(nn.Module, StandIn):
 
 def _owner(part: nn.Module | Part) -> nn.Module:
     return part.owner if isinstance(part, Part) else part
-
-

@@ -212,8 +212,8 @@ def test_what_does_not_fit_into_memory_is_one_line(capsys):
 
 def test_verify_answers_by_its_status(capsys, folder):
     answer = json.loads(ask(capsys, "records", "--verify", "--json", "--folder", str(folder), status=1))
-    assert answer["holds"] is False and answer["kernels"] == records.provenance.kernel_hashes()
-    entry = {"kernels": records.provenance.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
+    assert answer["holds"] is False and answer["kernels"] == records.kernel_hashes()
+    entry = {"kernels": records.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
     (folder / records.UNVERIFIED).write_text(json.dumps(entry))
     assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
 

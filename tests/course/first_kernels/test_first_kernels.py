@@ -13,7 +13,7 @@ from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.course.first_kernels import data as kernels
 from twell_lab.formats import TwELL
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 from twell_lab.simulator.counts import Counts, Footprint, Traffic
 
 needs_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..core import DeviceError, StackError
 from ..formats.twell import TwELL
 from ..ops import portable
-from .record import Record
+from ..records import Record
 
 COUNTERS = {  # our name for a count: the profiler's
     "global_read_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
@@ -290,7 +290,7 @@ def _profiled(listed: Callable[[], list[Case]], metrics: dict[str, str], number:
         ",".join(metrics.values()),
         sys.executable,
         "-c",
-        f"from twell_lab.records import evidence; evidence.run_all(evidence.{listed.__name__}())",
+        f"from twell_lab.bench import evidence; evidence.run_all(evidence.{listed.__name__}())",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()

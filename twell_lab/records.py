@@ -1,24 +1,30 @@
 """Records: JSON files that say where, when and with which software something was measured, and what was measured.
 
 `data/records` holds those of the project; `Record.save` writes new ones. A record holds a hash of each kernel that ran,
-over its sources and its launch code (twell_lab.records.provenance), which shows whether the kernel has changed since.
-`verify()` fails for a kernel whose present hash is not in the newest report of the GPU tests, unless `UNVERIFIED.json`
-names the kernel with that hash and says why it has not run on a GPU yet.
-"""
+which shows whether the kernel has changed since: a SHA-256 over its `.cu` with its headers, without comments, and over
+the syntax tree of the file of ops/ that declares and launches it, without docstrings (`kernel_hashes`). A record is
+stale when a hash of a kernel that ran for it is no longer the present one. `verify()` fails for a kernel whose present
+hash is not in the newest report of the GPU tests, unless `UNVERIFIED.json` names the kernel with that hash and says why
+it has not run on a GPU yet."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import core
-from ..core import WHOLE, RecordError, read_json, write_atomically
-from . import provenance
+from . import core
+from .core import WHOLE, RecordError, read_json, write_atomically
 
 SCHEMA = 2
 UNVERIFIED = "UNVERIFIED.json"
@@ -134,11 +140,11 @@ class Record:
         Raises:
             RecordError: as Record does, and where the sources of a kernel are missing.
         """
-        from ..cuda import launcher
+        from .cuda import launch
 
-        commit, dirty = provenance.source_commit()
-        ran = launcher.loaded_kernels() if kernels is None else set(kernels)
-        hashes = provenance.kernel_hashes() if ran else {}
+        commit, dirty = source_commit()
+        ran = launch.loaded() if kernels is None else set(kernels)
+        hashes = kernel_hashes() if ran else {}
         return cls(
             name=name,
             purpose=purpose,
@@ -201,34 +207,11 @@ class Record:
         return target
 
 
-# ---- what a record may hold ----
+# ---- what a record may hold
 
 
-class _Rule(NamedTuple):
-    """Whether a value may stand in a field, and what may, for the error message."""
-
-    holds: Callable[[Any], bool]
-    accepted: str
-
-
-def _kind(kind: type, accepted: str) -> _Rule:
-    return _Rule(lambda value: isinstance(value, kind), accepted)
-
-
-def _or_null(rule: _Rule) -> _Rule:
-    return _Rule(lambda value: value is None or rule.holds(value), f"{rule.accepted}, or null")
-
-
-def _matching(pattern: str, accepted: str) -> _Rule:
-    return _Rule(lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, accepted)
-
-
-def _is_date(value) -> bool:
-    try:
-        datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
-    except (TypeError, ValueError):
-        return False
-    return True
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _is_number(value) -> bool:
@@ -236,56 +219,115 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
 
 
-_OBJECT = _kind(dict, "an object")
-_HASH = _matching("[0-9a-f]{64}", "64 hexadecimal digits")
-_HASHES = _kind(dict, "an object of kernel names and hashes")
-_FIELDS = {
-    "schema": _Rule(
-        lambda value: type(value) is int and 1 <= value <= SCHEMA,
-        f"1 to {SCHEMA} (a newer file needs a newer twell-lab)",
-    ),
-    "name": _matching("[a-z0-9][a-z0-9_.-]*", "lower-case letters, digits, '-', '_' and '.'"),
-    "purpose": _Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a sentence"),
-    "date": _Rule(_is_date, "UTC as YYYY-MM-DDTHH:MM:SSZ"),
-    "commit": _or_null(_kind(str, "a commit's hexadecimal name")),
-    "dirty": _Rule(lambda value: value is None or isinstance(value, bool), "true, false or null"),
-    "machine": _OBJECT,
-    "notes": _OBJECT,
-    "rows": _kind(list, "a list of objects"),
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+_HASH = _matches("[0-9a-f]{64}")
+_HASHES = lambda value: isinstance(value, dict) and all(map(_HASH, value.values()))  # noqa: E731
+# Of each field, and of each field of a row with a `kind`: what holds for its value, and what is accepted, in words.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "schema": (lambda value: type(value) is int and 1 <= value <= SCHEMA, f"1 to {SCHEMA}"),
+    "name": (_matches("[a-z0-9][a-z0-9_.-]*"), "lower-case letters, digits, '-', '_' and '.'"),
+    "purpose": (lambda value: isinstance(value, str) and bool(value.strip()), "a sentence"),
+    "date": (_matches(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"), "UTC as YYYY-MM-DDTHH:MM:SSZ"),
+    "commit": (_or_none(lambda value: isinstance(value, str)), "a commit's hexadecimal name, or null"),
+    "dirty": (_or_none(lambda value: isinstance(value, bool)), "true, false or null"),
+    "machine": (lambda value: isinstance(value, dict), "an object"),
+    "notes": (lambda value: isinstance(value, dict), "an object"),
+    "rows": (lambda value: isinstance(value, list) and all(isinstance(row, dict) for row in value), "objects"),
+    "kernel_hash": (_or_none(_HASH), "64 hexadecimal digits, or null"),
+    "kernels": (_or_none(_HASHES), "an object of kernel names and hashes"),
 }
-_MEASUREMENT = {  # the fields of a row with a `kind`
-    **dict.fromkeys(("kind", "device", "path"), _Rule(lambda value: isinstance(value, str) and value != "", "a name")),
-    "ms": _Rule(lambda value: _is_number(value) and value > 0, "a time in milliseconds above zero"),
+_NAME = (lambda value: isinstance(value, str) and value != "", "a name")
+_MEASUREMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("kind", "device", "path"), _NAME),
+    "ms": (lambda value: _is_number(value) and value > 0, "a time in milliseconds above zero"),
     **dict.fromkeys(
         ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread", "wall_ms", "dense_wall_ms", "host_us"),
-        _or_null(_Rule(_is_number, "a finite number")),
+        (_or_none(_is_number), "a finite number, or null"),
     ),
     **dict.fromkeys(
         ("error", "layer_error", "loss"),
-        _or_null(_Rule(lambda value: _is_number(value) and value >= 0, "a number from 0 up")),
+        (_or_none(lambda value: _is_number(value) and value >= 0), "a number from 0 up, or null"),
     ),
-    **dict.fromkeys(("dtype", "workload"), _or_null(_kind(str, "a name"))),
+    **dict.fromkeys(("dtype", "workload"), (_or_none(lambda value: isinstance(value, str)), "a name, or null")),
 }
 
 
 def _check(record: Record) -> None:
-    """Raises RecordError that names the first field with a value that it may not have."""
+    """Raise RecordError that names the first field with a value that it may not have."""
 
-    def check(name: str, value, rule: _Rule) -> None:
-        if not rule.holds(value):
-            raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {rule.accepted}")
+    def check(name: str, value, holds: Callable[[Any], bool], accepted: str) -> None:
+        if not holds(value):
+            raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {accepted}")
 
     for name, rule in _FIELDS.items():
-        check(name, getattr(record, name), rule)
-    # Schema 1 had one hash over all kernels, schema 2 has one for each that ran.
-    check("kernel_hash", record.kernel_hash, _HASH if record.schema == 1 else _or_null(_HASH))
-    check("kernels", record.kernels, _or_null(_HASHES) if record.schema == 1 else _HASHES)
-    for kernel, value in (record.kernels or {}).items():
-        check(f"kernels[{kernel!r}]", value, _HASH)
+        check(name, getattr(record, name), *rule)
     for i, row in enumerate(record.rows):
-        check(f"rows[{i}]", row, _OBJECT)
         for key, rule in _MEASUREMENT.items() if "kind" in row else ():
-            check(f"rows[{i}].{key}", row.get(key), rule)
+            check(f"rows[{i}].{key}", row.get(key), *rule)
+
+
+# ---- which kernels and which commit
+
+
+@cache
+def kernel_hashes() -> dict[str, str]:
+    """Return the hash of every kernel as it is now, 64 hexadecimal digits, by the kernel's name.
+
+    Raises RecordError for a source of kernels/ that no file of ops/ declares."""
+    from .cuda.compile import with_headers
+    from .ops import kernels
+
+    files = kernels.files()
+    undeclared = {path.stem for path in core.kernels_dir().glob("*.cu")} - set(files)
+    if undeclared:
+        raise RecordError(f"{min(undeclared)}.cu is in kernels/, and no file of ops/ declares it")
+    hashes = {}
+    for name, module in files.items():
+        texts = [_code_only(text) for _, text in sorted(with_headers(f"{name}.cu").items())]
+        tree = _without_docstrings(ast.parse(Path(sys.modules[module].__file__ or "").read_bytes()))
+        digest = hashlib.sha256()
+        for part in (*texts, tree):
+            digest.update(len(part).to_bytes(8, "little") + part.encode())
+        hashes[name] = digest.hexdigest()
+    return hashes
+
+
+def _code_only(text: str) -> str:
+    """A CUDA source without comments, its white space folded."""
+    return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S).split())
+
+
+def _without_docstrings(tree: ast.Module) -> str:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def source_commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the checkout that this package runs from, and whether files differ from it; (None, None)
+    outside a checkout.
+
+    For a copy without `.git`, the environment variable TWELL_LAB_COMMIT can say it, in the form of
+    `git describe --always --abbrev=40 --dirty --exclude='*'`."""
+    if given := os.environ.get("TWELL_LAB_COMMIT", "").strip():
+        return given.removesuffix("-dirty"), given.endswith("-dirty")
+    top = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(top), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        # An installed package may lie in the checkout of another project, whose commit says nothing about it.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != top:
+            return None, None
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
 
 
 # ---- reading, listing, and whether a record still holds ----
@@ -300,9 +342,8 @@ def load(path: str | Path) -> Record:
     path = Path(path)
     data = _read_object(path)
     known = [f.name for f in fields(Record)]
-    since_2 = {"kernels"} if data.get("schema") == 1 else set()
     for name in known:
-        if name not in data and name not in since_2:
+        if name not in data and not (name == "kernels" and data.get("schema") == 1):
             raise RecordError(f"{path.name}: {name} is missing; a record has {', '.join(known)}")
     unknown = sorted(set(data) - set(known))
     if unknown:
@@ -410,10 +451,10 @@ def stale(record: Record) -> bool:
     """
     if record.kernels is None:
         return not str(record.notes.get("kernels", "")).startswith("off")
-    return bool(record.kernels) and not set(record.kernels.values()) <= set(provenance.kernel_hashes().values())
+    return bool(record.kernels) and not set(record.kernels.values()) <= set(kernel_hashes().values())
 
 
-def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
+def verify(folder: str | Path | None = None) -> str:
     """Check that each kernel, as it is now, was tested on a GPU, or is named as not tested yet.
 
     The newest record with `gpu_tests` in its notes must report no failure. The present hash of each kernel must be in
@@ -421,8 +462,7 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     "date": ...}.
 
     Args:
-        folder: of the records; by default the project's, or those of `tree`.
-        tree: the top folder of another checkout to look at.
+        folder: of the records; by default the project's.
 
     Returns:
         A sentence that says whether all kernels were tested, or else which were not, and why.
@@ -430,9 +470,7 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     Raises:
         RecordError: naming the kernels that were neither tested nor named, or saying what is wrong with the report.
     """
-    if folder is None:
-        folder = core.records_dir() if tree is None else Path(tree) / "data" / "records"
-    folder, now = Path(folder), provenance.kernel_hashes(tree)
+    folder, now = Path(folder or core.records_dir()), kernel_hashes()
     tested, said = _tested(folder)
     untested = {name: value for name, value in now.items() if value not in tested}
     if not untested:
@@ -477,3 +515,48 @@ def _read_object(path: Path) -> dict:
     if not isinstance(data, dict):
         raise RecordError(f"record {str(path)!r} holds a {type(data).__name__}; a record is an object")
     return data
+
+
+# ---- what a recording has before it ends
+
+
+ENDING = ".json.unfinished"
+
+
+class Unfinished:
+    """Holds what a recording has before it ends, in a file that outlives its process. There is none until something is
+    written. No reader takes it for a record; renamed without ".unfinished" it is one.
+
+    Args:
+        folder: where it is to lie.
+
+    Attributes:
+        path: of the file; None where there is none.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.path: Path | None = None
+
+    def write(self, record: Record) -> None:
+        """Put this record, with the note, in place of what the file holds: whole or not at all.
+
+        Raises:
+            RecordError: for a folder that cannot be written, and a record that JSON cannot hold.
+        """
+        record.notes = {"unfinished": "the recording was cut off", **record.notes}
+        path = self.path or record.free_path(self.folder, ENDING)
+        write_atomically(path, record.to_json())
+        self.path = path
+
+    def remove(self) -> None:
+        """Remove the file, if there is one."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+
+def unfinished(folder: str | Path | None = None) -> list[Path]:
+    """The files of recordings that were cut off, or go on, in a folder; by default that of the project's records."""
+    folder = core.records_dir() if folder is None else Path(folder)
+    return sorted(folder.glob(f"*{ENDING}"))
