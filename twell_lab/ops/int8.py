@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
-from ..cuda.macros import TEAMS, any_width, specialisation
-from ..cuda.macros import gated_int8 as _widths
+from .down import SLAB, launch_rows, team_threads, walk_builds
 from .pack import signs
 
 # ---- products
@@ -161,20 +160,14 @@ TOLERANCE = 0.0
 
 # ---- what is left of a layer once its gate is packed
 
-_VERSIONS = (1, 2, 3, 4)
-_SLAB = 2048  # columns of y that a block of v1 computes
-_FEW_TOKENS = 2  # tokens per multiprocessor up to which it pays that several teams share each token
-
-
-def _one_token(macros: dict) -> int:
-    return 32 * macros["WARPS"] * macros.get("TEAMS", 1)
-
-
 GATED_INT8 = Source(
     "smxx_gated_int8",
-    {f"gated_int8_v{version}": Entry(128 if version == 1 else _one_token, "ppppppppppiiii") for version in _VERSIONS},
-    _widths,
-    (("SLAB", _SLAB),),
+    {
+        f"gated_int8_v{version}": Entry(team_threads if version > 1 else 128, "ppppppppppiiii")
+        for version in (1, 2, 3, 4)
+    },
+    lambda dtype, widths, capability: walk_builds(dtype, widths, ((), signs(True))),
+    (("SLAB", SLAB),),
 )
 
 
@@ -197,24 +190,12 @@ def gated_int8(
     gate: the dense gate [rows, d_ff] that was packed, after the activation unless that is the ReLU; tiles that overflow
     are read from it. up, down: rows of d_model values, [d_ff, d_model], of down transposed; without up the packed values
     are the hidden ones. signed: as `pack` packed it. version: 1 to 4; None: the fastest. All contiguous."""
-    (rows, d_model), d_ff = x.shape, gate.shape[1]
-    y = call.empty(rows, d_model, dtype=x.dtype)
-    version = version or (4 if rows <= _FEW_TOKENS * call.units and call.device.type == "cuda" else 3)
-    up_values, up_scale = (None, None) if up is None else up[:2]
-    vectors = aligned(x, up_values, down.values, down_bias)
-    macros = specialisation(x.dtype, d_model, TEAMS if version == 4 else 1) if vectors else None
-    if macros is None:
-        version = 1
-    elif version == 4 and "TEAMS" not in dict(macros):
-        version = 3  # the row is so wide that one team fills the block
-    if version == 1:
-        macros = any_width(x.dtype)
-    if y.numel():
-        kernel = GATED_INT8.kernel(f"gated_int8_v{version}", (*macros, *signs(signed)))
-        given = (x, packed, gate, up_values, up_scale, *down[:2], up_bias, down_bias, y)
-        grid = rows, -(-d_model // _SLAB) if version == 1 else 1
-        call.launch(kernel, grid, *given, d_model, d_ff, tile, packed.shape[2])
-    return y
+    of_up = (None, None) if up is None else up[:2]
+    tensors = (x, packed, gate, *of_up, *down[:2], up_bias, down_bias)
+    vectors = (x, of_up[0], down.values, down_bias)
+    sizes = (packed.shape[2], gate.shape[1], tile)
+    y = call.empty(*x.shape, dtype=x.dtype)
+    return launch_rows(call, GATED_INT8, 3, tensors, vectors, y, *sizes, version, signs(signed))
 
 
 def gated_reference(

@@ -166,7 +166,9 @@ class SparseOperand:
         that does not take it."""
         checks.check_tensor("b", b, shape=(self.shape[1], None), dtype=self.dtype, device=self.device)
         if b.shape[1] > _WIDEST or checks.needs_gradient(b):
-            raise InputError(f"b has {b.shape[1]:,} columns, or needs a gradient; up to {_WIDEST:,} without are accepted")
+            raise InputError(
+                f"b has {b.shape[1]:,} columns, or needs a gradient; up to {_WIDEST:,} without are accepted"
+            )
         b, rows = b.detach().contiguous(), self.shape[0]
         taken = self.versions(b)
         if version not in (None, *taken):

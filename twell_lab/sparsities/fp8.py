@@ -1,8 +1,8 @@
 """FP8: linear layers whose weight and input are rounded to E4M3 rows, one scale each. Lossy. GPUs from sm_89 on.
 
-    with torch.no_grad():                                                       # it has no gradient
-        y = fp8_linear(x, quantise(layer.weight, torch.float8_e4m3fn), layer.bias)
-    tl.sparsify(model, "fp8")                                                   # as a path of feed-forward layers"""
+with torch.no_grad():                                                       # it has no gradient
+    y = fp8_linear(x, quantise(layer.weight, torch.float8_e4m3fn), layer.bias)
+tl.sparsify(model, "fp8")                                                   # as a path of feed-forward layers"""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def has_kernel(values: Tensor, weight: kernels.Weight, dtype: torch.dtype) -> bo
     """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of `dtype`."""
     if not values.is_cuda or type(values) is not Tensor or torch.compiler.is_compiling():
         return False
-    return kernels.takes(
-        layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index)
-    )
+    return kernels.takes(layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index))
 
 
 def _sums(values: Tensor, weight: Tensor) -> Tensor:

@@ -115,7 +115,9 @@ class AsExperts(Converted):
             return None if bias is None else F.pad(bias.index_select(0, order), (0, groups * size - len(order)))
 
         gate = F.linear(x, first, in_order(weights.up_bias if beside is None else weights.gate_bias))
-        fired = (hidden_of(None, gate, weights, acts) if beside is None else acts.dense(gate)).view(len(x), groups, size)
+        fired = (hidden_of(None, gate, weights, acts) if beside is None else acts.dense(gate)).view(
+            len(x), groups, size
+        )
         wide, up_bias = torch.promote_types(x.dtype, torch.float32), in_order(weights.up_bias)
         strength = torch.linalg.vector_norm(fired, 1, dim=2, dtype=wide)
         chosen = strength.topk(self.sizes_of(len(order))[2], sorted=False).indices

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from ..core import InputError
-from ..layers.anatomy import Only, check_model, raise_all, replaced, selected, title
+from ..layers.find import Only, check_model, replaced, selected
+from ..layers.probe import raise_all, title
 from .magnitude import check_sparsity, checked_weight, magnitude_mask
 from .weights import SparseLinear, checked_linear
 

@@ -1,8 +1,8 @@
 """Products of 2:4 weights by torch's kernels (CUTLASS, cuSPARSELt), on GPUs from sm_80 on.
 
-    fast = to_semi_structured(prune_two_four(linear))    # a layer with torch's 2:4 tensor
-    y = product(x, fast.weight)                          # its product alone
-    tl.sparsify(model, "two_four")                       # as a path of feed-forward layers whose weights are 2:4"""
+fast = to_semi_structured(prune_two_four(linear))    # a layer with torch's 2:4 tensor
+y = product(x, fast.weight)                          # its product alone
+tl.sparsify(model, "two_four")                       # as a path of feed-forward layers whose weights are 2:4"""
 
 from __future__ import annotations
 
