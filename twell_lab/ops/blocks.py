@@ -113,7 +113,7 @@ class BlockOperand:
             )
         if values.is_cuda and capability(values.device.index) < OLDEST:
             raise DeviceError(f"the weight is on {values.device}; a GPU of compute capability 8.0 or newer is accepted")
-        self.shape, (high, wide) = tuple(weight.shape), values.shape[1:]
+        self.shape, wide = tuple(weight.shape), values.shape[2]
         counts, across = pointer.diff(), self.shape[1] // wide
         rising = pointer[0] == 0 and pointer[-1] == len(column) and not (counts < 0).any()
         inside = rising and not ((column < 0) | (column >= across)).any()

@@ -1,5 +1,5 @@
-"""int8: linear layers of INT8 rows, whose int32 sums never leave the chip (kernels/sm80_int8.cu); what is left of a layer
-with such rows once its gate is packed (kernels/smxx_gated_int8.cu); and rows rounded to few bits
+"""int8: linear layers of INT8 rows, whose int32 sums never leave the chip (kernels/sm80_int8.cu); what is left of a
+layer with such rows once its gate is packed (kernels/smxx_gated_int8.cu); and rows rounded to few bits
 (kernels/smxx_quantise_rows.cu)."""
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ INT8 = Source(
 
 
 def takes(x: Layout | Buffer, weight: Weight, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether the kernel multiplies int8 rows x [tokens, in] with this weight to a result of this dtype: bfloat16
-    or float16 on a GPU of compute capability 8.0 or more, in and out multiples of 16, a bias of the same dtype, all
-    contiguous."""
+    """Return whether the kernel multiplies int8 rows x [tokens, in] with this weight to a result of this dtype:
+    bfloat16 or float16 on a GPU of compute capability 8.0 or more, in and out multiples of 16, a bias of the same
+    dtype, all contiguous."""
     values, scale, bias = weight
     out, inner = values.shape
     return (
@@ -94,11 +94,11 @@ def product(
     version: int = 2,
     tile: str | None = None,
 ) -> Buffer:
-    """Compute y [tokens, out] = (x * scale) W^T + bias from exact int32 sums: float32(sum) * scale of the token, rounded,
-    then times the scale of the column plus the bias, rounded once, and to dtype.
+    """Compute y [tokens, out] = (x * scale) W^T + bias from exact int32 sums: float32(sum) * scale of the token,
+    rounded, then times the scale of the column plus the bias, rounded once, and to dtype.
 
-    x: int8 [rows, in]; scale: float32 [rows]; only the first `tokens` rows count, None: all. weight: as `takes` takes it,
-    with few enough columns for int32 sums. tile: of TILES; None: by tokens."""
+    x: int8 [rows, in]; scale: float32 [rows]; only the first `tokens` rows count, None: all. weight: as `takes` takes
+    it, with few enough columns for int32 sums. tile: of TILES; None: by tokens."""
     return _products(call, x, scale, (weight,), dtype, tokens, version, tile)
 
 
@@ -188,8 +188,8 @@ def gated_int8(
     """Compute y [rows, d_model] from x and its packed gate [rows, tiles, words]; NaN where a row of x is not finite.
 
     gate: the dense gate [rows, d_ff] that was packed, after the activation unless that is the ReLU; tiles that overflow
-    are read from it. up, down: rows of d_model values, [d_ff, d_model], of down transposed; without up the packed values
-    are the hidden ones. signed: as `pack` packed it. version: 1 to 4; None: the fastest. All contiguous."""
+    are read from it. up, down: rows of d_model values, [d_ff, d_model], of down transposed; without up the packed
+    values are the hidden ones. signed: as `pack` packed it. version: 1 to 4; None: the fastest. All contiguous."""
     of_up = (None, None) if up is None else up[:2]
     tensors = (x, packed, gate, *of_up, *down[:2], up_bias, down_bias)
     vectors = (x, of_up[0], down.values, down_bias)

@@ -3,9 +3,10 @@
     left = SparseOperand(CSR.from_dense(a))    # a [rows, columns]; checked and prepared once
     c = left(b)                                # b [columns, n] -> c [rows, n], for many products
 
-A linear layer's y = x W^T with a sparse W is C^T = W x^T: there x has to be turned, which a product of blocks (ops.blocks)
-does not need. Zeros that A does not store are skipped, as in torch's sparse products: 0 times an infinity in B adds
-nothing. Nothing waits for the GPU. CPU tensors are computed by torch, or, where a version is named, by the simulator."""
+A linear layer's y = x W^T with a sparse W is C^T = W x^T: there x has to be turned, which a product of blocks
+(ops.blocks) does not need. Zeros that A does not store are skipped, as in torch's sparse products: 0 times an infinity
+in B adds nothing. Nothing waits for the GPU. CPU tensors are computed by torch, or, where a version is named, by the
+simulator."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..cuda.launch import VALUE, Buffer, Call, Entry, Source, aligned, each_type, layout, run, value
+from ..cuda.launch import Buffer, Call, Entry, Source, aligned, each_type, layout, run, value
 from ..formats import COO, CSR, ELL
 from ..formats.matrix import row_pointers, rows_of
 from . import checks
@@ -69,7 +70,8 @@ def by_rows(
 
 
 def coo(call: Call, row: Buffer, column: Buffer, values: Buffer, b: Buffer, c: Buffer, version: int) -> Buffer:
-    """Multiply COO, its entries row by row, with b [columns, n], into c [rows, n], zeros: row and column int32 [nnz]."""
+    """Multiply COO, its entries row by row, with b [columns, n], into c [rows, n], zeros: row and column int32
+    [nnz]."""
     nnz, (rows, n) = len(values), c.shape
     given = (row, column, values, b, c, nnz, rows, n)
     kernel = lambda name: SPMM_COO.kernel(name, value(b.dtype))  # noqa: E731
@@ -154,8 +156,8 @@ class SparseOperand:
         return len(self._list[0])
 
     def versions(self, b: Tensor) -> tuple[int, ...]:
-        """Return the versions of the kernel that take this B: from 3 on n has to be a whole number of 16 bytes, and B to
-        lie on a 16-byte boundary."""
+        """Return the versions of the kernel that take this B: from 3 on n has to be a whole number of 16 bytes, and B
+        to lie on a 16-byte boundary."""
         return VERSIONS if b.shape[1] * b.itemsize % 16 == 0 and aligned(layout(b)) else _ANY_WIDTH
 
     def __call__(self, b: Tensor, version: int | None = None) -> Tensor:

@@ -89,8 +89,8 @@ def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
     """Return the share of the blocks that hold zeros alone: what a block-sparse product may skip.
 
-    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. InputError for other sizes, and for what is no
-    dense matrix that holds its values."""
+    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. InputError for other sizes, and for what is
+    no dense matrix that holds its values."""
     return 1 - _filled(_used(matrix), size).double().mean().item()
 
 
@@ -181,8 +181,8 @@ class Blocks(Products):
         return count * (size**2 * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        """Return the time of what takes longest: the filled blocks' operations, every tensor once from memory, or what a
-        GPU's L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of
+        """Return the time of what takes longest: the filled blocks' operations, every tensor once from memory, or what
+        a GPU's L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of
         tokens."""
         stored, size, share = counted
         moved = stored + work.tokens * (n + k) * work.itemsize

@@ -214,11 +214,11 @@ def product_times(
 def verdict(losses: list[dict], times: list[dict] | None = None) -> dict:
     """Say what the rows say, computed from them.
 
-    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`, if
-    there are any. Returns loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds; loss_spread:
-    1.96 standard errors of it; loss_differs: whether the change is larger than its spread. With `times` also product_x
-    and with_compress_x (how many times as fast as dense), and pays: whether it is faster with compression, and no worse
-    in loss. InputError for rows without the seeds and kinds that this needs."""
+    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`,
+    if there are any. Returns loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds;
+    loss_spread: 1.96 standard errors of it; loss_differs: whether the change is larger than its spread. With `times`
+    also product_x and with_compress_x (how many times as fast as dense), and pays: whether it is faster with
+    compression, and no worse in loss. InputError for rows without the seeds and kinds that this needs."""
     by = {(row["kind"], row["seed"]): row["bits_per_byte"] for row in losses}
     seeds = sorted({seed for _, seed in by if all((kind, seed) in by for kind in (BERNOULLI, TWO_FOUR))})
     if len(seeds) < 2:

@@ -32,8 +32,8 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 
 
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10 or
-    newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
+    """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10
+    or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
     compiled code; rows of multiples of 16 bytes on either side. It is one kernel on GPUs of compute capability 9 and
     10; on others torch may go through the groups one by one, and wait for their ends, as is done here for all other
     tensors."""
@@ -188,7 +188,8 @@ class ExpertsLayer(nn.Module):
         self.gate = nn.Linear(d_model, experts, bias=False, device=device, dtype=dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return of each token of x [tokens, d_model] its experts, int64 [tokens, top_k], and their weights, float32."""
+        """Return of each token of x [tokens, d_model] its experts, int64 [tokens, top_k], and their weights,
+        float32."""
         weights, chosen = self.gate(x).float().softmax(-1).topk(self.top_k, dim=-1)
         return chosen, weights / weights.sum(-1, keepdim=True)
 

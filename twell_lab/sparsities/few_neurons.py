@@ -21,8 +21,8 @@ LOSSY = "lossy: a layer that computes chosen neurons alone computes something el
 class FewNeurons(nn.Module):
     """A feed-forward layer that computes some of its neurons, for inference. Lossy.
 
-    dense: the layer as it was, with its projections. What a subclass makes of their weights (`renew`) it owns: it is made
-    once, and again when a state is loaded."""
+    dense: the layer as it was, with its projections. What a subclass makes of their weights (`renew`) it owns: it is
+    made once, and again when a state is loaded."""
 
     label = "chosen neurons"
 

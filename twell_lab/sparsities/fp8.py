@@ -65,8 +65,8 @@ class Fp8(Products):
         return partial(_linear, quantise(weight, KIND))
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
-        """Compute as of Products; x is rounded once for gate and up, and a row that is not finite needs no pass of its own:
-        its scale makes NaN of all that follows."""
+        """Compute as of Products; x is rounded once for gate and up, and a row that is not finite needs no pass of its
+        own: its scale makes NaN of all that follows."""
         if weights.gate is None or weights.gate is weights.up or None in form:
             return super().compute(layer, x, weights, form)
         gate, up, down = (product.args[0] for product in form)

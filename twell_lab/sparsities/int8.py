@@ -5,11 +5,11 @@
     tl.sparsify(model, "int8")                             # as a path of feed-forward layers: all neurons
 
 It is what a sparse path with few bits has to beat. Weights that are turned back into 16 bits by an operation of their
-own are read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the product
-they stay 1 byte. The result of an INT8 product is int32. In torch's operations (torch._int_mm, and two that scale) 4
-bytes a value of it are written and read, and as many of what its first scale makes of it, before 2 are written.
-`ops.int8` scales the sums where they are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for results of
-16 bits and widths of multiples of 16, outside of compiled code. All else is torch's.
+own are read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the
+product they stay 1 byte. The result of an INT8 product is int32. In torch's operations (torch._int_mm, and two that
+scale) 4 bytes a value of it are written and read, and as many of what its first scale makes of it, before 2 are
+written. `ops.int8` scales the sums where they are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for
+results of 16 bits and widths of multiples of 16, outside of compiled code. All else is torch's.
 
 **2:4 with INT8** is what torch has for GPUs from sm_80 on (cuSPARSELt) and torchao puts around a model. A zero stays a
 zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with it."""
@@ -37,7 +37,8 @@ MOST_COLUMNS = 2**31 // (127 * 127) - 1  # that an int32 sum of products holds
 
 
 def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
-    """Return x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [..., rows].
+    """Return x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [...,
+    rows].
 
     By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and two
     operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and
@@ -55,7 +56,8 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: boo
 
 
 def has_kernel(values: Tensor, weight: kernels.Weight, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of `dtype`."""
+    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of
+    `dtype`."""
     if not values.is_cuda or type(values) is not Tensor or torch.compiler.is_compiling():
         return False
     return kernels.takes(layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index))
@@ -93,8 +95,8 @@ def packed_two_four(rows: Rows) -> Tensor:
 
 def two_four_int8(x: Tensor, rows: Rows, packed: Tensor | None = None) -> Tensor:
     """Return x W^T for INT8 rows that are 2:4, by cuSPARSELt's product: x [..., columns] -> [..., rows], one scale a
-    token; two operations scale the int32 sums. packed: of `packed_two_four(rows)`; None: it is made in each call. Raises
-    as `int8_linear` and `packed_two_four`."""
+    token; two operations scale the int32 sums. packed: of `packed_two_four(rows)`; None: it is made in each call.
+    Raises as `int8_linear` and `packed_two_four`."""
     flat = flattened(x, rows, torch.int8)
     packed = packed_two_four(rows) if packed is None else packed
     short = round_tokens(flat, torch.int8)
@@ -150,10 +152,10 @@ class Int8(Products):
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Return the time of the operations in INT8, whose products (torch's and ours, mma.sync) were no faster than those
-        of 16 bits on an H100; and x is read, written as one byte and read, the result written. In torch's operations 16
-        bytes a value of the sums, and of what scales them, are moved; the kernel moves none and needs three launches
-        less."""
+        """Return the time of the operations in INT8, whose products (torch's and ours, mma.sync) were no faster than
+        those of 16 bits on an H100; and x is read, written as one byte and read, the result written. In torch's
+        operations 16 bytes a value of the sums, and of what scales them, are moved; the kernel moves none and needs
+        three launches less."""
         fused = work.itemsize == 2 and not (n % kernels.STEP or k % kernels.STEP)
         between, launches = (0, self.launches - 3) if fused else (16, self.launches)
         moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))

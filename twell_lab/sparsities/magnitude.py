@@ -19,7 +19,8 @@ from ..formats.matrix import as_matrix
 
 
 def check_sparsity(sparsity: float) -> float:
-    """Return the share of the weights that become zero. InputError for anything but a number from 0 up to, but not, 1."""
+    """Return the share of the weights that become zero. InputError for anything but a number from 0 up to, but not,
+    1."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
         raise InputError(f"sparsity is {sparsity!r:.80}; a share of the weights, from 0 up to, but not, 1, is accepted")
     return float(sparsity)
@@ -55,8 +56,8 @@ def checked_weight(weight: Tensor) -> Tensor:
 def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
     """Keep the weights of largest magnitude: bool [out, in], True for what is kept.
 
-    weight: [out, in], floating-point values of 16 bits or more. sparsity: exactly round(sparsity * out * in) weights go,
-    zeros among them first; of equal magnitudes the last in row order. InputError as `check_sparsity` and
+    weight: [out, in], floating-point values of 16 bits or more. sparsity: exactly round(sparsity * out * in) weights
+    go, zeros among them first; of equal magnitudes the last in row order. InputError as `check_sparsity` and
     `checked_weight`."""
     weight = checked_weight(weight)
     return largest(weight.abs(), kept_of(weight.numel(), sparsity))

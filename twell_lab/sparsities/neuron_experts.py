@@ -2,14 +2,14 @@
 
     tl.sparsify(model, "experts")       # or tl.plan(..., paths=["experts"])
 
-This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`), and
-the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
+This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`),
+and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
 
-Little can be gained, since a token's row is copied for each of its groups, and so are results. Take the layer of 2,048 x
-5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how often they do: in groups of 64, 17% of
-the work of up and down is left, but a token is in 15 groups. For 16,384 tokens that is 4 GB of gathered rows of x and of
-results, written and read, for which an H100 needs longer than for up and down computed densely. The paths "twell" and
-"hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
+Little can be gained, since a token's row is copied for each of its groups, and so are results. Take the layer of 2,048
+x 5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how often they do: in groups of 64,
+17% of the work of up and down is left, but a token is in 15 groups. For 16,384 tokens that is 4 GB of gathered rows of
+x and of results, written and read, for which an H100 needs longer than for up and down computed densely. The paths
+"twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def alike(weight: Tensor, size: int) -> Tensor:
 
 class Groups(NamedTuple):
     """A layer's weights by groups. order: of its neurons, int64 [d_ff]. first: gate, or up in a plain layer, [groups *
-    size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups, d_model, size]. The last group is
-    filled up with zeros."""
+    size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups, d_model, size]. The last group
+    is filled up with zeros."""
 
     order: Tensor
     first: Tensor
@@ -75,9 +75,9 @@ class AsExperts(Converted):
     """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
     in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
 
-    The gate is computed for all neurons; up and down as grouped products (`takes_grouped`), for which the layer owns the
-    weights a second time. Where there is no grouped product everything is computed, and what is not taken is masked:
-    the same result. Nothing waits for the device."""
+    The gate is computed for all neurons; up and down as grouped products (`takes_grouped`), for which the layer owns
+    the weights a second time. Where there is no grouped product everything is computed, and what is not taken is
+    masked: the same result. Nothing waits for the device."""
 
     name = "experts"
     exact = False
@@ -141,8 +141,8 @@ class AsExperts(Converted):
         return spoilt(y if weights.down_bias is None else y + weights.down_bias, x)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """Return the cost of grouped products. Rows of x are read, written and read again for each group of a token; so are
-        results, which are put in order and summed."""
+        """Return the cost of grouped products. Rows of x are read, written and read again for each group of a token; so
+        are results, which are put in order and summed."""
         d_ff, d_model, rates = work.firing.d_ff, work.firing.d_model, work.rates
         size, groups, taken = self.sizes_of(d_ff)
         products = 2 if work.firing.gated else 1

@@ -3,8 +3,8 @@
     rows, padding = remove_padding(x, real)      # x [sequences, length, d_model]; real: an attention mask == 1
     y = add_padding(layers(rows), padding)       # and back, once for all layers: or unpadded(layers, x, real)
 
-These are micro-tiles of one row (sparsities.microtiles; Zheng et al., arXiv 2301.10936), gathered once for many products
-by torch's own operations. Gradients pass."""
+These are micro-tiles of one row (sparsities.microtiles; Zheng et al., arXiv 2301.10936), gathered once for many
+products by torch's own operations. Gradients pass."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Padding:
         return len(self.places) == torch.Size(self.shape).numel()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing is
-        moved, and they are x itself. Does not wait. InputError for an x of other rows, or on another device."""
+        """Return the real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing
+        is moved, and they are x itself. Does not wait. InputError for an x of other rows, or on another device."""
         if not isinstance(x, Tensor) or x.shape[:-1] != self.shape or x.device != self.places.device:
             accepted = f"[{', '.join(map(str, self.shape))}, width] on {self.places.device}"
             raise InputError(f"x is {_shown(x)}; {accepted} is accepted")

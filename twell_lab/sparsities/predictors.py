@@ -10,9 +10,9 @@ neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores
 
 At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
 products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
-`recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision` the
-share of the chosen ones that fire, `error` the relative error of the layer's output there. What that does to a model's
-loss, `bench.predictors` measures beside thresholds (models.thresholds), core neurons and L1."""
+`recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision`
+the share of the chosen ones that fire, `error` the relative error of the layer's output there. What that does to a
+model's loss, `bench.predictors` measures beside thresholds (models.thresholds), core neurons and L1."""
 
 from __future__ import annotations
 

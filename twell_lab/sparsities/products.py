@@ -79,8 +79,8 @@ class Products(Converted):
 
 
 def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activation) -> Tensor:
-    """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is up
-    or is not there."""
+    """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is
+    up or is not there."""
     if gate is not None:
         return acts.dense(gate) * acts.of_up(up)
     fired = acts.dense(up)
@@ -88,8 +88,8 @@ def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activatio
 
 
 def spoilt(y: Tensor, x: Tensor) -> Tensor:
-    """Return y with NaN in the rows in which x is not finite, as the dense layer has it: what multiplies no zeros does not
-    see that 0 * inf is NaN."""
+    """Return y with NaN in the rows in which x is not finite, as the dense layer has it: what multiplies no zeros does
+    not see that 0 * inf is NaN."""
     return y + torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0
 
 

@@ -91,8 +91,8 @@ def table(model: nn.Module) -> list[dict]:
 
     layer: its name. shape: [out, in]. nnz: how many weights are not zero, or kept. sparsity: the share of the others.
     row_nnz: the least and the most in a row. empty_columns: inputs that no weight reads. bytes: of the stored weight,
-    with its indices. dense_bytes: of W as nn.Linear holds it. InputError for a layer whose weight is not there (on meta,
-    or lazy)."""
+    with its indices. dense_bytes: of W as nn.Linear holds it. InputError for a layer whose weight is not there (on
+    meta, or lazy)."""
     check_model(model)
     rows = []
     for name, layer in model.named_modules():

@@ -3,8 +3,8 @@
     rows = quantise(layer.weight)      # Rows: INT8 values, and one float32 scale a row
     near = rows.dense()                # what they stand for
 
-Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877 (for weights of
-a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x as well). What multiplies them is in
+Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877 (for weights
+of a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x as well). What multiplies them is in
 `sparsities.int8`, `sparsities.fp8` and `sparsities.twell_int8`."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
     """Round a matrix to few bits with one scale a row: symmetric, the largest magnitude of each row becomes the largest
     value, zeros stay zeros. An INT8 value is at most half a scale off.
 
-    weight: [rows, columns], floating-point values of 16 or 32 bits. dtype: torch.int8 or torch.float8_e4m3fn. InputError
-    for another dtype, and for a weight that is no matrix, on meta or not finite."""
+    weight: [rows, columns], floating-point values of 16 or 32 bits. dtype: torch.int8 or torch.float8_e4m3fn.
+    InputError for another dtype, and for a weight that is no matrix, on meta or not finite."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
     return round_rows(check_weight(checked_weight(weight)), dtype)
@@ -63,8 +63,8 @@ def check_weight(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def round_rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
-    """Do what `quantise` does, with nothing checked: a row that is not finite gets a scale that is not, which makes NaN of
-    whatever it is multiplied with, as values are 0 there."""
+    """Do what `quantise` does, with nothing checked: a row that is not finite gets a scale that is not, which makes NaN
+    of whatever it is multiplied with, as values are 0 there."""
     wide = matrix.detach().float().contiguous()  # which a turned weight is not
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     # Times the reciprocal, as a GPU divides by a number: a CPU would differ in the last place. Of tiny rows,
@@ -75,8 +75,9 @@ def round_rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
 
 
 def round_tokens(x: Tensor, dtype: torch.dtype) -> Rows:
-    """Return `round_rows` of x [tokens, columns], padded on a GPU to as many rows as torch's product takes there: for INT8
-    more than 16, in eights, for E4M3 a multiple of 16. On a GPU one kernel does it, bit for bit as torch's operations."""
+    """Return `round_rows` of x [tokens, columns], padded on a GPU to as many rows as torch's product takes there: for
+    INT8 more than 16, in eights, for E4M3 a multiple of 16. On a GPU one kernel does it, bit for bit as torch's
+    operations."""
     if not x.is_cuda:
         return round_rows(x, dtype)
     least, step = (24, 8) if dtype == torch.int8 else (16, 16)
@@ -104,8 +105,8 @@ def flattened(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = N
 
 
 def output_error(y: Tensor, exact: Tensor) -> float:
-    """Return how far off an output is: the norm of the difference, over that of the exact one; 0 for two zeros. InputError
-    for other shapes."""
+    """Return how far off an output is: the norm of the difference, over that of the exact one; 0 for two zeros.
+    InputError for other shapes."""
     if y.shape != exact.shape:
         raise InputError(f"y is {list(y.shape)} and exact {list(exact.shape)}; one shape is accepted")
     off, norm = (y.double() - exact.double()).norm().item(), exact.double().norm().item()

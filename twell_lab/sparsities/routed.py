@@ -4,8 +4,8 @@
     routing.y, routing.work            # the dense layer's result, and the share of its work that was left
 
 A layer's neurons as one expert for all tokens (the first `hot`, a "shared expert") and others that are given tokens by
-what fires: the others are cut into groups of `grain`, and a token is given to a group if one of its neurons fires for it.
-The result is the dense layer's at every grain, because what is not routed is zero:
+what fires: the others are cut into groups of `grain`, and a token is given to a group if one of its neurons fires for
+it. The result is the dense layer's at every grain, because what is not routed is zero:
 
 - grain 1 is the hot/cold split of this project: every cold neuron an expert of its own, the fewest operations, and rows
   that only ordinary cores can take.
@@ -30,8 +30,8 @@ from .experts import check_count
 
 
 class Routing(NamedTuple):
-    """y: [tokens, d_model]. routed: int64 [groups], how many tokens each group of cold neurons was given. work: the share
-    of the dense layer's multiply-adds of up and down that was left."""
+    """y: [tokens, d_model]. routed: int64 [groups], how many tokens each group of cold neurons was given. work: the
+    share of the dense layer's multiply-adds of up and down that was left."""
 
     y: Tensor
     routed: Tensor

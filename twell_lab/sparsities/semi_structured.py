@@ -111,10 +111,10 @@ class SemiStructuredLinear(nn.Linear):
 def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> SemiStructuredLinear:
     """Return an nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
 
-    linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend: "cutlass"
-    (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. The weight has half of the
-    values, and 2 bits for each. Raises InputError for weights that are not 2:4 and as `tensor_kind`; DeviceError as
-    that, and for a backend whose kernels refuse this GPU: one product is tried."""
+    linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
+    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. The weight has half
+    of the values, and 2 bits for each. Raises InputError for weights that are not 2:4 and as `tensor_kind`; DeviceError
+    as that, and for a backend whose kernels refuse this GPU: one product is tried."""
     weight = checked_linear(linear).weight.detach()
     backend = backend or usual_backend()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)

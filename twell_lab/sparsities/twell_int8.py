@@ -3,8 +3,8 @@
     tl.sparsify(model, "twell_int8")
     y = rows_product(x, relu(x gate^T), quantise(up), quantise(down.t()))     # what it computes, by torch
 
-The gate is computed as it is, so what fires is exact; what it adds is not. x and the hidden values stay as they are: only
-weights are rounded."""
+The gate is computed as it is, so what fires is exact; what it adds is not. x and the hidden values stay as they are:
+only weights are rounded."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def rows_product(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute what is left of a layer once its gate is known, with rows of few bits: y = (first * (x up^T + up_bias)) down
-    + down_bias, or without up y = first down + down_bias. Sums are float32, rounded once.
+    """Compute what is left of a layer once its gate is known, with rows of few bits: y = (first * (x up^T + up_bias))
+    down + down_bias, or without up y = first down + down_bias. Sums are float32, rounded once.
 
     Args:
         x: [tokens, d_model].

@@ -3,24 +3,24 @@
     y, dx, dw = linear_products(tokens=4096, d_in=4096, d_out=4096)
     bound([y], rates)            # how many times as fast as dense at most, at a GPU's rates
 
-The instruction multiplies a first operand [m, k] that is 2:4 along k with a dense second one [k, n]; the second, and the
-result, cannot be sparse. A linear layer has three products:
+The instruction multiplies a first operand [m, k] that is 2:4 along k with a dense second one [k, n]; the second, and
+the result, cannot be sparse. A linear layer has three products:
 
 - y = x W^T, computed as y^T = W x^T: the first operand is W [out, in], k is in. It gains if W is 2:4 along its rows.
 - dx = dy W, computed as dx^T = W^T dy^T: the first operand is W^T [in, out], k is out. It gains only if W is 2:4 along
-  its columns too: of each 4 x 4 weights at most two in each row and column, as `two_four_mask(transposable=True)` prunes
-  (Hubara et al., arXiv 2102.08124).
-- dW = dy^T x: k is the tokens, W no operand. That half of dW will not be used spares nothing: it is the result. It gains
-  only if dy or x is 2:4 along the tokens, as activations after a squared ReLU can be made (Haziza et al., arXiv
+  its columns too: of each 4 x 4 weights at most two in each row and column, as `two_four_mask(transposable=True)`
+  prunes (Hubara et al., arXiv 2102.08124).
+- dW = dy^T x: k is the tokens, W no operand. That half of dW will not be used spares nothing: it is the result. It
+  gains only if dy or x is 2:4 along the tokens, as activations after a squared ReLU can be made (Haziza et al., arXiv
   2503.16672).
 
 What the instruction gives is y^T, and the next layer reads y. cuSPARSELt writes it turned as it is stored, which torch
 calls fusing the transpose; an operation of its own would read and write y once more. `bound(fused=False)` counts that.
 
-**Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits brings
-2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens, where reading W is what
-takes the time, that is 1.78x at most. With many, each tile of y still fetches all of its part of x, now in half the time;
-by this count what the L2 cache has to serve then takes longest."""
+**Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
+brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens, where reading W
+is what takes the time, that is 1.78x at most. With many, each tile of y still fetches all of its part of x, now in half
+the time; by this count what the L2 cache has to serve then takes longest."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TILE = (256, 256)
 class Product:
     """One product of a linear layer as the tensor cores compute it, first operand [m, k] times second [k, n], counted.
 
-    name: what it gives. m, n, k: sizes. itemsize: bytes of a value. sparse: whether the first operand is 2:4; where it is
-    not, both counts are those of the dense product. tile: rows and columns of the result for which the operands are
+    name: what it gives. m, n, k: sizes. itemsize: bytes of a value. sparse: whether the first operand is 2:4; where it
+    is not, both counts are those of the dense product. tile: rows and columns of the result for which the operands are
     fetched once."""
 
     name: str

@@ -29,7 +29,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def checked_linear(module: nn.Module) -> nn.Linear:
-    """Return the module. InputError unless it is exactly an nn.Linear, without hooks, with a plain weight of its own."""
+    """Return the module. InputError unless it is exactly an nn.Linear, without hooks, with a plain weight of its
+    own."""
     plain = type(module) is nn.Linear and not any(vars(module)[kind] for kind in _HOOKS)
     if not plain or type(module._parameters.get("weight")) is not nn.Parameter:
         raise InputError(
@@ -63,10 +64,10 @@ class SparseLinear(nn.Module):
     A state of any number of kept weights loads into any SparseLinear of the same widths and gradient; where the number
     differs, `values` becomes a new Parameter: load before you make the optimizer.
 
-    What runs is said by `product`. "dense": W is filled with zeros for each call and torch's dense product runs, so that
-    zeros cost as much time as other weights. "csr": torch's sparse product (cuSPARSE; on a CPU MKL, float32 and float64
-    alone), which is the faster one only where weights are sparse enough for this device and number of tokens. It skips
-    what is not kept, also where x is infinite or NaN there, of which "dense" makes NaN."""
+    What runs is said by `product`. "dense": W is filled with zeros for each call and torch's dense product runs, so
+    that zeros cost as much time as other weights. "csr": torch's sparse product (cuSPARSE; on a CPU MKL, float32 and
+    float64 alone), which is the faster one only where weights are sparse enough for this device and number of tokens.
+    It skips what is not kept, also where x is infinite or NaN there, of which "dense" makes NaN."""
 
     column: Tensor
     pointer: Tensor
@@ -77,9 +78,10 @@ class SparseLinear(nn.Module):
     ) -> SparseLinear:
         """Make one of an nn.Linear, whose values are copied.
 
-        mask: bool [out, in], True for what is kept (`magnitude.magnitude_mask`); None keeps what is not zero. Kept zeros are
-        stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense". Raises InputError
-        for a module that is no plain nn.Linear, a weight on meta or not finite, another mask, and other names."""
+        mask: bool [out, in], True for what is kept (`magnitude.magnitude_mask`); None keeps what is not zero. Kept
+        zeros are stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense". Raises
+        InputError for a module that is no plain nn.Linear, a weight on meta or not finite, another mask, and other
+        names."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
             raise InputError(
                 f"gradient is {gradient!r:.80} and product {product!r:.80}; accepted: 'masked' with 'dense' or 'csr', "
@@ -148,8 +150,8 @@ class SparseLinear(nn.Module):
 
     @torch.no_grad()
     def update(self, mask: Tensor) -> SparseLinear:
-        """Keep the weights of a mask, bool [out, in], in place; returns the layer. With gradient="masked" weights can only
-        go, and `values` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
+        """Keep the weights of a mask, bool [out, in], in place; returns the layer. With gradient="masked" weights can
+        only go, and `values` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
         mask = _check_mask(mask, self.every())
         if self.gradient == "masked":
             stay = mask[self._places()]
