@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE, SHARED
-from twell_lab.core import folders
-from twell_lab.core.errors import CompileError, InputError, StackError
+from twell_lab import core
+from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.simulator import symbols, toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.symbols import Line
@@ -307,7 +307,7 @@ def test_a_spoilt_object_of_the_runtime_is_built_anew(tiny, tmp_path):
 def test_a_cache_that_cannot_be_written_costs_a_warning(tiny, tmp_path, monkeypatch):
     (tmp_path / "a file").write_text("")
     for folder, message in ((tmp_path / "a file" / "cache", "not written"), (None, "no cache folder can be written")):
-        monkeypatch.setattr(folders, "cache_dir", lambda: None)
+        monkeypatch.setattr(core, "cache_dir", lambda: None)
         with pytest.warns(UserWarning, match=message) as caught:
             built = build({"k.cu": "__global__ void k() {}\n"}, "k.cu", cache_in=folder)
         assert caught[0].filename == __file__
@@ -347,7 +347,7 @@ def test_a_folder_where_others_can_write_is_not_used(spoil, tiny, tmp_path):
     spoil(tmp_path / "cache")
     with pytest.warns(UserWarning, match=f"others could put libraries there: {tmp_path}/cache"):
         built = build(K, "k.cu", cache_in=tmp_path / "cache")
-    assert built.path.name == planted.path.name and built.path.parent == folders.private_folder()
+    assert built.path.name == planted.path.name and built.path.parent == core.private_folder()
 
 
 def test_a_build_under_an_open_umask_is_closed_and_found_again(tiny, tmp_path, monkeypatch):
@@ -403,12 +403,12 @@ def test_a_full_disk_costs_a_warning(where, full, tiny, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="simulator cache not written .*k.cu is built in a temporary folder") as caught:
         built = build(K, "k.cu", cache_in=cache)
     assert caught[0].filename == __file__ and len(caught) == 1
-    assert built.path.parent == folders.private_folder() and ctypes.CDLL(str(built.path)).sim_call_k
+    assert built.path.parent == core.private_folder() and ctypes.CDLL(str(built.path)).sim_call_k
     assert not [path for path in cache.iterdir() if path.is_dir() or path.name.startswith("k-")]
 
 
 def test_a_full_temporary_folder_too_is_a_typed_error(full, tiny, tmp_path):
-    full += [tmp_path / "cache", folders.private_folder()]
+    full += [tmp_path / "cache", core.private_folder()]
     source = {"k.cu": "__global__ void k() { int not_in_the_cache; }\n"}
     with pytest.warns(UserWarning), pytest.raises(StackError, match="no room to build k.cu.*No space left.*TMPDIR"):
         build(source, "k.cu", cache_in=tmp_path / "cache")
@@ -427,7 +427,7 @@ def test_the_next_build_removes_what_a_killed_one_left(tiny, tmp_path):
     cache = tmp_path / "cache"
     done = subprocess.run([sys.executable, "-c", program, str(tiny), str(cache)])
     assert done.returncode == -9 and [path for path in cache.iterdir() if path.name.startswith("building-")]
-    living = cache / f"{folders.temporary_prefix()}abcdefgh"
+    living = cache / f"{core.temporary_prefix()}abcdefgh"
     living.mkdir()
     build(K, "k.cu", cache_in=cache)
     assert [path for path in cache.iterdir() if path.is_dir()] == [living]

@@ -10,7 +10,7 @@ import torch
 
 from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_notebook, with_body
 from twell_lab import records, simulator
-from twell_lab.core.errors import CompileError, InputError, StackError
+from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
 from twell_lab.cuda import cubins

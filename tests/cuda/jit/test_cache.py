@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab.core import folders, machine
-from twell_lab.core.errors import CompileError, DeviceError, InputError, StackError
+from twell_lab import core
+from twell_lab.core import CompileError, DeviceError, InputError, StackError
 from twell_lab.cuda import cubins, macros, prebuild, registry
 
 SOURCE = '#include "outer.cuh"\n#include <cuda_fp16.h>\nextern "C" __global__ void k() {}\n'
@@ -34,7 +34,7 @@ def kernels(tmp_path, monkeypatch):
     (folder / "outer.cuh").write_text('#pragma once\n  #  include   "inner.cuh"\n')
     (folder / "inner.cuh").write_text('#pragma once\n#include "outer.cuh"\n#define INNER 1\n')
     (folder / "other.cuh").write_text("#define OTHER 1\n")
-    monkeypatch.setattr(folders, "kernels_dir", lambda: folder)
+    monkeypatch.setattr(core, "kernels_dir", lambda: folder)
     return folder
 
 
@@ -225,7 +225,7 @@ def test_a_cache_folder_under_a_file_only_warns(kernels, runs, tmp_path):
 
 
 def test_no_cache_folder_at_all_only_warns(kernels, runs, monkeypatch):
-    monkeypatch.setattr(folders, "cache_dir", lambda: None)
+    monkeypatch.setattr(core, "cache_dir", lambda: None)
     for _ in range(2):
         with pytest.warns(UserWarning, match="no cache folder can be written"):
             assert compile(None).image
@@ -260,10 +260,10 @@ def test_the_users_cache_folder(monkeypatch, tmp_path, kernels, runs):
     assert len(list((tmp_path / "named").glob("*.cubin"))) == 1
     monkeypatch.delenv("TWELL_LAB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert folders.cache_dir() == tmp_path / "xdg" / "twell-lab"
+    assert core.cache_dir() == tmp_path / "xdg" / "twell-lab"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folders.cache_dir() == tmp_path / "home" / ".cache" / "twell-lab"
+    assert core.cache_dir() == tmp_path / "home" / ".cache" / "twell-lab"
 
 
 def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
@@ -272,16 +272,16 @@ def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = folders.cache_dir()
+    found = core.cache_dir()
     assert found is not None and found.parent == tmp_path and not list(found.iterdir())
 
     def nowhere():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert folders.cache_dir() is None
+    assert core.cache_dir() is None
     monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path / "file" / "cache"))
-    assert folders.cache_dir() is None
+    assert core.cache_dir() is None
 
 
 # ---- cubins compiled elsewhere ----
@@ -470,15 +470,15 @@ def test_cupy_is_given_a_cache_folder_where_it_cannot_make_its_own(monkeypatch, 
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    machine.let_cupy_start()
+    core.let_cupy_start()
     assert "CUPY_CACHE_DIR" not in os.environ
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
     monkeypatch.setenv("CUPY_CACHE_DIR", "chosen")
-    machine.let_cupy_start()
+    core.let_cupy_start()
     assert os.environ["CUPY_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("CUPY_CACHE_DIR")
-    machine.let_cupy_start()
+    core.let_cupy_start()
     assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "cache")
 
 
