@@ -21,7 +21,7 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -186,6 +186,11 @@ class Buffer:
             return Buffer(self.number, self.offset, self.shape, self.strides, dtype, self.low)
         count = self.nbytes // dtype.itemsize
         return Buffer(self.number, self.offset, (count,), (1,), dtype, self.low)
+
+    def t(self) -> Buffer:
+        """Return the transpose of a matrix, in the same memory."""
+        shape, strides = self.shape[::-1], self.strides[::-1]
+        return Buffer(self.number, self.offset, shape, strides, self.dtype, self.low)
 
     def reshape(self, *shape: int) -> Buffer:
         """Return a contiguous buffer in another shape."""
@@ -402,11 +407,12 @@ class _Laid:
 
     def __init__(self, call: Call, tensors: Sequence[Tensor | None]) -> None:
         _make_context_current(call.device.index)
-        first = tensors[0]
+        first = call._buffers[call._inputs[0]]
+        contiguous = tensors[0] is not None and tensors[0].is_contiguous()
         self.outputs: list[tuple[int, tuple | None, torch.dtype]] = []
         for number in call._outputs:
             b = call._buffers[number]
-            alike = first is not None and first.is_contiguous() and (first.numel(), first.dtype) == (b.numel(), b.dtype)
+            alike = contiguous and (first.shape, first.dtype) == (b.shape, b.dtype)
             self.outputs.append((number, None if alike else b.shape, b.dtype))
         # Where each buffer's address comes from: the number of an entry of `starts`, and bytes behind it.
         places: dict[int, tuple[int, int]] = {}
@@ -414,11 +420,10 @@ class _Laid:
             places.setdefault(number, (at, 0))
         for at, number in enumerate(call._outputs, 1 + len(call._inputs)):
             places[number] = (at, 0)
-        workspace, self.scratch = 1 + len(call._inputs) + len(call._outputs), 0
-        for number, b in enumerate(call._buffers):
-            if b is not None and number not in places:
-                places[number] = (workspace, self.scratch)
-                self.scratch += -(-b.nbytes // _BOUNDARY) * _BOUNDARY
+        workspace = 1 + len(call._inputs) + len(call._outputs)
+        scratch = {number: b.nbytes for number, b in enumerate(call._buffers) if b is not None and number not in places}
+        offsets_of, self.scratch = _packed_scratch(scratch, call._launches)
+        places |= {number: (workspace, offset) for number, offset in offsets_of.items()}
 
         def place(b: Buffer) -> tuple[int, int]:
             at, more = places[b.number]
@@ -453,7 +458,11 @@ class _Laid:
             fixed = (*grid, 1, kernel.threads, 1, 1, kernel.shared, 0, *attributes)
             form.pack_into(self._room, begin + at, *fixed, *values)
             addresses = (ctypes.c_void_p * len(offsets))(*(base + at + offset for offset in offsets))
-            pointers = (ctypes.c_void_p(base + at), ctypes.c_void_p(function), ctypes.c_void_p(ctypes.addressof(addresses)))
+            pointers = (
+                ctypes.c_void_p(base + at),
+                ctypes.c_void_p(function),
+                ctypes.c_void_p(ctypes.addressof(addresses)),
+            )
             self._starts.append(partial(driver().cuLaunchKernelEx, *pointers, None))
             self._told.append(f"{kernel.name} with grid {grid}, {kernel.threads} threads, {kernel.shared} bytes shared")
             self._keep.append(addresses)
@@ -479,6 +488,34 @@ class _Laid:
                     status = start()
                 if status:
                     raise _refused(f"a launch of {told}", status)
+
+
+def _packed_scratch(sizes: dict[int, int], launches: list[_Launch]) -> tuple[dict[int, int], int]:
+    """Where each buffer of these sizes starts in one workspace, in bytes, by its number; and the workspace's size.
+
+    Two buffers overlap only where one is free before the other is used: the largest is placed first, each as far in
+    front as it fits. A kernel that may start early may start while the kernels before it still read."""
+    uses: dict[int, list[int]] = {number: [] for number in sizes}
+    for at, launch in enumerate(launches):
+        for given in launch.arguments:
+            one = given.of if isinstance(given, Map) else given
+            for b in one if isinstance(one, tuple) else (one,):
+                if isinstance(b, Buffer) and b.number in uses:
+                    uses[b.number].append(at)
+    offsets: dict[int, int] = {}
+    placed: list[tuple[int, int, int, int]] = []  # (begin, end, first launch, launch that finds it free)
+    for number in sorted(sizes, key=lambda number: -sizes[number]):
+        size, at = -(-sizes[number] // _BOUNDARY) * _BOUNDARY, 0
+        first, free = (uses[number][0], uses[number][-1] + 1) if uses[number] else (0, 0)
+        while free < len(launches) and launches[free].kernel.early:
+            free += 1
+        for begin, end in sorted((begin, end) for begin, end, used, until in placed if used < free and first < until):
+            if begin >= at + size:
+                break
+            at = max(at, end)
+        offsets[number] = at
+        placed.append((at, at + size, first, free))
+    return offsets, max((end for _, end, *_ in placed), default=0)
 
 
 def _format(parameters: str) -> tuple[struct.Struct, list[int]]:
