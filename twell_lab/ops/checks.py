@@ -143,6 +143,11 @@ def layer(x, gate, up, down, gate_bias, up_bias, down_bias, down_t=None) -> list
     return tensors
 
 
+def check_layer(x, gate, up, down, biases) -> list[Tensor | None]:
+    """The tensors x, gate, up, down and the three biases, cast as autocast does. Raises InputError as `layer` does."""
+    return layer(x, gate, up, down, *biases)[:7]
+
+
 def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
     """down_t, once it is checked; where it is None, a new transpose of down."""
     if down_t is None:

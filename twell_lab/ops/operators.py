@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from ..core import InputError
 from ..formats import as_tensor, twell
 from ..formats.twell import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
-from . import checks, copies, cpu, differentiable, dispatch, portable, reference
+from . import checks, copies, cpu, dispatch, portable, reference, train
 
 _library = torch.library.Library("twell_lab", "DEF")
 _library.define("pack(Tensor gate, int tile, int words) -> Tensor")
@@ -173,7 +173,7 @@ def _layer(on_cpu, on_cuda, x, gate, up, down, biases, down_t, tile, words, back
     x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
     # For training on a GPU the forward pass keeps what a sparse backward pass needs.
     if x.is_cuda and backend is None and checks.needs_gradient(*tensors) or checks.transformed():
-        return differentiable.train_ffn(*tensors[:7])[0]
+        return train.train_ffn(*tensors[:7])[0]
     if down_t is None:
         _check_unprepared(gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t, simulated = checks.transposed(down, down_t), checks.check_backend(backend, *tensors)
@@ -298,7 +298,7 @@ def _(x, up, down, down_t, up_bias, down_bias, tile, words):
     return x.new_empty(x.shape)
 
 
-# ---- autograd, by torch's operations. On a GPU the public functions use ops.differentiable, whose backward is sparse
+# ---- autograd, by torch's operations. On a GPU the public functions use ops.train, whose backward is sparse
 
 
 def _save_for_backward(ctx, inputs, output):
