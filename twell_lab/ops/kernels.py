@@ -23,7 +23,7 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("pack",)  # the files of this folder that declare sources
+OPERATIONS = ("columns", "pack", "survivors", "train_dense", "train_lost", "train_rows", "transpose")
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 

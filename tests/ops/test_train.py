@@ -6,7 +6,7 @@ from torch.library import opcheck
 from torch.nn.functional import linear
 
 from twell_lab.core import InputError
-from twell_lab.ops import differentiable
+from twell_lab.ops import train
 
 TOKENS, D_MODEL, D_FF = 5, 6, 11
 
@@ -43,35 +43,35 @@ def gradients(function, made, weight):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("operator", ["train_forward", "train_dense"])
+@pytest.mark.parametrize("operator", ["twell", "dense"])
 def test_gradcheck(gated, biased, operator):
     made = layer(gated, biased)
 
     def outputs(*leaves):
         given = iter(leaves)
-        return getattr(torch.ops.twell_lab, operator)(*(None if t is None else next(given) for t in made))[:2]
+        return torch.ops.twell_lab.train(*(None if t is None else next(given) for t in made), operator)[:2]
 
     assert torch.autograd.gradcheck(outputs, tuple(leaves_of(made)))
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", train.PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("weight", [0.0, 0.3])
 def test_as_torch_differentiates_the_dense_layer(path, gated, weight):
     made = layer(gated, dtype=torch.float32)
-    found, kept = gradients(lambda *a: differentiable.train_ffn(*a, path=path), made, weight)
+    found, kept = gradients(lambda *a: train.train_ffn(*a, path=path), made, weight)
     expected, fired = gradients(dense, made, weight)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert torch.equal(kept, fired.int())
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", train.PATHS)
 def test_only_one_of_the_outputs_used(path):
     made = layer(dtype=torch.float32)
     for pick in (lambda y, l1: y.sum(), lambda y, l1: l1.sum()):
         found = torch.autograd.grad(
-            pick(*differentiable.train_ffn(*made, path=path)[:2]), leaves_of(made), allow_unused=True
+            pick(*train.train_ffn(*made, path=path)[:2]), leaves_of(made), allow_unused=True
         )
         expected = torch.autograd.grad(pick(*dense(*made)[:2]), leaves_of(made), allow_unused=True)
         for a, b in zip(found, expected):
@@ -87,25 +87,25 @@ def test_only_one_of_the_outputs_used(path):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 def test_opcheck(gated, biased):
-    opcheck(torch.ops.twell_lab.train_forward.default, tuple(layer(gated, biased, torch.float32)))
-    opcheck(torch.ops.twell_lab.train_dense.default, tuple(layer(gated, biased, torch.float32)))
+    opcheck(torch.ops.twell_lab.train.default, (*layer(gated, biased, torch.float32), "twell"))
+    opcheck(torch.ops.twell_lab.train.default, (*layer(gated, biased, torch.float32), "dense"))
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", train.PATHS)
 def test_compiled_whole(path):
     made = layer(dtype=torch.float32)
-    compiled = torch.compile(lambda *a: differentiable.train_ffn(*a, path=path), fullgraph=True)
+    compiled = torch.compile(lambda *a: train.train_ffn(*a, path=path), fullgraph=True)
     found, _ = gradients(compiled, made, 0.3)
     for a, b in zip(found, gradients(dense, made, 0.3)[0]):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", train.PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(path, dtype):
     made = layer(biased=False, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        y, l1, _ = differentiable.train_ffn(*made, path=path)
+        y, l1, _ = train.train_ffn(*made, path=path)
     assert y.dtype == torch.bfloat16 and l1.dtype == torch.float32
     (y.float().sum() + l1.sum()).backward()
     exact = layer(biased=False)
@@ -117,29 +117,29 @@ def test_autocast(path, dtype):
 
 def test_leading_dimensions():
     x, *weights = layer(dtype=torch.float32)
-    y, l1, kept = differentiable.train_ffn(x.view(1, TOKENS, D_MODEL), *weights)
+    y, l1, kept = train.train_ffn(x.view(1, TOKENS, D_MODEL), *weights)
     assert y.shape == (1, TOKENS, D_MODEL) and l1.shape == kept.shape == (1, TOKENS)
     assert l1.dtype == torch.float32 and kept.dtype == torch.int32 and not kept.requires_grad
 
 
 def test_nothing_fires_and_nan_as_torch():
     x, gate, up, down, *_ = layer(biased=False, dtype=torch.float32)
-    y, l1, kept = differentiable.train_ffn(x, torch.zeros_like(gate).requires_grad_(), up, down)
+    y, l1, kept = train.train_ffn(x, torch.zeros_like(gate).requires_grad_(), up, down)
     assert not y.any() and not l1.any() and not kept.any()
     bad = x.detach().clone()
     bad[2, 1] = torch.nan
-    y = differentiable.train_ffn(bad, gate, up, down)[0]
+    y = train.train_ffn(bad, gate, up, down)[0]
     assert torch.equal(y.isnan().any(1), torch.tensor([False, False, True, False, False]))
 
 
 def test_wrong_arguments_are_named():
     x, gate, up, down, *_ = layer(dtype=torch.float32)
     with pytest.raises(InputError, match="path is 'sparse'; 'dense', 'twell' are accepted"):
-        differentiable.train_ffn(x, gate, up, down, path="sparse")
+        train.train_ffn(x, gate, up, down, path="sparse")
     with pytest.raises(InputError, match="down has shape"):
-        differentiable.train_ffn(x, gate, up, down[:, 1:])
+        train.train_ffn(x, gate, up, down[:, 1:])
     with pytest.raises(InputError, match="one dtype"):
-        differentiable.train_ffn(x, gate.bfloat16(), up, down)
+        train.train_ffn(x, gate.bfloat16(), up, down)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -147,6 +147,6 @@ def test_a_row_that_is_not_finite_gives_what_the_dense_layer_gives(value):
     g = torch.Generator().manual_seed(0)
     x, gate, up, down = (torch.randn(*shape, generator=g) for shape in ((4, 8), (30, 8), (30, 8), (8, 30)))
     x[1, 3] = value
-    for path in differentiable.PATHS:
-        y, l1, _ = differentiable.train_ffn(x, gate, up, down, path=path)
+    for path in train.PATHS:
+        y, l1, _ = train.train_ffn(x, gate, up, down, path=path)
         assert y[1].isnan().all() and l1[1].isnan() and y[[0, 2, 3]].isfinite().all() and l1[[0, 2, 3]].isfinite().all()
