@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import records
-from ..core.errors import InputError
+from ..core import InputError
 from .layer_profile import LayerProfile
 
 HOT = 0.05  # the share of a layer's neurons that are called its hottest

@@ -9,8 +9,7 @@ from types import NoneType
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError, RecordError
-from ..core.files import WHOLE
+from ..core import WHOLE, InputError, RecordError
 from ..formats.twell import check_geometry
 from . import saved
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import FeedForward
 from ..layers.parts import uncompiled
 from ..layers.paths.dense import hidden_of
