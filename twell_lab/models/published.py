@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError, StackError, read_json
-from ..ops import measure
+from ..ops import clock
 from .tiny import LanguageModel
 
 # The model_type of a checkpoint whose layers compute a ReLU, whatever its hidden_act says: that of the same model in
@@ -64,7 +64,7 @@ def load(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
-    place = measure.present_device(device)
+    place = clock.present_device(device)
     folder = folder_of(name, revision)
     said = configuration(folder)
     if "format" in said:
