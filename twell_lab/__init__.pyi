@@ -8,10 +8,10 @@ from .analysis.plan import Plan as Plan
 from .analysis.planner import plan as plan
 from .analysis.profile import FiringProfile as FiringProfile
 from .analysis.profile import profile as profile
-from .core.errors import DeviceError as DeviceError
-from .core.errors import InputError as InputError
-from .core.errors import StackError as StackError
-from .core.errors import TwellError as TwellError
+from .core import DeviceError as DeviceError
+from .core import InputError as InputError
+from .core import StackError as StackError
+from .core import TwellError as TwellError
 from .cuda.raw import kernel as kernel
 from .layers.anatomy import feed_forwards as feed_forwards
 from .layers.choice import Choice as Choice

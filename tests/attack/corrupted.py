@@ -20,11 +20,10 @@ import torch
 
 from tests.attack import kills
 from tests.attack.harness import PLACE, damaged
-from twell_lab import records, simulator
+from twell_lab import core, records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
-from twell_lab.core import folders
-from twell_lab.core.errors import TwellError
+from twell_lab.core import TwellError
 from twell_lab.cuda import cubins
 from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -186,7 +185,7 @@ def _read_thresholds(folder: Path):
 
 
 def _make_tour(folder: Path) -> None:
-    newest = sorted(Path(folders.records_dir()).glob("tour-*.json"))[-1]
+    newest = sorted(Path(core.records_dir()).glob("tour-*.json"))[-1]
     shutil.copyfile(newest, folder / "tour.json")
 
 

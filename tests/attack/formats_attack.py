@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twell_lab import ops
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import COO, CSR, ELL, Hybrid, TwELL, join_words, split_words
 
 PATTERNS = ("any bits", "sparse", "half", "full", "nothing", "special", "one row", "one column", "full tiles")

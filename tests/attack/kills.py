@@ -19,11 +19,10 @@ from random import Random
 import torch
 
 from tests.attack.harness import PLACE, forked, until
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile
-from twell_lab.core import files
-from twell_lab.core.errors import TwellError
+from twell_lab.core import TwellError
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.text import prepared
@@ -255,7 +254,7 @@ def write_here(kind: str, folder: str, seed: int, count: int) -> None:
 def _prepared_to(kind: str, folder: Path, seed: int):
     g, record = _given(seed)
     if kind == "record":
-        return lambda: files.write_atomically(folder / "record.json", record.to_json())
+        return lambda: core.write_atomically(folder / "record.json", record.to_json())
     if kind == "model":
         from twell_lab.models.tiny import LanguageModel, ModelConfig
 

@@ -6,8 +6,7 @@ import pytest
 
 from tests.attack import simulator_attack
 from tests.attack.harness import attack
-from twell_lab import simulator
-from twell_lab.core import folders
+from twell_lab import core, simulator
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -22,7 +21,7 @@ def test_kernels_in_the_simulator(extent, report):
 
 def test_a_kernel_that_is_wrong_is_seen(tmp_path, monkeypatch):
     """Packing that keeps no NaN."""
-    text = (folders.kernels_dir() / "smxx_pack.cu").read_text()
+    text = (core.kernels_dir() / "smxx_pack.cu").read_text()
     changed, many = re.subn(r"kept\(v\)", "(to_float(v) > 0.0f)", text)
     assert many
     (tmp_path / "smxx_pack.cu").write_text(changed)

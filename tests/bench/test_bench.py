@@ -10,7 +10,7 @@ from torch import nn
 
 from twell_lab import bench, records
 from twell_lab.bench import forward
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure

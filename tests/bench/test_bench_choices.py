@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.bench.choices import CHANCE, OPTIONS, Answers, Questions, answer, wilson
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 
 @pytest.fixture(scope="module")

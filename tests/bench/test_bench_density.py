@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab.bench import density
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import ELL
 
 

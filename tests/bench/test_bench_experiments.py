@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.bench import experiments
-from twell_lab.core.errors import DeviceError
+from twell_lab.core import DeviceError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 from twell_lab.sparsities import adapters

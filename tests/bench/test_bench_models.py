@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import twell_lab as tl
+from twell_lab import core
 from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, energy, models, rows, workloads
 from twell_lab.bench.causal import Causal
-from twell_lab.core import machine
-from twell_lab.core.errors import DeviceError, InputError, RecordError
+from twell_lab.core import DeviceError, InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -561,7 +561,7 @@ def test_plans_that_are_refused(tmp_path):
 
 
 def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda: 2**30)
+    monkeypatch.setattr(core, "memory", lambda: 2**30)
     monkeypatch.setattr(drawn, "llama", lambda *_: pytest.fail("it was built"))
     with pytest.raises(
         InputError, match="a model of 2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and cpu has 1.0"

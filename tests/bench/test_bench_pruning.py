@@ -7,7 +7,7 @@ import torch
 
 from twell_lab.app import tables
 from twell_lab.bench import pruning
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.records import Record
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four

@@ -6,7 +6,7 @@ import torch
 from twell_lab.app import recordings
 from twell_lab.bench import runs
 from twell_lab.bench.runs import How
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.records.record import Record
 from twell_lab.training.config import TrainConfig
 

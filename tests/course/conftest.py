@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from twell_lab.core import folders
+from twell_lab import core
 from twell_lab.course import widgets
 
 
@@ -23,7 +23,7 @@ def draws(request, monkeypatch) -> str:
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
     """A function that saves these records as the only ones of the project."""
-    monkeypatch.setattr(folders, "records_dir", lambda: tmp_path / "records")
+    monkeypatch.setattr(core, "records_dir", lambda: tmp_path / "records")
 
     def keep(*made):
         for old in (tmp_path / "records").glob("*.json"):

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 from plotly.colors import unlabel_rgb
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import drawing
 from twell_lab.course.first_kernels.figures import LANE_COLOURS
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import record, row
-from twell_lab.core.errors import TwellError
+from twell_lab.core import TwellError
 from twell_lab.course import recorded
 
 

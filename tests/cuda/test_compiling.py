@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from twell_lab.core.errors import StackError
+from twell_lab.core import StackError
 from twell_lab.cuda import cubins as jit
 from twell_lab.cuda import macros, registry, sources
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.cuda import cubins, macros, registry
 
 # KiB of shared memory of one block, from the CUDA programming guide's table of compute capabilities.

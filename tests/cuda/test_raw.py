@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.core.errors import DeviceError, InputError, StackError
+from twell_lab.core import DeviceError, InputError, StackError
 from twell_lab.cuda import cubins, raw, registry
 
 

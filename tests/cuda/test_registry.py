@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.simulator.launches import LAUNCHES
-from twell_lab import simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core, simulator
+from twell_lab.core import InputError
 from twell_lab.cuda import cubins, launcher, macros, registry
 from twell_lab.simulator import program
 
@@ -14,7 +13,7 @@ SIMULATED = [name for name, kernel in registry.KERNELS.items() if kernel.simulat
 
 
 def test_every_source_is_declared_under_its_name():
-    assert set(registry.KERNELS) == {path.stem for path in folders.kernels_dir().glob("*.cu")}
+    assert set(registry.KERNELS) == {path.stem for path in core.kernels_dir().glob("*.cu")}
     assert all(kernel.name == name for name, kernel in registry.KERNELS.items())
 
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import CompileError
+from twell_lab import core, simulator
+from twell_lab.core import CompileError
 from twell_lab.cuda import registry, sources
 
 words = st.sampled_from(
@@ -64,7 +63,7 @@ extern "C" __global__ void declared(int);
 def kernels(tmp_path, monkeypatch):
     (tmp_path / "head.cuh").write_text(HEADER)
     (tmp_path / "k.cu").write_text(SOURCE)
-    monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr(core, "kernels_dir", lambda: tmp_path)
     return tmp_path
 
 

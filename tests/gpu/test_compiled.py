@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.test_plans import drawn
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import COO, CSR, ELL, Hybrid, TwELL, as_tensor
 
 pytestmark = pytest.mark.gpu

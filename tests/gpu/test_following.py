@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import jvp, vmap
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.terms import layer_terms

@@ -9,7 +9,7 @@ from torch import nn
 import twell_lab as tl
 from tests.models.thresholds.models_of import ours
 from tests.ops.kept_inputs.cases import Case
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import kept_inputs
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.core.errors import CompileError, DeviceError
+from twell_lab.core import CompileError, DeviceError
 from twell_lab.cuda import registry
 from twell_lab.ops import portable, transpose
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from twell_lab.core import errors
+from twell_lab import core
 from twell_lab.formats import join_words, split_words
 from twell_lab.formats.pool import packed_and_pool, pool_used
 from twell_lab.ops import ampere
@@ -181,5 +181,5 @@ def test_what_is_not_taken():
     assert not ampere.takes(wide, wide)
     shifted = torch.empty(512 * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(512, 64)
     assert not ampere.takes(x, shifted)
-    with pytest.raises(errors.InputError, match="aligned to 16 bytes"):
+    with pytest.raises(core.InputError, match="aligned to 16 bytes"):
         ampere.gate_pack(x, shifted)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.simulator.pooled_cases import Pooled, gate_of
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.cuda import sources
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import accuracy

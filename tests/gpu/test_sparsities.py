@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.gpu import needed
 from twell_lab.bench import comparison
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

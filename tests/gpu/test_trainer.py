@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.training import compiled as compiling
 from twell_lab.training import run as running

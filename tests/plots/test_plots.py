@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twell_lab import formats, plots
 from twell_lab.analysis.profile import profile
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.plots import data
 from twell_lab.training.config import TrainConfig, TrainResult

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.app import cli, recordings, tables
 from twell_lab.bench import attack
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 SUITE = """def test_one(request):
     option = request.config.getoption
@@ -40,7 +39,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
         patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
-        patch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
+        patch.setattr(core, "kernels_dir", lambda: tmp_path / "kernels")
         yield tmp_path
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.app import recordings
-from twell_lab.core import errors, folders
 
 GOOD = "def test_one():\n    pass\n\n\nimport pytest\n\n\n@pytest.mark.skip(reason='here')\ndef test_two():\n    pass\n"
 BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
@@ -16,7 +15,7 @@ def folder(tmp_path, monkeypatch):
     """tests/gpu of a checkout without a GPU or sanitizers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(recordings.shutil, "which", lambda name: None)
-    monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(core, "kernels_dir", lambda: tmp_path / "kernels")
     monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)
     made = tmp_path / "tests" / "gpu"
     made.mkdir(parents=True)
@@ -61,5 +60,5 @@ def test_an_error_of_another_kind_is_not_hidden(folder, monkeypatch):
 
 def test_a_gpu_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(errors.DeviceError, match="needs an NVIDIA GPU"):
+    with pytest.raises(core.DeviceError, match="needs an NVIDIA GPU"):
         recordings.gpu_tests()

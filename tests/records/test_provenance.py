@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import records
-from twell_lab.core import folders
-from twell_lab.core.errors import RecordError
+from twell_lab import core, records
+from twell_lab.core import RecordError
 from twell_lab.records import provenance
 
 CUDA = """#include "shared.cuh"
@@ -47,7 +46,7 @@ def scale(y, *, stream=None):
 def other():
     return UNUSED
 '''
-TOOLS = """from .core.errors import InputError
+TOOLS = """from .core import InputError
 
 LIMIT = 7
 
@@ -217,7 +216,7 @@ def test_what_cannot_be_read_is_named(tree_of_one):
 
 def test_every_kernel_of_this_tree_has_a_hash_of_its_own_and_a_new_one_must_be_declared(copy):
     found = provenance.kernel_hashes(copy)
-    assert set(found) == {path.stem for path in folders.kernels_dir().glob("*.cu")}
+    assert set(found) == {path.stem for path in core.kernels_dir().glob("*.cu")}
     assert len(set(found.values())) == len(found) and found == provenance.kernel_hashes()
     (copy / "kernels" / "smxx_new.cu").write_text("int n;\n")
     with pytest.raises(RecordError, match="smxx_new.cu is in kernels/, and .*registry.py does not declare it"):
@@ -262,7 +261,7 @@ def test_this_tree_keeps_its_promise():
 @pytest.fixture
 def copy(tmp_path):
     """A copy of this tree's kernels and package, with no records."""
-    shutil.copytree(folders.kernels_dir(), tmp_path / "kernels")
+    shutil.copytree(core.kernels_dir(), tmp_path / "kernels")
     package = Path(provenance.Sources.of().package)
     shutil.copytree(package, tmp_path / "twell_lab", ignore=shutil.ignore_patterns("__pycache__", "course"))
     (tmp_path / "data" / "records").mkdir(parents=True)

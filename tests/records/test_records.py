@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import records
-from twell_lab.core import files, folders
-from twell_lab.core.errors import RecordError
+from twell_lab import core, records
+from twell_lab.core import RecordError
 from twell_lab.records import provenance
 
 ROW = {
@@ -225,7 +224,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        files.write_atomically(tmp_path / "page.html", "text")
+        core.write_atomically(tmp_path / "page.html", "text")
     assert not list(tmp_path.iterdir())
 
 
@@ -235,14 +234,14 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
-        files.write_atomically(tmp_path / "page.html", "text")
+        core.write_atomically(tmp_path / "page.html", "text")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
     (tmp_path / "build").write_text("in the way")
     with pytest.raises(RecordError, match="build"):
-        files.write_atomically(tmp_path / "build" / "page.html", "text")
+        core.write_atomically(tmp_path / "build" / "page.html", "text")
 
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
@@ -264,7 +263,7 @@ def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
 
 
 def test_datasheet_figures_are_sourced_and_dated():
-    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
+    sheet = json.loads((core.data_dir() / "gpus.json").read_text())
     for gpu in sheet["gpus"]:
         assert set(gpu) == {
             "name",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 ROOT = Path(__file__).parents[2]
 D_MODEL = 1032  # two warps, three chunks a lane, the last one not full

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import simulator
-from twell_lab.core import folders
+from twell_lab import core, simulator
 from twell_lab.simulator import toolchain
 
 HERE = Path(__file__).parent
@@ -30,7 +29,7 @@ def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[
         "-I",
         str(toolchain.CUDA),
         "-I",
-        str(folders.kernels_dir()),
+        str(core.kernels_dir()),
     ]
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
     (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')

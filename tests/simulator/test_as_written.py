@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from twell_lab import simulator
-from twell_lab.core import errors
+from twell_lab import core, simulator
 from twell_lab.ops import portable
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
@@ -82,13 +81,13 @@ def test_a_struct_is_passed_by_its_bytes(program, given):
 
 @pytest.mark.parametrize("given", [3, 1.5, None, b"abc", torch.zeros(3), np.float64(1)])
 def test_a_struct_of_another_size_is_refused(program, given):
-    with pytest.raises(errors.InputError, match="t of sum_of is .*Three takes 12 bytes"):
+    with pytest.raises(core.InputError, match="t of sum_of is .*Three takes 12 bytes"):
         program.launch("sum_of", 1, 4, (given, torch.zeros(4)))
 
 
 @pytest.mark.parametrize("given", [torch.zeros(4).double(), torch.zeros(4).half(), torch.zeros(4).int(), np.zeros(4)])
 def test_an_array_of_another_type_is_refused(program, given):
-    with pytest.raises(errors.InputError, match=r"out of sum_of is .*; the kernel takes float\*"):
+    with pytest.raises(core.InputError, match=r"out of sum_of is .*; the kernel takes float\*"):
         program.launch("sum_of", 1, 4, (Three(1, 2, 3), given))
 
 
@@ -103,14 +102,14 @@ def test_a_read_only_array_is_not_written(program, watch):
 def test_more_static_shared_memory_than_a_gpu_takes_is_refused(tmp_path):
     path = tmp_path / "large.cu"
     path.write_text('extern "C" __global__ void k(float* o) { __shared__ float a[20000]; a[0] = 1; o[0] = a[0]; }')
-    with pytest.raises(errors.InputError, match="shared a has 80,000 bytes; a GPU takes 49,152"):
+    with pytest.raises(core.InputError, match="shared a has 80,000 bytes; a GPU takes 49,152"):
         simulator.compile(path).launch("k", 1, 1, (torch.zeros(1),))
 
 
 def test_a_file_without_kernels_says_so(tmp_path):
     path = tmp_path / "none.cu"
     path.write_text("template <int N> __global__ void k(float* o) { o[0] = N; }")
-    with pytest.raises(errors.InputError, match="it has none"):
+    with pytest.raises(core.InputError, match="it has none"):
         simulator.compile(path).launch("k", 1, 1, (torch.zeros(1),))
 
 
@@ -137,14 +136,14 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
     "arguments", [(256, 32, 3), (256, 32, 4), (256, 0, None), (0, 32, None), (256, 32, 9), (256, 32, 0)]
 )
 def test_launch_refuses_what_a_kernel_cannot_take(arguments):
-    with pytest.raises(errors.InputError):
+    with pytest.raises(core.InputError):
         portable.pack(torch.randn(8, 333).bfloat16(), *arguments)
 
 
 def test_launch_refuses_other_gates_and_versions():
-    with pytest.raises(errors.InputError, match="two dimensions"):
+    with pytest.raises(core.InputError, match="two dimensions"):
         portable.pack(torch.randn(8).bfloat16(), 256, 32)
     gate = torch.randn(2, 64).bfloat16()
     packed, none = portable.pack(gate, 64, 65), (None, None, None)
-    with pytest.raises(errors.InputError, match="version is 9; 1 to 3"):
+    with pytest.raises(core.InputError, match="version is 9; 1 to 3"):
         portable.down(packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)

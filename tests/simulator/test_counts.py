@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator import modelled
-from twell_lab import simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core, simulator
+from twell_lab.core import InputError
 from twell_lab.layers.paths.cost import CACHE_USED
 from twell_lab.simulator import counts as counting
 from twell_lab.simulator.counts import H100, Counts, Footprint, Gpu, Traffic, predicted_time
@@ -152,7 +151,7 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
 
 
 def test_an_h100_keeps_what_its_datasheet_and_the_planner_say():
-    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
+    sheet = json.loads((core.data_dir() / "gpus.json").read_text())
     (l2,) = [gpu["l2_mb"] for gpu in sheet["gpus"] if gpu["name"] == H100.name]
     assert H100.kept_bytes == CACHE_USED * l2 * 2**20
 
@@ -171,7 +170,7 @@ def test_packing_is_predicted_as_the_kernel_header_says():
 
 
 def test_the_reachable_rates_are_below_the_datasheet():
-    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
+    sheet = json.loads((core.data_dir() / "gpus.json").read_text())
     listed = {gpu["name"]: gpu for gpu in sheet["gpus"]}
     assert H100.memory_bytes_per_s < 1e9 * listed[H100.name]["bandwidth_gb_s"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.simulator import cases
 from tests.simulator.int8_cases import Int8Layer
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import portable
 from twell_lab.ops.int8_rows import gated_int8
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from tests.simulator import cases
 from tests.simulator.cases import Layer
 from twell_lab import ops, simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import TwELL
 from twell_lab.ops import operators, portable, reference
 

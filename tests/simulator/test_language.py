@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twell_lab import simulator
-from twell_lab.core.errors import CompileError, InputError
+from twell_lab.core import CompileError, InputError
 from twell_lab.simulator import faults
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.simulator import quantise_cases
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops.quantise_rows import KINDS, quantise_rows
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE
-from twell_lab.core import folders
-from twell_lab.core.errors import CompileError, InputError
+from twell_lab import core
+from twell_lab.core import CompileError, InputError
 from twell_lab.simulator import source, toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.source import Parameter, with_watches
@@ -45,7 +45,7 @@ def test_a_name_is_a_file_of_kernels_with_its_headers():
     assert list(found)[0] == "smxx_gated.cu"
     headers = {"activation.cuh", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
     assert set(found) == {"smxx_gated.cu", *headers}
-    assert found["twell.cuh"] == (folders.kernels_dir() / "twell.cuh").read_text()
+    assert found["twell.cuh"] == (core.kernels_dir() / "twell.cuh").read_text()
 
 
 def test_own_headers_come_before_those_of_kernels(own):

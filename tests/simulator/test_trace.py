@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.simulator import modelled
 from tests.simulator.modelled import READ, WRITE, Block, Line
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import TwELL
 from twell_lab.simulator.report import ArrayInfo
 from twell_lab.simulator.trace import Trace

@@ -11,9 +11,8 @@ import pytest
 
 from tests.simulator.launches import LAUNCHES
 from tests.simulator.mutant_battery import DEFINES as INFERENCE
-from twell_lab import simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import TwellError
+from twell_lab import core, simulator
+from twell_lab.core import TwellError
 from twell_lab.cuda import registry
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -41,7 +40,7 @@ TELLING = {"smxx_listed.cu": 4}
 def barriers():
     found = []
     for file in [*FILES, *HEADERS]:
-        text = (folders.kernels_dir() / file).read_text()
+        text = (core.kernels_dir() / file).read_text()
         found += [
             pytest.param(file, match.start(), id=f"{file}:{text.count(chr(10), 0, match.start()) + 1}")
             for match in re.finditer(re.escape(BARRIER), text)
@@ -52,14 +51,14 @@ def barriers():
 def test_every_barrier_is_found():
     assert len(barriers()) > 20
     for file in FILES:  # one of another kind, such as __syncthreads_or, needs a rule of its own
-        text = (folders.kernels_dir() / file).read_text()
+        text = (core.kernels_dir() / file).read_text()
         assert text.count("__syncthreads") == text.count(BARRIER) + TELLING.get(file, 0), file
 
 
 @pytest.mark.parametrize("kernel", FILES)
 def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path, monkeypatch):
     for name in (kernel, *HEADERS):
-        (tmp_path / name).write_text((folders.kernels_dir() / name).read_text())
+        (tmp_path / name).write_text((core.kernels_dir() / name).read_text())
     with simulator.watching("faults", replace={kernel: tmp_path / kernel}) as runs:
         LAUNCHES[kernel.removesuffix(".cu")](monkeypatch)
     assert runs
@@ -68,10 +67,10 @@ def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path, monkeypatch):
 @pytest.mark.parametrize("file, at", barriers())
 def test_a_deleted_barrier_is_noticed(file, at, tmp_path, monkeypatch):
     kernel = HEADERS.get(file, file)
-    text = (folders.kernels_dir() / file).read_text()
+    text = (core.kernels_dir() / file).read_text()
     (tmp_path / file).write_text(text[:at] + text[at + len(BARRIER) :])
     if kernel != file:
-        (tmp_path / kernel).write_text((folders.kernels_dir() / kernel).read_text())
+        (tmp_path / kernel).write_text((core.kernels_dir() / kernel).read_text())
     spare = any(file == name and text[:at].endswith(before) for name, before in SPARE)
     noticed = nullcontext() if spare else pytest.raises((TwellError, AssertionError))
     with noticed, simulator.watching("faults", replace={kernel: tmp_path / kernel}):

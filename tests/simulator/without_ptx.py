@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from twell_lab.core import folders
+from twell_lab import core
 
 _STAND_INS = Path(__file__).parent / "ptx"
 _made: list[TemporaryDirectory] = []  # removed when the tests end
@@ -16,6 +16,6 @@ def without_ptx(file: str) -> Path:
     """A copy of kernels/`file` beside the headers that stand in for its PTX, which are found first."""
     _made.append(TemporaryDirectory())
     folder = Path(_made[-1].name)
-    for each in (folders.kernels_dir() / file, *_STAND_INS.glob("*.cuh")):
+    for each in (core.kernels_dir() / file, *_STAND_INS.glob("*.cuh")):
         shutil.copy(each, folder)
     return folder / file

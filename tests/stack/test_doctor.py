@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell_lab import core
 from twell_lab.app import doctor
-from twell_lab.core import folders, machine
-from twell_lab.core.errors import StackError
+from twell_lab.core import StackError
 from twell_lab.cuda import cubins
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
@@ -33,9 +33,9 @@ def on(monkeypatch):
     """Examine a machine described by FACTS with the given changes; returns findings by topic."""
 
     def examine(usable=True, fault=None, **changes):
-        monkeypatch.setattr(machine, "describe", lambda: {**FACTS, **changes})
-        monkeypatch.setattr(machine, "gpu", lambda: "H100" if usable else None)
-        monkeypatch.setattr(machine, "stack_fault", lambda: fault)
+        monkeypatch.setattr(core, "describe_machine", lambda: {**FACTS, **changes})
+        monkeypatch.setattr(core, "gpu", lambda: "H100" if usable else None)
+        monkeypatch.setattr(core, "stack_fault", lambda: fault)
         return {finding.topic: finding for finding in doctor.examine()}
 
     return examine
@@ -147,7 +147,8 @@ def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tm
     a_file = tmp_path / "file"
     a_file.write_text("no folder can be made below a file")
     monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
-    assert folders.cache_dir() is None
+    with pytest.warns(UserWarning, match="not used as a cache"):
+        assert core.cache_dir() == core.private_folder()
     monkeypatch.setattr(doctor, "_installed", lambda package: True)
     monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(Path, "home", lambda: a_file)
@@ -178,11 +179,11 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     def broken(*arguments):
         raise ValueError("unheard of")
 
-    monkeypatch.setattr(folders, "find_cache", broken)
+    monkeypatch.setattr(core, "cache_dir", broken)
     found = on()
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"
-    monkeypatch.setattr(machine, "describe", broken)
+    monkeypatch.setattr(core, "describe_machine", broken)
     (only,) = doctor.examine()
     assert only.state == "limited" and "unheard of" in only.text
 

@@ -18,11 +18,11 @@ MOST_BYTES = 8_000_000
 CHECKOUT_ALONE = ("data/checkpoints/l1-free/", "data/checkpoints/sparse/", "data/checkpoints/wide/")
 PROGRAM = """
 import json, pathlib, twell_lab
-from twell_lab.core import folders
+from twell_lab import core
 from twell_lab.course import sweep
 assert sweep.checkpoints() == ["small"] and sweep.checkpoint("small").config.d_ff == 512
-assert folders.is_installed() and folders.new_records_dir() == pathlib.Path.cwd()
-print(json.dumps({"package": twell_lab.__file__, "kernels": str(folders.kernels_dir()), "data": str(folders.data_dir())}))
+assert core.is_installed() and core.new_records_dir() == pathlib.Path.cwd()
+print(json.dumps({"package": twell_lab.__file__, "kernels": str(core.kernels_dir()), "data": str(core.data_dir())}))
 """
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab.core import folders
+from twell_lab import core
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "kernels"
-KERNELS = sorted(folders.kernels_dir().glob("*.cu"))
+KERNELS = sorted(core.kernels_dir().glob("*.cu"))
 MOST_LINES = 15  # of a source's header
 
 
@@ -23,11 +23,11 @@ def test_every_operation_has_a_page_and_every_page_is_in_the_index():
 def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     for record in re.findall(r"[\w-]+\.json", text.replace("data/gpus.json", "")):
-        assert (folders.records_dir() / record).is_file(), record
+        assert (core.records_dir() / record).is_file(), record
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (page.parent / link).is_file(), link
     for file in re.findall(r"`(kernels/[\w.]+)`", text):
-        assert (folders.kernels_dir().parent / file).is_file(), file
+        assert (core.kernels_dir().parent / file).is_file(), file
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)

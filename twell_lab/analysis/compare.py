@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .. import records
-from ..core.errors import InputError
+from ..core import InputError
 
 if TYPE_CHECKING:
     from .profile import LayerProfile

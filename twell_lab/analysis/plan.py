@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__, records
-from ..core.errors import InputError, RecordError
-from ..core.files import write_atomically
+from ..core import InputError, RecordError, write_atomically
 from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, LayerPlan
 from ..layers.paths.cost import Rates

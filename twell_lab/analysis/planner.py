@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..core.errors import InputError, TwellError
-from ..core.files import WHOLE
+from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kept, known
 from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of

@@ -14,10 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import records
-from ..core import folders
-from ..core.errors import InputError
-from ..core.files import read_json
+from .. import core, records
+from ..core import InputError, read_json
 from ..cuda import registry
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ..layers.choice import DENSE, Choice
@@ -93,7 +91,7 @@ def _sums(rates: Tensor) -> Tensor:
 
 def datasheets() -> list[dict]:
     """The GPUs of data/gpus.json, as vendors describe them."""
-    return read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
+    return read_json(core.data_dir() / "gpus.json", "datasheet")["gpus"]
 
 
 def rates_of(gpu: str) -> Rates:

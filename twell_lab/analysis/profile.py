@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core.errors import InputError, RecordError
-from ..core.files import WHOLE, write_atomically
+from ..core import WHOLE, InputError, RecordError, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.layout import Holders, copy_bytes

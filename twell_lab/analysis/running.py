@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import InputError, TwellError
+from ..core import InputError, TwellError
 from ..layers.anatomy import FeedForward
 from ..layers.lossy import zeroed
 from ..layers.parts import uncompiled

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 
-from ..core.errors import RecordError
-from ..core.files import WHOLE, read_json
+from ..core import WHOLE, RecordError, read_json
 
 _NUMBER = "a whole number from 0 to 2**63 - 1"
 

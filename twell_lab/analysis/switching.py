@@ -26,7 +26,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import feed_forwards
 from ..layers.learner import DENSE, HEAVY, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers import hooks
 from ..layers.activations import known
 from ..layers.anatomy import FeedForward, StandIn, family_of

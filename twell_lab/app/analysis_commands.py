@@ -7,8 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.errors import InputError
-from ..core.files import check_target
+from ..core import InputError, check_target
 from .inputs import model_and_windows
 from .options import SAVED, add_device, number, path, positive, source
 from .terminal import Answer

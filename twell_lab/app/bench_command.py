@@ -8,8 +8,7 @@ import os
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-from ..core.errors import InputError
-from ..core.files import check_folder
+from ..core import InputError, check_folder
 from .inputs import model_and_windows
 from .options import path, positive, seconds, source
 from .terminal import Answer, terminated_like_interrupted

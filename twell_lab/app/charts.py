@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ..core.errors import InputError
+from ..core import InputError
 
 # In units of the SVG, which are pixels where the page shows it 400 wide.
 _WIDTH, _HEIGHT = 400, 250

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -20,8 +21,7 @@ from dataclasses import asdict
 from tqdm import tqdm
 
 from .. import __version__
-from ..core.errors import InputError, RecordError, TwellError
-from ..core.files import check_folder, strict_json
+from ..core import InputError, RecordError, TwellError, check_folder
 from . import (
     analysis_commands,
     bench_command,
@@ -311,7 +311,7 @@ def _tour(options) -> Answer:
         from .page import render_file
 
         drawn = render_file(options.render, options.out or TourOptions.out)
-        return Answer(strict_json({"page": str(drawn)}), f"tour: the page is {drawn}")
+        return Answer(json.dumps({"page": str(drawn)}), f"tour: the page is {drawn}")
     from . import tour as tour_module
 
     record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))
@@ -338,13 +338,12 @@ def _prepare(options) -> Answer:
 
 
 def _record(options) -> Answer:
-    from .. import records
-    from ..core import folders
+    from .. import core, records
     from . import recordings
 
     names = sorted(recordings.RECORDINGS)
     if options.name is None:
-        return Answer(strict_json(names), "\n".join(names))
+        return Answer(json.dumps(names), "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
     told = {name: value for name in _TAKEN_BY if (value := getattr(options, name)) is not None}
@@ -352,7 +351,7 @@ def _record(options) -> Answer:
         takers = _TAKEN_BY[refused[0]]
         accepted = f"with {' and '.join(takers)}, which {'do' if len(takers) > 1 else 'does'}"
         raise InputError(f"{options.name} takes no --{refused[0].replace('_', '-')}; accepted: {accepted}")
-    where = options.out or folders.new_records_dir()
+    where = options.out or core.new_records_dir()
     check_folder(where)
     recording, unfinished = recordings.RECORDINGS[options.name], records.Unfinished(where)
     if "keep" in inspect.signature(recording).parameters:

@@ -11,9 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..core import folders
-from ..core.errors import InputError, StackError
-from ..core.files import check_folder
+from .. import core
+from ..core import InputError, StackError, check_folder
 from . import terminal
 from .options import path
 from .terminal import Answer
@@ -37,10 +36,10 @@ def copy(folder: Path) -> list[Path]:
     """Copy the course's notebooks into a folder, which is made where it is missing. Returns the copies, sorted.
 
     Raises InputError where one of them is there already: a reader's work is never overwritten."""
-    notebooks = sorted(folders.notebooks_dir().glob("*.ipynb"))
+    notebooks = sorted(core.notebooks_dir().glob("*.ipynb"))
     if not notebooks:
         raise StackError(
-            f"there is no notebook in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a complete wheel"
+            f"there is no notebook in {str(core.notebooks_dir())!r}; accepted: a checkout, or a complete wheel"
         )
     if there := [each.name for each in notebooks if (folder / each.name).exists()]:
         raise InputError(

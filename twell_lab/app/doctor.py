@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ..core import folders, machine
-from ..core.errors import StackError
+from .. import core
+from ..core import StackError
 from ..cuda import cubins, registry
 
 STATES = ("ok", "missing", "limited")
@@ -43,8 +44,8 @@ class Finding:
 def examine() -> list[Finding]:
     """Findings on what this machine has, then on what will run on it. Never raises."""
     try:
-        facts = machine.describe()
-        facts["usable"] = machine.gpu() is not None
+        facts = core.describe_machine()
+        facts["usable"] = core.gpu() is not None
     except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
         return [Finding("machine", "limited", _unexamined(error))]
     probes = {
@@ -132,7 +133,7 @@ def _why_unusable(facts: dict) -> str:
 
 def _driver_too_old(facts: dict) -> bool:
     """Whether torch was built for a newer major version of CUDA than the driver runs."""
-    driver, build = machine.major(facts["cuda_driver"]), machine.major(facts["torch_cuda"])
+    driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
     return driver is not None and build is not None and driver < build
 
 
@@ -148,7 +149,7 @@ def _stack_command(facts: dict) -> str | None:
 
 
 def _cupy(facts: dict) -> tuple:
-    if fault := machine.stack_fault():
+    if fault := core.stack_fault():
         if facts["gpus"]:
             return "limited", fault[0], fault[1]
         return "ok", f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
@@ -159,7 +160,7 @@ def _cupy(facts: dict) -> tuple:
 
 def _cupy_command(facts: dict) -> str | None:
     if facts["gpus"]:
-        return install_command("cu13" if machine.major(facts["torch_cuda"]) == 13 else "cu12")
+        return install_command("cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12")
     return install_command("compile") if sys.platform == "linux" else None
 
 
@@ -181,19 +182,11 @@ def _why_no_compiler() -> str:
 
 
 def _cache(facts: dict) -> tuple:
-    folder, refused = folders.find_cache()
-    if refused:
-        return (
-            "limited",
-            f"others could put kernels there: {'; '.join(refused)}",
-            "export TWELL_LAB_CACHE=/a/folder/of/your/own",
-        )
-    if folder is None:
-        return (
-            "limited",
-            "no folder can be written, so each process compiles its kernels again",
-            "export TWELL_LAB_CACHE=/a/folder/that/can/be/written",
-        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        folder = core.cache_dir()
+    if caught:
+        return "limited", str(caught[0].message), "export TWELL_LAB_CACHE=/a/folder/of/your/own"
     return "ok", f"compiled kernels are kept in {folder}"
 
 

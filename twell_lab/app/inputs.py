@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.errors import InputError, StackError
+from ..core import InputError, StackError
 
 
 def model_and_windows(options, count: int | None = None, *, tokens: int = 0):

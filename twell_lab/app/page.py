@@ -14,8 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from .. import records
-from ..core.errors import InputError, RecordError
-from ..core.files import write_atomically
+from ..core import InputError, RecordError, write_atomically
 from ..plots.data import FORMAT, WITH, WITHOUT, alike, decode, layer_names, percentiles, picked, said_fast, share
 from . import charts
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 
+from .. import core
 from ..bench import density, forward
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
-from ..core import folders
-from ..core.errors import DeviceError, InputError, RecordError, StackError, TwellError
+from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..cuda import registry
 from ..records import Record, evidence
 from ..records.evidence import need_gpu
@@ -299,7 +299,7 @@ def gpu_tests() -> Record:
 
 
 def _gpu_tests_folder() -> Path:
-    folder = folders.kernels_dir().parent / "tests" / "gpu"
+    folder = core.kernels_dir().parent / "tests" / "gpu"
     if not folder.is_dir():
         raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
     return folder

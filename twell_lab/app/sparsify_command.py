@@ -7,8 +7,7 @@ import argparse
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InputError
-from ..core.files import check_folder
+from ..core import InputError, check_folder
 from .analysis_commands import COUNTS, add_model, add_planning, how_planned, planned
 from .inputs import model_and_windows
 from .options import path

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.errors import InputError, TwellError
+from ..core import InputError, TwellError
 from .options import SAVED, number, path, positive, whole
 from .terminal import Answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..core.files import check_folder
+from ..core import check_folder
 from .options import path
 from .terminal import Answer
 

@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from json import dumps
 from typing import NamedTuple
 
-from ..core.errors import InputError
-from ..core.files import strict_json
+from ..core import InputError, finite
 
 
 class Answer(NamedTuple):
@@ -24,7 +24,8 @@ class Answer(NamedTuple):
 
     def say(self, json: bool) -> None:
         """Print the value as JSON, or the text, with a line break at the end."""
-        said = (self.value if isinstance(self.value, str) else strict_json(self.value, indent=1)) if json else self.text
+        value = self.value if isinstance(self.value, str) else dumps(finite(self.value), indent=1)
+        said = value if json else self.text
         print(said, end="" if said.endswith("\n") else "\n")
 
 

@@ -21,8 +21,7 @@ from tqdm import tqdm
 from .. import records
 from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
-from ..core.errors import TwellError
-from ..core.files import check_folder, check_target, write_atomically
+from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.anatomy import feed_forwards
 from ..ops import operators, reference

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core.errors import InputError
+from ..core import InputError
 from .options import add_fields, given, path
 from .terminal import Answer
 

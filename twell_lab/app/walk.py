@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..core import folders
-from ..core.errors import InputError, StackError, TwellError
+from .. import core
+from ..core import InputError, StackError, TwellError
 
 SECONDS = 120  # a cell may take
 
@@ -33,7 +33,7 @@ def code_hash(path: Path) -> str:
 
 def with_code() -> list[Path]:
     """The notebooks of the course that have code, in the order of their names."""
-    found = sorted(folders.notebooks_dir().glob("*.ipynb"))
+    found = sorted(core.notebooks_dir().glob("*.ipynb"))
     return [path for path in found if '"cell_type": "code"' in path.read_text(encoding="utf-8")]
 
 

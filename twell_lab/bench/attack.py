@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core.errors import TwellError
+from ..core import TwellError
 from ..cuda import launcher
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each

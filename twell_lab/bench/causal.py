@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..models.tiny import LanguageModel, Past
 
 Head = Literal["all", "last", "none"]  # which tokens get logits; "none": what the head would take is the result

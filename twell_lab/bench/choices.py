@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 
 OPTIONS = 4
 CHANCE = 1 / OPTIONS

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-from ..core import folders
-from ..core.errors import InputError
+from .. import core
+from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
 from ..layers.anatomy import feed_forwards
 from ..models.tiny import LanguageModel
@@ -321,7 +321,7 @@ class Read:
 
 def shipped() -> dict[str, int]:
     """The models of data/checkpoints that are here, by name, and the layers of each; a wheel has `small` alone."""
-    folder = folders.data_dir() / "checkpoints"
+    folder = core.data_dir() / "checkpoints"
     there = [name for name in CHECKPOINTS if (folder / name / "config.json").is_file()]
     return {name: json.loads((folder / name / "config.json").read_text())["layers"] for name in there}
 
@@ -337,7 +337,7 @@ def activation_rows(name: str, layer: int, read: Read = Read()) -> list[dict]:
     conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
 
     name: of `shipped`. layer: from 0 on."""
-    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name).to(read.device, read.dtype).eval()
+    model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(read.device, read.dtype).eval()
     text = source.standard_library()
     context = model.config.context
     windows = source.spread_windows(text.split()[1].tokens, max(1, read.tokens // context), context)[:, :-1]

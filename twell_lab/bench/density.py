@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.classic import ELL
 from ..ops import measure
 from ..records.record import Record

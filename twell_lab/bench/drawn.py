@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .. import core
 from ..analysis.profile import FiringProfile
-from ..core import machine
-from ..core.errors import InputError, StackError
+from ..core import InputError, StackError
 from ..layers.anatomy import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..training import presets
@@ -87,7 +87,7 @@ def check_room(shape: Shape, dtype: torch.dtype, copies: int) -> None:
     count = parameters(ModelConfig(**{name: getattr(shape, name) for name in sizes}))
     device = torch.device(shape.device)
     on_gpu = device.type == "cuda"
-    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else machine.memory()
+    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else core.memory()
     needed = count * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
     if there is not None and needed > there:
         raise InputError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.errors import DeviceError, TwellError
+from ..core import DeviceError, TwellError
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import measure
 from ..sparsities.adapters import switching

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core.errors import TwellError
+from ..core import TwellError
 from ..layers.choice import Choice
 from ..ops import int8_products, measure
 from ..sparsities.quantised import (

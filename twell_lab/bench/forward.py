@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.sparse_ffn import SparseFFN

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..analysis.plan import Plan
 from ..analysis.profile import FiringProfile
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
 from ..layers import hooks
 from ..layers.anatomy import check_model, family_of, feed_forwards

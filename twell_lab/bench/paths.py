@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core import folders
-from ..core.errors import TwellError
+from .. import core
+from ..core import TwellError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY as SAID
 from ..layers.choice import Choice
@@ -97,7 +97,7 @@ class Measured:
     def _made(self, subject: Subject) -> tuple[Models, list[Workload]]:
         shape, dtype = self.shape, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if subject.trained:
-            model = LanguageModel.load(folders.data_dir() / "checkpoints" / "small").to(self.device, dtype).eval()
+            model = LanguageModel.load(core.data_dir() / "checkpoints" / "small").to(self.device, dtype).eval()
             text = source.standard_library().split()[1].tokens.long()
             tokens, length, cached = Tokens(model.config.vocabulary, self.device, text), model.config.context, 64
             dense = Causal(model.requires_grad_(False))

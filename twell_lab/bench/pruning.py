@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..ops import measure
 from ..sparsities.blocks import block_mask, nested_mask
 from ..sparsities.two_four import two_four_mask

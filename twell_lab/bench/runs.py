@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.errors import InputError, TwellError
+from ..core import InputError, TwellError
 from ..ops import measure
 from ..training.config import TrainConfig
 from ..training.loop import train

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.profile import profile
-from ..core.errors import TwellError
-from ..core.files import finite
+from ..core import TwellError, finite
 from ..models.thresholds import LossChange
 from ..ops import measure
 from ..training import sweep

@@ -30,7 +30,7 @@ from ..analysis.plan import Plan
 from ..analysis.profile import captured, profile
 from ..analysis.room import SHARE
 from ..analysis.switching import Switch
-from ..core.errors import InputError, TwellError
+from ..core import InputError, TwellError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice
 from ..layers.learner import DENSE as LEARNS_DENSE

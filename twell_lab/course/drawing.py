@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb, unlabel_rgb
 
 from .. import plots
-from ..core.errors import InputError
+from ..core import InputError
 
 # A legend to the right of the figure, one entry a line.
 BESIDE = {"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}

@@ -13,8 +13,8 @@ from importlib import metadata
 
 import torch
 
-from ..core import machine
-from ..core.errors import StackError
+from .. import core
+from ..core import StackError
 from ..cuda.registry import KERNELS
 from ..ops.measure import dtype_for
 
@@ -53,8 +53,8 @@ def what_runs() -> str:
         capability = torch.cuda.get_device_capability()
         every = {kernel.oldest for kernel in KERNELS.values()}
         runs = {kernel.oldest for kernel in KERNELS.values() if kernel.runs_on(capability)}
-        why_not = next(iter(machine.stack_fault() or []), "" if machine.cupy_packages() else "CuPy is not installed")
-        native = f"torch and, on the {machine.gpu()}, kernels for {_named(runs)}"
+        why_not = next(iter(core.stack_fault() or []), "" if core.cupy_packages() else "CuPy is not installed")
+        native = f"torch and, on the {core.gpu()}, kernels for {_named(runs)}"
         if why_not or not runs:
             native, runs = f"torch, no kernel ({why_not or 'the GPU is too old'})", set()
         recorded = (
@@ -69,8 +69,8 @@ def _named(capabilities: set[tuple[int, int]]) -> str:
 
 def provenance() -> str:
     """What figures are made on, as one line: processor and GPU, versions, the day."""
-    here = machine.describe()
-    gpu = machine.gpu()
+    here = core.describe_machine()
+    gpu = core.gpu()
     threads = torch.get_num_threads()
     used = "" if threads == here["cores"] else f" ({threads} used)"
     what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores{used}, {gpu or 'no GPU'}"

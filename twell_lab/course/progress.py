@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from ..core import folders
+from .. import core
 from . import notebook
 
 FILE = Path("my-kernels", "solved.json")  # in the working folder, which is the notebook's
@@ -47,7 +47,7 @@ def exercises() -> dict[str, list[str]]:
     A notebook is called by its number and title, such as "07 Pack it".
     """
     found = {}
-    for path in sorted(folders.notebooks_dir().glob("*.ipynb")):
+    for path in sorted(core.notebooks_dir().glob("*.ipynb")):
         text = path.read_text(encoding="utf-8")
         title, names = _TITLE.search(text), list(dict.fromkeys(_CALL.findall(text)))
         if title and names:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .. import records
-from ..core.errors import TwellError
+from ..core import TwellError
 from ..ops import measure
 
 LOGNORMAL = "independent, lognormal"

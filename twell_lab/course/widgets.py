@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import plotly.graph_objects as go
 
-from ..core.errors import InputError, StackError
+from ..core import InputError, StackError
 from .notebook import on_colab
 
 try:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..core import folders
-from ..core.errors import CompileError, DeviceError, InputError, StackError
-from ..core.machine import let_cupy_start
+from .. import core
+from ..core import CompileError, DeviceError, StackError, let_cupy_start
 from . import registry, sources
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -91,17 +89,9 @@ def architecture(capability: tuple[int, int], file: str) -> str:
 
 
 def _prebuilt() -> Path | None:
-    """The folder that TWELL_LAB_CUBINS names, or None. Raises InputError for one in which others than this user and
-    root can write."""
-    if not (named := os.environ.get("TWELL_LAB_CUBINS")):
-        return None
-    try:
-        why = folders.refusal(Path(named), roots_too=True)
-    except OSError:
-        why = None  # not there: it offers nothing
-    if why:
-        raise InputError(f"TWELL_LAB_CUBINS is {named}, where others could put kernels: {why}")
-    return Path(named)
+    """The folder that TWELL_LAB_CUBINS names, or None."""
+    named = os.environ.get("TWELL_LAB_CUBINS")
+    return Path(named) if named else None
 
 
 def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
@@ -122,20 +112,15 @@ def _stem(file: str, arch: str, defines: Mapping[str, object]) -> str:
 def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_in: Path | None = None) -> Cubin:
     """The cubin of kernels/`file` for `arch`, with `defines` as macros (True: defined without a value).
 
-    Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles. Where the cache cannot be
-    written, or others can write there, it warns and compiles in each process.
-    Raises InputError for a folder or file of TWELL_LAB_CUBINS that others than this user and root could have written.
+    Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles.
     """
     stem = _stem(file, arch, defines)
     if prebuilt := _prebuilt():
         for path in sorted(prebuilt.glob(f"{stem}-nvrtc*.cubin")):
-            try:
-                return Cubin(path.stem, folders.read_trusted(path), "")
-            except PermissionError as error:
-                raise InputError(f"a cubin of TWELL_LAB_CUBINS cannot be used: {error.strerror}") from error
+            return Cubin(path.stem, path.read_bytes(), "")
     name = f"{stem}-nvrtc{'.'.join(map(str, compiler()))}"
-    folder = cache_in or folders.cache_dir()
-    if folder is not None and (hit := _read_cached(folder, name)):
+    folder = cache_in or core.cache_dir()
+    if hit := _read_cached(folder, name):
         return hit
     image, log = _run_nvrtc(file, arch, defines)
     cubin = Cubin(name, image, log)
@@ -146,7 +131,7 @@ def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_i
 def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(sources.with_headers(file)[file], file, (), ())
-    includes = (f"-I{folders.kernels_dir()}", f"-I{_cuda_include()}")
+    includes = (f"-I{core.kernels_dir()}", f"-I{_cuda_include()}")
     try:
         nvrtc.compileProgram(program, (*_flags(arch, defines), *includes))
         # CuPy's getCUBIN has been seen to drop the last byte; an ELF image ignores one too many.
@@ -160,39 +145,20 @@ def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[byt
 def _read_cached(folder: Path, name: str) -> Cubin | None:
     """A cached cubin; None where there is none or it is incomplete: its log begins with its SHA-256."""
     try:
-        if folders.refusal(folder):
-            return None
-        image = folders.read_trusted(folder / f"{name}.cubin")
-        digest, _, log = folders.read_trusted(folder / f"{name}.log").decode().partition("\n")
+        image = (folder / f"{name}.cubin").read_bytes()
+        digest, _, log = (folder / f"{name}.log").read_text().partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
     return Cubin(name, image, log) if digest == hashlib.sha256(image).hexdigest() else None
 
 
-def _write_cached(folder: Path | None, cubin: Cubin) -> None:
-    if folder is None:
-        warnings.warn("no cache folder can be written: kernels are compiled anew in each process", stacklevel=3)
-        return
+def _write_cached(folder: Path, cubin: Cubin) -> None:
     digest = hashlib.sha256(cubin.image).hexdigest()
     try:
-        folders.make_folder(folder)
-        folders.sweep(folder)
-        _replace(folder / f"{cubin.name}.cubin", cubin.image)
-        _replace(folder / f"{cubin.name}.log", f"{digest}\n{cubin.log}".encode())
-    except OSError as error:
-        warnings.warn(f"kernel cache not written ({error.strerror}): it will be compiled again", stacklevel=3)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename, so that no reader ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=folders.temporary_prefix())
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        core.write_atomically(folder / f"{cubin.name}.cubin", cubin.image)
+        core.write_atomically(folder / f"{cubin.name}.log", f"{digest}\n{cubin.log}")
+    except core.RecordError as error:
+        warnings.warn(f"kernel cache not written: it will be compiled again ({error})", stacklevel=3)
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:

@@ -22,8 +22,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..core import machine
-from ..core.errors import DeviceError, InputError, StackError
+from .. import core
+from ..core import DeviceError, InputError, StackError
 from . import cubins, macros, sources
 from .sources import Entry
 
@@ -280,10 +280,10 @@ def _kernel(made: Kernel, device: torch.device) -> int:
 
 
 def _load(made: Kernel, device: torch.device) -> int:
-    from ..core.machine import check_stack
+    from ..core import check_stack
 
     check_stack()
-    machine.let_cupy_start()
+    core.let_cupy_start()
     try:
         from cupy.cuda import driver as cupy_driver
         from cupy.cuda.function import Module

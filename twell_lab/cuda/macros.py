@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.errors import InputError
+from ..core import InputError
 from . import sources
 
 VALUE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}

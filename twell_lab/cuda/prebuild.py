@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..core import folders
-from ..core.errors import InputError
+from .. import core
+from ..core import InputError
 from . import cubins, registry
 
 _THREADS = 8  # the compiler runs outside of Python's lock
@@ -29,12 +28,9 @@ def prebuild(
     progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written.
     """
     try:  # before a minute is spent on compiling
-        # Not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse such a folder.
-        folders.make_folder(folder, 0o755)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"{folder} is not a folder that can be written ({error.strerror})") from error
+        core.check_folder(folder)
+    except core.RecordError as error:
+        raise InputError(str(error)) from error
     wanted = [each for arch in architectures for each in builds(arch, dtypes, d_models)]
     made = []
     with ThreadPoolExecutor(_THREADS) as pool:

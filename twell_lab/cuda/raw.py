@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core import folders, machine
-from ..core.errors import DeviceError, InputError, StackError
+from .. import core
+from ..core import DeviceError, InputError, StackError
 from . import cubins, registry, sources
 from .registry import Kernel
 
@@ -36,8 +36,8 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
         CompileError: where the macros do not fit the source.
     """
     found, entry, defines = choose(name, macros)
-    machine.check_stack()
-    machine.let_cupy_start()
+    core.check_stack()
+    core.let_cupy_start()
     try:
         import cupy
     except ImportError as error:
@@ -52,10 +52,7 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
             f"{capability[0]}.{capability[1]}"
         )
     cubin = cubins.compile(found.file, cubins.architecture(capability, found.file), defines)
-    folder = folders.private_folder()
-    if folder is None:
-        raise StackError("CuPy reads a kernel from a file, and no temporary folder can be written")
-    path = folder / f"{cubin.name}.cubin"
+    path = core.private_folder() / f"{cubin.name}.cubin"
     path.write_bytes(cubin.image)
     with cupy.cuda.Device(torch.cuda.current_device()):
         return cupy.RawModule(path=str(path)).get_function(entry)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..core import folders
-from ..core.errors import InputError
+from .. import core
+from ..core import InputError
 from . import macros, sources
 from .sources import Entry
 
@@ -49,7 +49,7 @@ class Kernel:
     @property
     def bound(self) -> str:
         """What bounds it, in a line, from the header comment of the source."""
-        text = (folders.kernels_dir() / self.file).read_text(encoding="utf-8").replace("\n// ", " ")
+        text = (core.kernels_dir() / self.file).read_text(encoding="utf-8").replace("\n// ", " ")
         found = re.search(r"What bounds it: (.+?)[.;]\s", text)
         return found[1] if found else ""
 

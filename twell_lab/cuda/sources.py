@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from ..core import folders
-from ..core.errors import CompileError
+from .. import core
+from ..core import CompileError
 
 if TYPE_CHECKING:  # the simulator takes a tenth of a second to import, and a number needs nothing of it
     from ..simulator.source import Parameter
@@ -43,9 +43,9 @@ def with_headers(file: str) -> dict[str, str]:
         name = waiting.pop()
         if name in found:
             continue
-        path = folders.kernels_dir() / name
+        path = core.kernels_dir() / name
         if not path.is_file():
-            raise CompileError(f"no kernel source {name} in {folders.kernels_dir()}")
+            raise CompileError(f"no kernel source {name} in {core.kernels_dir()}")
         found[name] = path.read_text(encoding="utf-8")
         waiting += re.findall(r'^\s*#\s*include\s+"([^"]+)"', found[name], re.M)[::-1]
     return found

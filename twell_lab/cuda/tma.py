@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from ..core.errors import DeviceError, InputError, StackError
+from ..core import DeviceError, InputError, StackError
 from .launcher import Structure
 
 MAP_WORDS = 16  # of 8 bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from .matrix import Format, as_matrix, row_pointers, rows_of
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..core.errors import InputError
+from ..core import InputError
 from .matrix import as_matrix, dtype_names
 from .twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, TwELL, fires, join_words
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..core.errors import InputError
+from ..core import InputError
 from .matrix import BITS_DTYPE, Format, as_matrix, dtype_names, row_pointers, rows_of
 
 TILE, WORDS = 256, 32

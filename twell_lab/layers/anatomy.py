@@ -13,7 +13,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..ops.reference import SquaredReLU
 from .experts import Expert, experts_of
 from .families import Family, accepted, known

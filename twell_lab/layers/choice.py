@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..records import record
 from .paths import PATHS
 from .paths.hot_cold import STEP, hot_first

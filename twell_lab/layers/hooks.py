@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from .anatomy import HOOKS, Only, StandIn, computes, cut_in, family_of, named_parts, raise_all, selected, title
 from .experts import Routed, experts_of
 from .lossy import ThresholdedInput

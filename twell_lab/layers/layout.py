@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..ops import checks, copies, turned
 from .anatomy import FeedForward, StandIn, family_of
 from .paths import PATHS

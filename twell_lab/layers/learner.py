@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..ops import differentiable, operators
 from ..ops.activation import RELU, Activation
 from .paths import Path

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 
 
 def zeroed(values: Tensor, threshold: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..ops.kept import place
 from .shards import BY_COLUMNS, is_sharded, part_of, split_of
 

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.errors import InputError
+from ..core import InputError
 from .anatomy import HOOKS, family_of, is_relu, raise_all, title
 from .experts import Expert, experts_of, mixed, stored
 from .families import Family

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..ops import checks, copies, streams, turned
 from ..ops.activation import RELU

@@ -14,8 +14,7 @@ import re
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
-from ..core.files import parse_json
+from ..core import InputError
 
 KIND = "llama"  # what config.json says in model_type
 EPS, THETA = 1e-6, 10000.0  # of the norms, and the base of the rotary positions, in all of our models
@@ -132,10 +131,10 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
     where it is no such thing, or has token numbers that a model of this vocabulary lacks."""
     content = bytes_tokenizer() if tokenizer is None else tokenizer
     try:
-        fields = parse_json(content.encode())
+        fields = json.loads(content)
         numbers = [*fields["model"]["vocab"].values(), *(each["id"] for each in fields.get("added_tokens") or ())]
         most = 1 + max(numbers)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"tokenizer is no JSON of the tokenizers library with a vocabulary by token ({type(error).__name__}: "
             f"{error}); accepted: what its tokenizer.json holds, or None for bytes"

@@ -23,8 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError, StackError
-from ..core.files import read_json
+from ..core import InputError, StackError, read_json
 from ..ops import measure
 from .tiny import LanguageModel
 

@@ -38,7 +38,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers import anatomy, probe
 from ..layers.anatomy import family_of, is_relu, kind_of
 from ..layers.experts import ACTIVATION, stored

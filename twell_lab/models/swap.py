@@ -12,7 +12,7 @@ from ..analysis.auto import Shared, Watch
 from ..analysis.plan import Plan, rates_of
 from ..analysis.room import SHARE, Room, check_share
 from ..analysis.trials import beside
-from ..core.errors import InputError, TwellError
+from ..core import InputError, TwellError
 from ..formats.twell import TILE, VALUE_DTYPES, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.activations import kept, known

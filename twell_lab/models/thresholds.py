@@ -37,8 +37,7 @@ from torch.nn.functional import linear
 from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run
-from ..core.errors import InputError, RecordError
-from ..core.files import write_atomically
+from ..core import InputError, RecordError, write_atomically
 from ..layers import probe
 from ..layers.anatomy import (
     FeedForward,

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import machine
-from ..core.errors import InputError, TwellError
-from ..core.files import parse_json, read, read_json, write_atomically
+from .. import core
+from ..core import InputError, TwellError, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 from . import llama
 
@@ -84,7 +83,7 @@ def check_fits(config: ModelConfig) -> None:
     # rotary positions: angles, sines, cosines, and what one of them is made of
     tables = 4 * config.context * (config.d_model // config.heads // 2)
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
-    needed, there = weights + _LAYER_BYTES * config.layers, machine.memory()
+    needed, there = weights + _LAYER_BYTES * config.layers, core.memory()
     if there is not None and needed > there:
         sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
         raise InputError(
@@ -300,9 +299,9 @@ class LanguageModel(nn.Module):
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
             said = read_json(folder / "config.json", "model")
-            content = read(folder / "model.safetensors")
+            content = (folder / "model.safetensors").read_bytes()
             weights = safetensors.torch.load(content)
-            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
             is_llama = isinstance(said, dict) and said.get("model_type") == llama.KIND

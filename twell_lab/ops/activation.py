@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda.macros import ACTIVATIONS, activation
 from ..formats import twell
 

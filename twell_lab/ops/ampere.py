@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, registry, sources
 from ..cuda.macros import TENSOR_CORES_OF_BF16, Setup, setup_for
 from .portable import new_packed

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 from ..cuda import launcher, macros, sources
 from ..formats.matrix import rows_of
 from .checks import needs_gradient

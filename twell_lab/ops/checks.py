@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import VALUE_DTYPES, TwELL
 
 

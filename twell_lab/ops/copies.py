@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..core.errors import InputError
+from ..core import InputError
 from . import checks, streams
 
 # How a copy is laid out; all but the first take the neurons in `order`.

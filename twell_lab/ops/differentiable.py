@@ -27,7 +27,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher
 from ..cuda.tape import Tape
 from ..formats import twell

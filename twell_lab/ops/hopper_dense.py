@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import sources, tma
 from ..cuda.launcher import kernel, multiprocessors
 from ..cuda.macros import value

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, sources, tma
 from ..cuda.macros import PACK_VERSIONS, value
 from .portable import new_packed

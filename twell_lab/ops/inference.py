@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats import twell
 from ..formats.twell import TILE, WORDS, check_geometry
 from . import checks, cpu, dispatch, reference

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, macros
 from ..cuda.tape import empty
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import sources
 from ..cuda.launcher import aligned, kernel, multiprocessors
 from ..cuda.macros import TEAMS, any_width, kept, specialisation

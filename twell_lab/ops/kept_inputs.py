@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, macros, sources
 from ..cuda.tape import empty
 from .activation import CURVES

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core import machine
-from ..core.errors import DeviceError, InputError, TwellError
+from .. import core
+from ..core import DeviceError, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from . import accuracy
 from .reference import GatedFeedForward, PlainFeedForward
@@ -112,7 +112,7 @@ def _check_sizes(**sizes: tuple[int, int]) -> None:
 def _check_room(needed: int, what: str, device: torch.device | None = None) -> None:
     """InputError where so many bytes are more than the device has, before any of them is allocated."""
     kind = "cpu" if device is None else device.type
-    there = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else machine.memory()
+    there = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else core.memory()
     if there is not None and needed > there:
         raise InputError(
             f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {kind} has {there / 2**30:,.1f}; "

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, sources
 from ..cuda.macros import MICROTILE_ROWS, TENSOR_CORES_OF_BF16, microtile
 from ..cuda.tape import empty

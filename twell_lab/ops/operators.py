@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats import as_tensor, twell
 from ..formats.twell import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from . import checks, copies, cpu, differentiable, dispatch, portable, reference

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import sources
 from ..cuda.launcher import Kernel, aligned, kernel, multiprocessors
 from ..cuda.macros import TEAMS, VALUE, activation, any_width, kept, specialisation, value

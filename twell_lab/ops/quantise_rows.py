@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher
 from ..cuda.macros import VALUE, few_bits
 from ..cuda.tape import empty

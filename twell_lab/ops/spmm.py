@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, sources
 from ..cuda.macros import VALUE, value
 from ..formats import COO, CSR, ELL

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import sources
 from ..cuda.launcher import aligned, capability, kernel, multiprocessors
 from ..cuda.macros import TENSOR_CORES_OF_BF16, value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import launcher, sources
 from ..cuda.macros import SLAB_SHAPES as _SHAPES
 from ..cuda.macros import slabs as _slab_defines

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 
-from ..core.errors import InputError
+from ..core import InputError
 
 # Rows of these paths say how long a layer takes on kernels that would not be picked for it.
 OTHER_KERNELS = ("portable", "mma.sync")

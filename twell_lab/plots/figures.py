@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..core.errors import InputError, StackError
+from ..core import InputError, StackError
 from .data import alike, apart, decode, layer_names, percentiles, picked, tile_of
 
 try:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import DeviceError, StackError
+from ..core import DeviceError, StackError
 from ..formats.twell import TwELL
 from ..ops import portable
 from .record import Record

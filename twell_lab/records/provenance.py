@@ -22,8 +22,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core import folders
-from ..core.errors import CompileError, RecordError
+from .. import core
+from ..core import CompileError, RecordError
 from ..cuda import sources
 
 _NOT_FOLLOWED = {"core", "simulator", "sources", "KERNELS"}
@@ -39,7 +39,7 @@ class Sources(NamedTuple):
     def of(cls, tree: str | Path | None = None) -> Sources:
         """Those of the checkout with this top folder; by default those that are in use."""
         if tree is None:
-            return cls(folders.kernels_dir(), Path(__file__).resolve().parents[1])
+            return cls(core.kernels_dir(), Path(__file__).resolve().parents[1])
         return cls(Path(tree) / "kernels", Path(tree) / "twell_lab")
 
 

@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core import folders, machine
-from ..core.errors import RecordError
-from ..core.files import WHOLE, read_json, write_atomically
+from .. import core
+from ..core import WHOLE, RecordError, read_json, write_atomically
 from . import provenance
 
 SCHEMA = 2
@@ -77,7 +76,7 @@ class Record:
         date: UTC, as "2026-11-22T10:53:58Z".
         commit: the commit that the code came from; None outside a checkout.
         dirty: whether the code differed from that commit.
-        machine: what `core.machine.describe` returns.
+        machine: what `core.describe_machine` returns.
         notes: anything else that JSON can hold.
         kernels: the hash of each kernel that ran on a GPU, by name; None in schema 1, which does not say it.
         kernel_hash: one hash over all kernel sources and launch code with their file names, in schema 1; None in
@@ -149,7 +148,7 @@ class Record:
             dirty=dirty,
             date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernels={each: hashes[each] for each in sorted(ran)},
-            machine=machine.describe() if described is None else described,
+            machine=core.describe_machine() if described is None else described,
         )
 
     def to_json(self) -> str:
@@ -189,7 +188,7 @@ class Record:
         Raises:
             RecordError: for a folder that cannot be written.
         """
-        target = self.free_path(folders.new_records_dir() if folder is None else Path(folder))
+        target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
         return target
 
@@ -323,7 +322,7 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
     Raises:
         RecordError: as `load` does.
     """
-    folder = folders.records_dir() if folder is None else Path(folder)
+    folder = core.records_dir() if folder is None else Path(folder)
     if not folder.is_dir():
         return []
     records = [load(path) for path in sorted(folder.glob("*.json")) if path.name != UNVERIFIED]
@@ -432,7 +431,7 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
         RecordError: naming the kernels that were neither tested nor named, or saying what is wrong with the report.
     """
     if folder is None:
-        folder = folders.records_dir() if tree is None else Path(tree) / "data" / "records"
+        folder = core.records_dir() if tree is None else Path(tree) / "data" / "records"
     folder, now = Path(folder), provenance.kernel_hashes(tree)
     tested, said = _tested(folder)
     untested = {name: value for name, value in now.items() if value not in tested}

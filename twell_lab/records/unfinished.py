@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..core import folders
-from ..core.files import write_atomically
+from .. import core
+from ..core import write_atomically
 from .record import Record
 
 ENDING = ".json.unfinished"
@@ -49,5 +49,5 @@ class Unfinished:
 
 def unfinished(folder: str | Path | None = None) -> list[Path]:
     """The files of recordings that were cut off, or go on, in a folder; by default that of the project's records."""
-    folder = folders.records_dir() if folder is None else Path(folder)
+    folder = core.records_dir() if folder is None else Path(folder)
     return sorted(folder.glob(f"*{ENDING}"))

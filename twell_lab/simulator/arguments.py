@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..core.errors import InputError
+from ..core import InputError
 
 ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
 TYPES = {

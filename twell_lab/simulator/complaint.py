@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..core.errors import CompileError
+from ..core import CompileError
 from .faults import Unsupported
 from .source import CUDA_HEADER
 

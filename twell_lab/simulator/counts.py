@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..core.errors import InputError
+from ..core import InputError
 
 SECTOR = 32  # bytes: the smallest piece that moves between the caches and the device memory
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site

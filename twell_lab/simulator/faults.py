@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.errors import TwellError
+from ..core import TwellError
 
 
 class Unsupported(TwellError, RuntimeError):

@@ -10,8 +10,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from ..core import folders
-from ..core.errors import StackError
+from .. import core
 
 # Messages of a full disk; the last one is how the linker ends there.
 FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")
@@ -22,12 +21,9 @@ def writable(folder: Path | None) -> Path:
     reason = "no cache folder can be written"
     try:
         if folder is not None:
-            folders.make_folder(folder)
-            if why := folders.refusal(folder):
-                reason = f"not used as a cache, since others could put libraries there: {why}"
-            else:
-                with tempfile.TemporaryFile(dir=folder):
-                    return folder.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder.resolve()
     except OSError as error:
         reason = f"simulator cache not written ({error.strerror})"
     warnings.warn(f"{reason}: kernels are compiled anew in each process", stacklevel=3)
@@ -36,21 +32,18 @@ def writable(folder: Path | None) -> Path:
 
 def session() -> Path:
     """A folder for as long as this process runs."""
-    folder = folders.private_folder()
-    if folder is None:
-        raise StackError("no folder can be written that others cannot write, too: TWELL_LAB_CACHE can name one")
-    return folder.resolve()
+    return core.private_folder().resolve()
 
 
 def sha256(path: Path) -> str:
     """The hexadecimal SHA-256 of a file; OSError where it cannot be read."""
-    return hashlib.sha256(folders.read_trusted(path)).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def text(path: Path) -> str:
     """The text of a file; "" where it cannot be read."""
     try:
-        return folders.read_trusted(path).decode()
+        return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -69,5 +62,4 @@ def move(start: Path, folder: Path, *names: str) -> None:
     Two processes that do so at once may leave a library of the one beside the digest of the other: is_whole tells.
     """
     for name in names:
-        os.chmod(start / name, 0o600)  # whatever the umask: what others can write is not loaded
         os.replace(start / name, folder / name)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import InputError
+from ..core import InputError
 from . import arguments as args
 from . import faults, source, toolchain
 from . import report as raw

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from os.path import normpath
 
-from ..core.errors import InputError
+from ..core import InputError
 from .faults import Unsupported
 
 # Bytes of the types whose names are the end of a typedef chain. "int" is left out of a name wherever another

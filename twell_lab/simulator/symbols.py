@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os.path import basename, normpath
 from pathlib import Path
 
-from ..core.errors import StackError
+from ..core import StackError
 from .source import SIZES, SharedDeclaration
 
 Tool = Callable[..., str | None]  # names -> the path of the first program that is there

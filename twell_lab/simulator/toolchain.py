@@ -26,8 +26,8 @@ from os.path import normpath
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ..core import folders
-from ..core.errors import CompileError, InputError, StackError
+from .. import core
+from ..core import CompileError, InputError, StackError
 from . import kept, source
 from .complaint import UNIT, complaint
 from .source import OwnText, Parameter, SharedDeclaration, Signature
@@ -154,7 +154,7 @@ def sources(file: str | Path, folder: str | Path | None = None) -> dict[str, str
     includes them, then in the file's own folder, then in `folder`; a name is a path from the file's folder.
     Raises CompileError for a file that is missing or no text.
     """
-    common = Path(folder) if folder is not None else folders.kernels_dir()
+    common = Path(folder) if folder is not None else core.kernels_dir()
     path = Path(file)
     if isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file():
         path = common / path
@@ -292,7 +292,7 @@ def build(
     cxx = compiler()
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
     name = f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}"
-    folder = kept.writable(cache_in or folders.cache_dir())
+    folder = kept.writable(cache_in or core.cache_dir())
     if known := _read_cached(folder, name):
         return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
@@ -316,8 +316,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     source.refuse(own)
     kernels, declared = source.kernels(own), source.shared(own)
     dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
-    folders.sweep(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=folders.temporary_prefix()) as temporary:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         temporary = Path(temporary)
         inside = _write(sources, temporary)
         unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
@@ -376,7 +375,7 @@ def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
     def compiled(unit: Path) -> Path:
         name = f"simulator-{unit.stem}-{digest}"
         if not kept.is_whole(folder / f"{name}.o", kept.text(folder / f"{name}.sha256")):
-            with tempfile.TemporaryDirectory(dir=folder, prefix=folders.temporary_prefix()) as temporary:
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 here, cuda = Path(temporary), CUDA.resolve()
                 hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
                 command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
@@ -426,10 +425,7 @@ def _temporary() -> str | None:
     try:
         return tempfile.gettempdir()
     except OSError:
-        folder = folders.cache_dir()
-        if folder is None:
-            raise StackError("no folder can be written: TWELL_LAB_CACHE can name one") from None
-        return str(folder)
+        return str(core.cache_dir())
 
 
 @cache

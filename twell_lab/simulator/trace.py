@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.errors import InputError
+from ..core import InputError
 from .report import runs
 from .symbols import Line
 

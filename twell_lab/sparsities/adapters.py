@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import check_model
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure

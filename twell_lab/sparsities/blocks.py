@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..cuda import sources
 from ..formats.matrix import as_matrix
 from ..layers.paths.converted import Products

@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 from ..layers.anatomy import feed_forwards
 from ..ops import measure
 from ..training.config import TrainConfig

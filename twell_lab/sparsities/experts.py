@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.experts import mixed
 from ..layers.paths import Path
 from ..layers.paths.converted import Converted

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.matrix import Format, as_matrix
 from ..ops import microtiles as kernels
 from ..ops.checks import needs_gradient

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from .. import records
 from ..analysis.running import ALL, Gate, Rows, run
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_forwards, raise_all, replaced, title

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 from ..formats.matrix import as_matrix, dtype_names
 from ..layers.paths.converted import Converted, Products
 from ..layers.paths.cost import Work

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.costs import Rates
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
 from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 from ..layers.anatomy import Only, check_model, raise_all, replaced
 from ..ops import measure
 from .two_four import tensor_kind, two_four_mask, usual_backend

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats import CSR
 from ..formats.matrix import as_matrix, row_pointers, rows_of
 from ..layers.anatomy import HOOKS, Only, StandIn, check_model, raise_all, replaced, selected, title

@@ -32,12 +32,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError, RecordError
-from ..core.files import check_folder
-from ..core.seal import seal, sha256, to_disk, unseal
+from ..core import InputError, RecordError, check_folder
 from ..models.tiny import FORMAT as MODEL_FORMAT
 from ..models.tiny import ModelConfig, fingerprint
 from .config import TrainConfig
+from .seal import seal, sha256, to_disk, unseal
 from .text.prepared import PreparedText
 from .text.source import Text
 

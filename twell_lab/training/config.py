@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..models.tiny import LanguageModel, ModelConfig
 from .text.prepared import PreparedText
 from .text.source import Text

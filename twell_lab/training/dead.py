@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.running import ALL, Gate, on_gate
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
 from . import parallel

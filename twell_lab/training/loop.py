@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.profile import profile
-from ..core.errors import InputError, RecordError
-from ..core.files import write_atomically
-from ..core.lock import Lock
+from ..core import InputError, RecordError, write_atomically
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel
 from .config import TrainConfig, TrainResult
+from .lock import Lock
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent

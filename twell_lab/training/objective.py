@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import FeedForward, firing_layers
 from ..layers.learner import Told
 from ..layers.sparse_ffn import SparseFFN

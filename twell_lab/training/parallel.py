@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.errors import DeviceError, InputError
+from ..core import DeviceError, InputError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ of training need another L1.
 
 from __future__ import annotations
 
-from ..core.errors import InputError
+from ..core import InputError
 from ..models.tiny import ModelConfig, parameters
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.switching import Switch
-from ..core.errors import InputError
+from ..core import InputError
 from ..layers.anatomy import feed_forwards, firing_layers
 from ..layers.learner import LayerTerm
 from ..layers.sparse_ffn import SparseFFN

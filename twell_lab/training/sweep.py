@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.profile import profile
-from ..core.errors import InputError
+from ..core import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import feed_forwards
 from ..records.record import Record

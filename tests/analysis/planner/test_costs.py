@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from twell_lab.analysis import costs
 from twell_lab.analysis.costs import Firing, Rates, measure_rates, predict
 from twell_lab.analysis.profile import profile
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.ops import dispatch, measure
 

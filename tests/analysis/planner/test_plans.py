@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab.analysis.plan import Plan
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.paths.hot_cold import hot_first
 

@@ -15,7 +15,7 @@ from twell_lab.analysis import auto, costs, planner, room, trials
 from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.room import Room, without
 from twell_lab.analysis.trials import Times
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import DENSE, Candidate, Choice, LayerPlan
 from twell_lab.layers.layout import copy_bytes

@@ -15,7 +15,7 @@ import twell_lab as tl
 from twell_lab.analysis import auto, costs, planner, trials
 from twell_lab.analysis.profile import FiringProfile, activations, captured, profile
 from twell_lab.analysis.trials import ALIKE, Times, Trial
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import DENSE, Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -12,7 +12,7 @@ from twell_lab import records
 from twell_lab.analysis import predict
 from twell_lab.analysis.profile import FiringProfile, LayerProfile
 from twell_lab.app import cli
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import dispatch, measure
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.analysis.profile import FiringProfile, profile
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 WIDTH = 40  # two of its neurons are the hottest 5%

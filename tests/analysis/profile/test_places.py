@@ -20,7 +20,7 @@ from twell_lab.analysis.layer_profile import POSITIONS
 from twell_lab.analysis.predict import verdict
 from twell_lab.analysis.profile import Counter, FiringProfile, profile
 from twell_lab.analysis.running import run
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.ops.reference import GatedFeedForward

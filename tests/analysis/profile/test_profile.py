@@ -14,7 +14,7 @@ from torch import nn
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import FiringProfile, activations, profile
 from twell_lab.analysis.running import Rows
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -12,11 +12,10 @@ from types import ModuleType
 import pytest
 
 import twell_lab as tl
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.analysis import planner
 from twell_lab.app import cli
 from twell_lab.bench import forward
-from twell_lab.core import folders
 from twell_lab.models.tiny import LanguageModel
 
 ROOT = Path(__file__).parents[3]
@@ -329,7 +328,7 @@ def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
 
 
 def test_an_installed_package_keeps_new_records_in_the_working_folder(capsys, tmp_path, recordings, monkeypatch):
-    monkeypatch.setattr(folders, "data_dir", lambda: Path(folders.__file__).parents[1] / "data")
+    monkeypatch.setattr(core, "data_dir", lambda: Path(core.__file__).parents[1] / "data")
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path) in ask(capsys, "record", "example")
     assert [record.name for record in records.load_all(tmp_path)] == ["example"]

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.app import cli
 from twell_lab.bench import forward
-from twell_lab.core import errors
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
@@ -112,12 +111,12 @@ def test_the_functions_of_bench_say_so_too(seconds):
         lambda: forward.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
         lambda: forward.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds),
     ):
-        with pytest.raises(errors.InputError, match="seconds is"):
+        with pytest.raises(core.InputError, match="seconds is"):
             call()
     for seed in (-1, 2**63, 10**30, 1.5, None):
-        with pytest.raises(errors.InputError, match="seed is"):
+        with pytest.raises(core.InputError, match="seed is"):
             measure.workload(1, 8, 8, 1, "uniform", torch.float32, "cpu", seed=seed)
-    with pytest.raises(errors.InputError, match="memory"):
+    with pytest.raises(core.InputError, match="memory"):
         measure.firing_rates(2**62, 1)
 
 
@@ -149,7 +148,7 @@ def test_an_environment_that_torchrun_does_not_make(tried, monkeypatch, name):
 
 def test_a_number_that_no_float_holds_is_named():
     for field in ("steps", "warmup", "lr", "clip", "weight_decay", "dead_window"):
-        with pytest.raises(errors.InputError, match=f"^{field} is 1000"):
+        with pytest.raises(core.InputError, match=f"^{field} is 1000"):
             TrainConfig(**{field: 10**400})
 
 
@@ -286,7 +285,7 @@ def test_reports_that_nobody_can_read_do_not_end_the_work(monkeypatch, capsys, f
         monkeypatch.setattr(records, "load_all", lambda _: print("a report", file=sys.stderr, flush=True) or [])
         assert cli.main(["records", "--json"]) == 0
         assert capsys.readouterr().out == "[]\n"  # and nothing of the report
-        monkeypatch.setattr(records, "load_all", lambda _: (_ for _ in ()).throw(errors.InputError("a mistake")))
+        monkeypatch.setattr(records, "load_all", lambda _: (_ for _ in ()).throw(core.InputError("a mistake")))
         assert cli.main(["records"]) == 2 and capsys.readouterr().out == ""
 
 

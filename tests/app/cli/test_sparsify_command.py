@@ -8,7 +8,7 @@ import torch
 
 import twell_lab as tl
 from twell_lab.app import cli
-from twell_lab.core.errors import RecordError
+from twell_lab.core import RecordError
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 

@@ -5,7 +5,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from twell_lab.app import walk
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 CELLS = {
     "a-good.ipynb": ["x = 6", "from pathlib import Path; Path('left.txt').write_text('x'); print(x * 7)"],

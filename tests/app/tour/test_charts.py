@@ -5,7 +5,7 @@ import re
 import pytest
 
 from twell_lab.app import charts
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 X, Y = charts.Axis("step"), charts.Axis("loss, bits")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from twell_lab import formats
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
 from twell_lab.course.roofline.data import Rates

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.course.backward.test_measured import RATES, WHERE, compared, models, placed
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import figures, measured
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.analysis import switching
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import training
 from twell_lab.course.backward import live
 from twell_lab.course.roofline.data import Rates

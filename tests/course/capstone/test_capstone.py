@@ -10,7 +10,7 @@ import torch
 
 from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_notebook, with_body
 from twell_lab import records, simulator
-from twell_lab.core.errors import CompileError, InputError, StackError
+from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
 from twell_lab.cuda import cubins
@@ -320,7 +320,7 @@ def test_what_is_no_source_is_refused(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(InputError, match="down.cu.*accepted"):
         capstone.judge(file)
-    with pytest.raises(InputError, match="a folder"):
+    with pytest.raises(InputError, match="directory"):
         capstone.judge(tmp_path)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from twell_lab.bench.density import scattered
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.clocks import data as clocks
 from twell_lab.course.measure.data import relative_error
 from twell_lab.formats import CSR

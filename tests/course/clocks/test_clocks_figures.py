@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.clocks import figures
 
 

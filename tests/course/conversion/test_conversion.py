@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from twell_lab import records
-from twell_lab.core.errors import InputError, TwellError
+from twell_lab.core import InputError, TwellError
 from twell_lab.course import conversion
 from twell_lab.course.conversion import data
 from twell_lab.course.training import held_out, some_text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.first_kernels import data as kernels
 from twell_lab.formats import TwELL
 from twell_lab.records.record import Record

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulator import modelled
 from twell_lab import plots
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.first_kernels import figures as drawn
 from twell_lab.simulator.counts import Counts, predicted_time
 from twell_lab.simulator.report import ArrayInfo

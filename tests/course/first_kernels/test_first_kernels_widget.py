@@ -6,7 +6,7 @@ import torch
 
 from tests.simulator import modelled
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.first_kernels import figures, same_words
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing import one_tile

@@ -7,14 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab import formats, simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core, formats, simulator
+from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
 from twell_lab.formats import pool
 
-KERNEL = (folders.kernels_dir() / "sm90_gate_pack.cu").read_text(encoding="utf-8")
-PTX = (folders.kernels_dir() / "ptx_sm90.cuh").read_text(encoding="utf-8")
+KERNEL = (core.kernels_dir() / "sm90_gate_pack.cu").read_text(encoding="utf-8")
+PTX = (core.kernels_dir() / "ptx_sm90.cuh").read_text(encoding="utf-8")
 
 
 def test_the_sizes_are_those_that_the_kernel_needs():

@@ -9,7 +9,7 @@ from tests.course import recorded_rows as made
 from twell_lab import records
 from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.measure import data as measure
 from twell_lab.ops.reference import GatedFeedForward
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.measure import figures
 
 

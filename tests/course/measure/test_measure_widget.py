@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import measure, widgets
 from twell_lab.course.measure import widget
 from twell_lab.ops.reference import GatedFeedForward

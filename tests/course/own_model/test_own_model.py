@@ -6,7 +6,7 @@ import torch
 import twell_lab as tl
 from twell_lab.analysis import costs, predict
 from twell_lab.analysis.plan import Plan
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import own_model
 from twell_lab.course.own_model import data
 from twell_lab.layers.choice import DENSE, Candidate, LayerPlan

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.packing import data as packing
 from twell_lab.formats import TwELL
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.packing import data as packing
 from twell_lab.course.packing import figures
 

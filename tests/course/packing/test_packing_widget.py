@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.packing.widget import TILES, TileExplorer
 from twell_lab.formats import TwELL
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
 from twell_lab import simulator
-from twell_lab.core.errors import CompileError, InputError, StackError
+from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.puzzles import data, gpu
 from twell_lab.cuda import cubins

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.course.recorded_rows import RATES, compared, everything, gates
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.roofline import data as roofline
 

@@ -7,7 +7,7 @@ import torch
 
 from twell_lab import records
 from twell_lab.bench.comparison import APART, FUSED
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.sparsity_map import data, figures, widget
 from twell_lab.course.sparsity_map.data import pays_after
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell_lab import records
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.course.sweep import data as course
 from twell_lab.training import sweep
 

@@ -3,7 +3,7 @@
 import pytest
 
 from twell_lab import plots
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.sweep import data as course
 from twell_lab.course.sweep import figures
 from twell_lab.training import sweep

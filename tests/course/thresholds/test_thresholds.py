@@ -10,7 +10,7 @@ from torch import nn
 import twell_lab as tl
 from tests.models.thresholds.models_of import answer, llama, ours, tokens
 from twell_lab.analysis.predict import by_choice, rates_of
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import thresholds as shown
 from twell_lab.formats import TwELL
 from twell_lab.layers.choice import DENSE

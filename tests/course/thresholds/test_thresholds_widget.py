@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.thresholds.models_of import llama, tokens
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course import thresholds as shown
 from twell_lab.course.thresholds.widget import ThresholdExplorer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab.analysis.profile import profile
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.training import data as training
 from twell_lab.training.loop import train
 

@@ -3,7 +3,7 @@
 import pytest
 
 from twell_lab import plots
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.course.training import figures
 
 

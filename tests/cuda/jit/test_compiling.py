@@ -2,8 +2,8 @@
 
 import pytest
 
-from twell_lab.core import folders
-from twell_lab.core.errors import CompileError, StackError
+from twell_lab import core
+from twell_lab.core import CompileError, StackError
 from twell_lab.cuda import cubins as jit
 
 try:
@@ -32,7 +32,7 @@ def test_a_real_cubin_is_cached_whole(tmp_path, monkeypatch):
 )
 def test_a_source_that_does_not_compile_comes_with_the_compilers_log(source, told, tmp_path, monkeypatch):
     (tmp_path / "broken.cu").write_text(source)
-    monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr(core, "kernels_dir", lambda: tmp_path)
     with pytest.raises(CompileError, match=rf"(?s)broken\.cu for sm_90.*{told}"):
         jit.compile("broken.cu", "sm_90", {}, cache_in=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -42,7 +42,7 @@ def test_macros_reach_the_source(tmp_path, monkeypatch):
     (tmp_path / "k.cu").write_text(
         '#if N != 3 || !defined(FLAG)\n#error "not so"\n#endif\nextern "C" __global__ void k() {}\n'
     )
-    monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr(core, "kernels_dir", lambda: tmp_path)
     assert "k" in jit.resources(jit.compile("k.cu", "sm_75", {"N": 3, "FLAG": True}, cache_in=tmp_path / "c").log)
     with pytest.raises(CompileError, match="not so"):
         jit.compile("k.cu", "sm_75", {"N": 4, "FLAG": True}, cache_in=tmp_path / "c")

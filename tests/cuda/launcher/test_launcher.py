@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cuda.launcher.fake_driver import driving
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.cuda import launcher
 from twell_lab.cuda.sources import Entry
 from twell_lab.simulator.source import Parameter

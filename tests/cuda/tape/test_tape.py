@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cuda.launcher.fake_driver import driving
 from tests.ops.calls.pretended import pretend
-from twell_lab.core.errors import DeviceError
+from twell_lab.core import DeviceError
 from twell_lab.cuda import batch, launcher, tape
 from twell_lab.cuda.launcher import Structure
 from twell_lab.cuda.sources import Entry

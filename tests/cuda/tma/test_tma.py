@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from twell_lab.core.errors import DeviceError, InputError, StackError
+from twell_lab.core import DeviceError, InputError, StackError
 from twell_lab.cuda import launcher, tma
 from twell_lab.ops import hopper_pack
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab import ops
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import COO, CSR, ELL, Hybrid, TwELL, join_words, pool, split_words, word_dtype
 
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}

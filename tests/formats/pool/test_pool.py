@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
-from twell_lab import formats
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core, formats
+from twell_lab.core import InputError
 from twell_lab.formats import TILE, WORDS, pool, split_words
 
 
@@ -85,7 +84,7 @@ def test_other_gates_are_refused(gate, told):
 
 
 def test_the_sizes_are_those_of_the_kernels():
-    text = (folders.kernels_dir() / "twell.cuh").read_text(encoding="utf-8")
+    text = (core.kernels_dir() / "twell.cuh").read_text(encoding="utf-8")
     sizes = dict(re.findall(r"#define (POOL\w+) (\d+)", text))
     assert sizes == {
         "POOLED_TILE": str(TILE),

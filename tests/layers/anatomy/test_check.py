@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers import probe
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers import anatomy
 from twell_lab.layers.experts import experts_of, stored
 from twell_lab.layers.sparse_ffn import SparseFFN

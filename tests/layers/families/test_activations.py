@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import twell_lab as tl
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards, is_threshold
 from twell_lab.layers.choice import Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import twell_lab as tl
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.experts import Routed, experts_of, mixed, spread, stored
 from twell_lab.layers.sparse_ffn import SparseFFN

@@ -14,7 +14,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from tests.layers.ffn.follows import other_data, replace, write
 from tests.ops.calls.pretended import pretend
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers import again
 from twell_lab.layers.choice import DENSE, Choice
 from twell_lab.layers.paths import PATHS

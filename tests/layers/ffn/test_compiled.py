@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.layers.ffn.follows import assert_follows, other_data, replace, write
 from tests.layers.ffn.test_paths import D_MODEL, layer, plan_for
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.again import Known
 from twell_lab.layers.choice import ALONE, DENSE, Candidate, Choice, LayerPlan
 from twell_lab.layers.paths import PATHS

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.dlpack import from_dlpack
 
 from tests.layers.ffn.follows import assert_follows
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN

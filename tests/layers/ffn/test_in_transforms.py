@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jvp, linearize, stack_mod
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from twell_lab import ops
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.paths import Path
 from twell_lab.layers.sparse_ffn import SparseFFN

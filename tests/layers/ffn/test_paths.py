@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from tests.layers.ffn.follows import assert_follows
 from twell_lab import formats
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

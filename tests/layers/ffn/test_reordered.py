@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.layers.ffn.follows import assert_follows, assert_threads_agree
 from tests.layers.ffn.test_paths import layer as drawn
 from tests.layers.ffn.test_paths import plan_for
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

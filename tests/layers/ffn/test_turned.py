@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from tests.layers.ffn.follows import assert_follows, assert_threads_agree
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

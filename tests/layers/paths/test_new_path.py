@@ -7,7 +7,7 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.analysis import costs
 from twell_lab.bench import attack
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice, one_of_each
 from twell_lab.layers.paths import PATHS, Path
 from twell_lab.layers.paths.dense import by_torch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import twell_lab as tl
-from twell_lab.core.errors import InputError, StackError
+from twell_lab.core import InputError, StackError
 from twell_lab.layers.anatomy import feed_forwards, is_threshold
 from twell_lab.models import published
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import sparsify

@@ -17,7 +17,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 
 import twell_lab as tl
 from tests.models.swapping.spread import llama, loud, off
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 
 # Neurons that two processes hold unequal numbers of, where transformers itself trains such a layer (5.17 does not).

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.swapping.spread import MODELS, spread
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
 

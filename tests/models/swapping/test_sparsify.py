@@ -13,7 +13,7 @@ import twell_lab as tl
 from twell_lab.analysis import auto, costs, planner, trials
 from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.trials import Times
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate, Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig

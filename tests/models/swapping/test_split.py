@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import twell_lab as tl
 from tests.models.swapping.spread import llama
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 
 pytest.importorskip("transformers.distributed.tensor_parallel")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import twell_lab as tl
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
-from twell_lab.core.errors import InputError, RecordError
+from twell_lab.core import InputError, RecordError
 from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
 from twell_lab.models.thresholds import LEVELS, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.cuda import cubins, launcher, macros, registry
 from twell_lab.ops.block_linear import DTYPES, FILE, BlockOperand, block_linear
 from twell_lab.sparsities.blocks import to_bsr

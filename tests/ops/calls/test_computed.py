@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from tests.ops.calls import computed
 from tests.ops.calls.pretended import Pretended, pretend, pretending
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.cuda.tape import Tape
 from twell_lab.ops import checks, differentiable, dispatch, hopper_pack, inference, portable, train_dense, train_rows
 from twell_lab.ops.activation import Activation

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.calls.pretended import pretend, pretending
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import ampere, checks, dispatch, inference
 from twell_lab.ops.kept import Kept
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.columns.layers import Layer, bits, pattern
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import train_columns
 
 simulated = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

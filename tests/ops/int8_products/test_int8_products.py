@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.simulator.without_ptx import without_ptx
-from twell_lab import simulator
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core, simulator
+from twell_lab.core import InputError
 from twell_lab.cuda import launcher, macros, registry
 from twell_lab.ops import int8_products
 from twell_lab.ops.int8_products import DTYPES, FILE, Weight, takes, tile_for
@@ -113,7 +112,7 @@ def test_what_is_left_out_is_noticed(source, statement, by, tmp_path):
 
 
 def test_every_barrier_is_among_them():
-    text = (folders.kernels_dir() / FILE).read_text()
+    text = (core.kernels_dir() / FILE).read_text()
     assert len(re.findall("__syncthreads", text)) == 1
 
 

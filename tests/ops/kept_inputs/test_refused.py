@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import kept_inputs
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.listed.cases import HEAVY, Case
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.cuda import sources
 from twell_lab.ops import listed
 

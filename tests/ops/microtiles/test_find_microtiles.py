@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.microtiles import cases
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import microtiles
 
 simulated = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

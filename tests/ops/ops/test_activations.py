@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import inference
 from twell_lab.ops.activation import RELU, Activation
 

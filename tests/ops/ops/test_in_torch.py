@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 import twell_lab as tl
 from twell_lab import ops
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import accuracy, copies
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab import formats, ops
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import accuracy, reference
 
 PATHS = [("dense", 0), ("twell", 0), ("hot_cold", 256), ("hot_cold", 512)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab import ops
-from twell_lab.core.errors import InputError, TwellError
+from twell_lab.core import InputError, TwellError
 
 NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "down_t")
 # (gated, name) of every argument of both operators.

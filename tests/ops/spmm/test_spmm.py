@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import COO, CSR, ELL, TwELL
 from twell_lab.ops.spmm import SparseOperand, every_version, spmm
 

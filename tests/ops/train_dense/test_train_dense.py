@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.train_dense.cases import autograd, check_gradients, check_hidden, draw
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import train_dense
 
 needs_simulator = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

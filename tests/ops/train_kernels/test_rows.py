@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, most_light, same_bits, with_counts
 from twell_lab import simulator
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.formats import fires
 from twell_lab.ops import portable, train_rows
 

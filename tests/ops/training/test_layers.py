@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from twell_lab.analysis import costs, switching
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers import terms as penalty
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.learner import LayerTerm

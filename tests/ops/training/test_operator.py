@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 from torch.nn.functional import linear
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import differentiable
 
 TOKENS, D_MODEL, D_FF = 5, 6, 11

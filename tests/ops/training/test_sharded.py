@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers import terms as penalty
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN

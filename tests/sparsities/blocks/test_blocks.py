@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops.block_linear import block_linear
 from twell_lab.sparsities.blocks import (
     block_mask,

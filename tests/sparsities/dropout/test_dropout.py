@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.sparsities.dropout import (
     BERNOULLI,
     BOTH,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import twell_lab as tl
 from twell_lab.analysis import predict
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import measure
 from twell_lab.sparsities.experts import WAYS, Experts, ExpertsLayer, routed_by_firing, takes_grouped
 

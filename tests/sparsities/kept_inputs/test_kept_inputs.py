@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 import twell_lab as tl
 from tests.models.thresholds.models_of import answer, llama, opt, ours, phi3, tokens
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.layout import copy_bytes
 from twell_lab.layers.lossy import cut_of, lossy_parts
 from twell_lab.layers.sparse_ffn import SparseFFN

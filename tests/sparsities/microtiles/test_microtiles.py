@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.ops import accuracy
 from twell_lab.sparsities.microtiles import (
     MicroTiles,

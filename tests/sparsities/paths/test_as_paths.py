@@ -19,7 +19,7 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.analysis import planner
 from twell_lab.analysis.costs import Firing, Rates
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.layers.paths import PATHS

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError
+from twell_lab import core
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.thresholds import losses
@@ -33,7 +33,7 @@ def model():
 @pytest.fixture(scope="module")
 def real():
     """The trained model that ships, text it learnt from, and held-out text."""
-    found = LanguageModel.load(folders.data_dir() / "checkpoints" / "small").eval().requires_grad_(False)
+    found = LanguageModel.load(core.data_dir() / "checkpoints" / "small").eval().requires_grad_(False)
     seen, held_out = (part.tokens for part in source.standard_library().split())
     return found, source.spread_windows(seen, 24, 127), source.spread_windows(held_out, 8, 127)
 

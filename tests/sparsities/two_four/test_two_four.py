@@ -9,7 +9,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.predict import rates_of
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.sparsities import two_four
 from twell_lab.sparsities.two_four import (
     bound,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.ops.reference import PlainFeedForward
 from twell_lab.sparsities import two_four_training
 from twell_lab.sparsities.two_four import is_two_four, two_four_mask

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune as torchs
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.sparsities import blocks

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.models import tiny
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training import presets

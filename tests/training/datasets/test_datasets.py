@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from twell_lab.core.errors import InputError, StackError, TextError
+from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import datasets as ours
 from twell_lab.training.text import load
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import FeedForward, feed_forwards, firing_layers
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig

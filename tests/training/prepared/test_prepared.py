@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
 from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
-from twell_lab.core.errors import InputError, TextError
+from twell_lab.core import InputError, TextError
 from twell_lab.training import run
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train

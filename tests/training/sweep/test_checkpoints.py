@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import records
-from twell_lab.core import folders
+from twell_lab import core, records
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import objective, sweep
 
-FOLDER = folders.data_dir() / "checkpoints"
+FOLDER = core.data_dir() / "checkpoints"
 NAMES = ("l1-free", "sparse")
 
 # From "The Woman in White" (Wilkie Collins, 1860), one of the novels held out; lines end as in the text trained on.
@@ -104,7 +103,7 @@ def test_the_sparse_layers_give_the_same_answer(models):
 
 def test_the_card_says_what_the_record_says(made):
     card = " ".join((FOLDER / "README.md").read_text().split())
-    record = records.load(folders.records_dir() / made["sparse"]["record"])
+    record = records.load(core.records_dir() / made["sparse"]["record"])
     rows = {row["label"]: row for row in record.rows}
     for name in NAMES:
         row = rows[made[name]["label"]]

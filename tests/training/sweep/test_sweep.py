@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell_lab.analysis.profile import profile
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.records.record import Record
 from twell_lab.training import sweep
 from twell_lab.training.config import TrainConfig

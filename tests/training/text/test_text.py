@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab.core.errors import TextError
+from twell_lab.core import TextError
 from twell_lab.training.text import source
 
 

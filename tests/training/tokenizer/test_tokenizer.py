@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab.core.errors import InputError, StackError, TextError
+from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import load, source, tokenizer
 from twell_lab.training.text.source import BYTES
 from twell_lab.training.text.tokenizer import BPE

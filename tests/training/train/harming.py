@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 
 # What is put in the place of any value: other types, and numbers that none of these files holds.
 STRANGE = (

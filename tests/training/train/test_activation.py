@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.anatomy import feed_forwards, firing_layers
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify

@@ -14,7 +14,7 @@ import torch
 
 from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
 from twell_lab.app import cli
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint
 from twell_lab.training import run as running

@@ -13,7 +13,7 @@ import torch
 
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
 from tests.training.train.small_runs import SMALL, options
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, parallel
 from twell_lab.training.loop import train

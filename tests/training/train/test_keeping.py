@@ -14,7 +14,7 @@ import torch
 from tests.training.train.small_runs import SMALL, broken_off
 from twell_lab.analysis import switching
 from twell_lab.app import cli
-from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.training import checkpoint, loop, objective, parallel
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig, rotate
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 

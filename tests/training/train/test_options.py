@@ -19,7 +19,7 @@ from tests.training.train.small_runs import SMALL
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
-from twell_lab.core.errors import InputError
+from twell_lab.core import InputError
 from twell_lab.layers.terms import layer_l1, layer_nnz
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from twell_lab.core.errors import DeviceError, InputError, TextError, TwellError
+from twell_lab.core import DeviceError, InputError, TextError, TwellError
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training.config import TrainConfig

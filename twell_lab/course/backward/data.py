@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...ops import train_rows
 from ..roofline.data import VALUE, Rates
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...analysis import costs, switching
 from ...analysis.switching import break_even
-from ...core.errors import InputError
+from ...core import InputError
 from ...layers.anatomy import feed_forwards
 from ...layers.learner import LayerTerm
 from ...layers.terms import layer_terms

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...core import folders, machine
-from ...core.errors import CompileError, StackError
+from ... import core
+from ...core import CompileError, StackError
 from ...cuda import cubins
 from ...cuda.macros import VALUE
 from ...formats.twell import TILE, WORDS
@@ -44,7 +44,7 @@ def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes
     program = nvrtc.createProgram(text, "down.cu", (), ())
     flags = ["--std=c++17", f"--gpu-architecture={arch}", f"-D{VALUE[dtype]}"]
     try:
-        nvrtc.compileProgram(program, (*flags, f"-I{folders.kernels_dir()}", f"-I{headers}"))
+        nvrtc.compileProgram(program, (*flags, f"-I{core.kernels_dir()}", f"-I{headers}"))
         return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
     except nvrtc.NVRTCError as error:
         raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
@@ -59,15 +59,12 @@ class Mine:
     CompileError as `compiled` does."""
 
     def __init__(self, text: str, threads: int, dtype: torch.dtype) -> None:
-        machine.check_stack()
-        machine.let_cupy_start()
+        core.check_stack()
+        core.let_cupy_start()
         image = compiled(text, cubins.architecture(torch.cuda.get_device_capability(), "down.cu"), dtype)
         import cupy  # `compiled` has found it
 
-        folder = folders.private_folder()
-        if folder is None:
-            raise StackError("CuPy reads a kernel from a file, and no temporary folder can be written")
-        path = folder / "capstone-down.cubin"
+        path = core.private_folder() / "capstone-down.cubin"
         path.write_bytes(image)
         self.cupy, self.threads = cupy, threads
         with cupy.cuda.Device(torch.cuda.current_device()):

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ... import records
+from ... import core, records
 from ...analysis import predict as predicting
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
@@ -34,7 +34,6 @@ from ...bench.methods import (
     sizes_for,
 )
 from ...bench.workloads import clock_cpu
-from ...core import folders
 from ...layers.choice import Choice
 from ...layers.paths.hot_cold import STEP
 from ...models.tiny import LanguageModel
@@ -62,7 +61,7 @@ class Study:
 @torch.no_grad()
 def study(name: str = "small", windows: int = 16) -> Study:
     """One of data/checkpoints, on Python source."""
-    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name)
+    model = LanguageModel.load(core.data_dir() / "checkpoints" / name)
     context = min(128, model.config.context)
     seen, held_out = (
         source.spread_windows(part.tokens, count, context)[:, :-1].long()

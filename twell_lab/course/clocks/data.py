@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...bench.density import Samples, scattered
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.classic import CSR
 from ...formats.matrix import rows_of
 from ...ops.measure import quartiles, time_bursts, time_cuda

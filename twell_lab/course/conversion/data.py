@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ... import records
 from ...analysis.profile import profile
-from ...core.errors import InputError
+from ...core import InputError
 from ...layers.anatomy import feed_forwards
 from ...models.relufy import relufy
 from ...models.swap import sparsify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import simulator
-from ...core.errors import CompileError, InputError, StackError
+from ...core import CompileError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...simulator.program import Run
 from ..verdicts import UNWRITTEN, NotYet, added_to, not_met, number, said, same, same_list

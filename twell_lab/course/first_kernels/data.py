@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import records
+from ... import core, records
 from ...analysis.predict import rates_of
 from ...bench import forward
-from ...core import folders
-from ...core.errors import DeviceError, InputError, StackError
+from ...core import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
 from ...ops import measure, portable
@@ -116,7 +115,7 @@ def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Pa
 
     Line numbers stay the same. Raises InputError if `old` does not occur so often.
     """
-    pieces = (folders.kernels_dir() / file).read_text(encoding="utf-8").split(old)
+    pieces = (core.kernels_dir() / file).read_text(encoding="utf-8").split(old)
     if not 1 <= which < len(pieces):
         raise InputError(f"which is {which!r}; {old!r} occurs {len(pieces) - 1} times in {file}")
     new += "\n" * (old.count("\n") - new.count("\n"))

@@ -16,7 +16,7 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core.errors import InputError
+from ...core import InputError
 from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...simulator.trace import Trace
 from ..widgets import Explorer, ipywidgets
 from . import figures

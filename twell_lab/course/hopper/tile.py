@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...cuda import sources
 from ...formats import pool
 from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ... import core
 from ...bench.density import Samples, clock, runs_here
-from ...core import folders
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.classic import CSR
 from ...models.thresholds import calibrate
 from ...models.tiny import LanguageModel
@@ -240,7 +240,7 @@ def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: in
     share of what it was)}, the first of the model as it is.
 
     Thresholds are chosen on every second window, and the loss is that of the others."""
-    model = LanguageModel.load(folders.data_dir() / "checkpoints" / "small")
+    model = LanguageModel.load(core.data_dir() / "checkpoints" / "small")
     text = source.standard_library().split()[1].data
     tokens = source.spread_windows(text, windows, model.config.context)[:, :-1].long()
     chosen = calibrate(model, tokens[::2].split(16), method="cats")

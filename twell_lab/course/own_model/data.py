@@ -14,11 +14,11 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
+from ... import core
 from ...analysis import costs, predict
 from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
-from ...core import folders
-from ...core.errors import InputError
+from ...core import InputError
 from ...layers.anatomy import feed_forwards
 from ...layers.choice import DENSE
 from ...layers.paths.cost import Firing
@@ -70,7 +70,7 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     or a name of the Hugging Face Hub. Raises what that does, and InputError for a folder without a tokenizer."""
     shipped = name in checkpoints()
     called = Path(name).name if os.path.isdir(name) else str(name)
-    folder = folders.data_dir() / "checkpoints" / name if shipped else published.folder_of(name)
+    folder = core.data_dir() / "checkpoints" / name if shipped else published.folder_of(name)
     model = published.load(folder, dtype=dtype_for(device), device=device)
     if isinstance(model, LanguageModel):
         own = tokenizer_of(folder, model.config.vocabulary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.classic import COO, CSR, ELL, Hybrid
 from ...formats.twell import TILE, WORDS, TwELL, check_geometry
 from ...plots.data import decode, tile_of

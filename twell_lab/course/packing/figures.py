@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core.errors import InputError
+from ...core import InputError
 from ..drawing import squares
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ..widgets import Drawn, ipywidgets
 from . import data, figures

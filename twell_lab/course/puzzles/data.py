@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import simulator
-from ...core.errors import CompileError, DeviceError, InputError, StackError
+from ...core import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
 from ..verdicts import UNWRITTEN, added_to, coming, not_met
 from . import gpu

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import folders, machine
-from ...core.errors import CompileError, StackError
+from ... import core
+from ...core import CompileError
 from ...cuda import cubins
 from .cases import Case
 
@@ -36,14 +36,11 @@ def results(text: str, name: str, cases: list[Case]) -> list[dict[str, Tensor]]:
     Raises StackError without CuPy or with one that does not match torch, DeviceError for a GPU that is too old,
     CompileError for a source that NVRTC refuses.
     """
-    machine.check_stack()
+    core.check_stack()
     image = compiled(text, name, cubins.architecture(torch.cuda.get_device_capability(), f"{name}.cu"))
     import cupy  # `compiled` has found it
 
-    folder = folders.private_folder()
-    if folder is None:
-        raise StackError("CuPy reads a kernel from a file, and no temporary folder can be written")
-    path = folder / f"puzzle-{name}.cubin"
+    path = core.private_folder() / f"puzzle-{name}.cubin"
     path.write_bytes(image)
     found = []
     with cupy.cuda.Device(torch.cuda.current_device()):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ... import records
-from ...core import folders
-from ...core.errors import InputError
-from ...core.files import read_json
+from ... import core, records
+from ...core import InputError, read_json
 from ...formats.twell import POOL_WORDS, TILE, WORDS
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
@@ -106,7 +104,7 @@ def floors(steps: list[dict], reached: Rates) -> list[dict]:
 
 def datasheet(name: str = "H100 SXM") -> dict:
     """The vendor's figures for a GPU (data/gpus.json)."""
-    gpus = read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
+    gpus = read_json(core.data_dir() / "gpus.json", "datasheet")["gpus"]
     return next(gpu for gpu in gpus if gpu["name"] == name)
 
 

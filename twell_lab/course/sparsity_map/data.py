@@ -18,12 +18,11 @@ from math import ceil, exp, log
 import torch
 from torch import Tensor
 
-from ... import records
+from ... import core, records
 from ...bench import comparison
 from ...bench.comparison import APART, BLOCKS, FUSED, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
 from ...bench.density import runs_here
-from ...core import folders
-from ...core.errors import InputError
+from ...core import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import measure
@@ -188,7 +187,7 @@ class Study:
 
 def study(name: str = "small", windows: int = 48, layer: int = 2) -> Study:
     """One of data/checkpoints on held-out Python source. layer: whose up projection is looked at."""
-    model = LanguageModel.load(folders.data_dir() / "checkpoints" / name)
+    model = LanguageModel.load(core.data_dir() / "checkpoints" / name)
     text = source.standard_library().split()[1].data
     tokens = source.spread_windows(text, windows, min(128, model.config.context))[:, :-1].long()
     seen: list[Tensor] = []

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core.errors import InputError
+from ...core import InputError
 from ..drawing import nothing, squares
 from ..recorded import sources
 from .data import BLOCK_SIZES, FORMATS, products, sentence

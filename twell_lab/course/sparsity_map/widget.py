@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.errors import InputError
+from ...core import InputError
 from ..widgets import Drawn, ipywidgets
 from . import data, figures
 

@@ -21,7 +21,7 @@ from ...bench.causal import Causal
 from ...bench.rows import DENSE
 from ...bench.sizes import model_name
 from ...bench.workloads import PLANNED
-from ...core.errors import StackError
+from ...core import StackError
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import ModelConfig
 from ...ops.measure import dtype_for

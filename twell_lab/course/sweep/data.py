@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ... import records
+from ... import core, records
 from ...analysis.profile import activations
-from ...core import folders
-from ...core.errors import InputError, RecordError, StackError
+from ...core import InputError, RecordError, StackError
 from ...formats.twell import fires
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import LanguageModel
@@ -139,7 +138,7 @@ CHECKPOINTS = ("l1-free", "small", "sparse")
 
 def checkpoints() -> list[str]:
     """The names of CHECKPOINTS that are here: all in a checkout, "small" alone in an installed package."""
-    folder = folders.data_dir() / "checkpoints"
+    folder = core.data_dir() / "checkpoints"
     return [name for name in CHECKPOINTS if (folder / name / "model.safetensors").is_file()]
 
 
@@ -157,7 +156,7 @@ def checkpoint(name: str) -> LanguageModel:
             f"the model {name!r} is not in an installed package, which would be twice as large with it; "
             f"it lies in data/checkpoints of the project's repository, and {', '.join(checkpoints())!r} is here"
         )
-    return LanguageModel.load(folders.data_dir() / "checkpoints" / name).eval()
+    return LanguageModel.load(core.data_dir() / "checkpoints" / name).eval()
 
 
 def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:

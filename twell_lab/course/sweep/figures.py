@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core.errors import InputError
+from ...core import InputError
 from ...training.sweep import cost, pressed, seed_spread, twin
 from ..drawing import BESIDE, row_at
 from . import data

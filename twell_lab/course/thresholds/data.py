@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...analysis.predict import Rates, by_choice, rates_of
 from ...analysis.profile import Counter
 from ...bench.causal import Causal
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ...layers.lossy import lossy_parts
 from ...layers.paths.cost import Firing

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...analysis.profile import LayerProfile
-from ...core.errors import InputError
+from ...core import InputError
 from ...training.config import TrainConfig
 from ...training.text.source import Text, load, spread_windows
 

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core.errors import InputError
+from ...core import InputError
 from ...plots.data import apart
 from ..drawing import row_at
 

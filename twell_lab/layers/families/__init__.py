@@ -3,7 +3,7 @@ not known here is added by `register_family`."""
 
 from __future__ import annotations
 
-from ...core.errors import InputError
+from ...core import InputError
 from . import bert, bloom, gpt2, llama, nemotron, neox, opt, phi3, t5, vit
 from .family import Family
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...core.errors import InputError
+from ...core import InputError
 from ..parts import part_at, projection
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.errors import InputError, TwellError
+from ...core import InputError, TwellError
 from ...ops import checks, copies
 from ..again import Known
 from ..weights import Weights

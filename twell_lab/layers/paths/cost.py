@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ...ops import decode, listed
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import InputError
+from ...core import InputError
 from ...ops import copies, inference
 from ..again import Known
 from ..weights import NAMES, Weights

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import chain
 from urllib.parse import parse_qsl
 
-from ...core.errors import InputError, TextError
+from ...core import InputError, TextError
 from .source import LARGEST, Text, extra, of_pieces
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...core.errors import InputError
+from ...core import InputError
 from . import datasets, prepared
 from .prepared import PreparedText
 from .source import BYTES, Text, Tokenizer, load

@@ -26,11 +26,10 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError, TextError
-from ...core.files import read
-from ...core.lock import NAME as LOCK
-from ...core.lock import Lock
-from ...core.seal import seal, sha256, to_disk, unseal
+from ...core import InputError, TextError
+from ..lock import NAME as LOCK
+from ..lock import Lock
+from ..seal import seal, sha256, to_disk, unseal
 from .datasets import Documents, parse
 from .source import BYTES, LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
 from .source import load as load_text
@@ -128,7 +127,7 @@ def load(folder: str | os.PathLike) -> PreparedText:
     PreparedText.check() reads them all."""
     folder = Path(folder)
     try:
-        fields, held = unseal(read(folder / MANIFEST)), (folder / TOKENS).stat().st_size
+        fields, held = unseal((folder / MANIFEST).read_bytes()), (folder / TOKENS).stat().st_size
     except (OSError, ValueError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
     if (form := fields.get("format")) != FORMAT:

@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError, RecordError, StackError, TextError
-from ...core.files import write_atomically
+from ...core import InputError, RecordError, StackError, TextError, write_atomically
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}

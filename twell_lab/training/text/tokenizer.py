@@ -8,17 +8,18 @@ different numbers of bytes, so losses are compared in bits a byte.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.errors import InputError, TextError
-from ...core.files import parse_json, read
+from ...core import InputError, TextError
 from ...models.llama import bytes_tokenizer
 from .source import BYTES, FORMAT, Text, Tokenizer, extra
 
@@ -144,14 +145,14 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for any
     other file."""
     try:
-        content = read(path, _LARGEST)
-        fields = parse_json(content)
-    except (OSError, ValueError) as error:
+        content = Path(path).read_bytes()
+        fields = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
         raise TextError(
             f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
             "accepted: bytes, bpe:4096, or its file"
         ) from None
-    if isinstance(fields, dict) and fields.get("format") == FORMAT or fields == parse_json(bytes_tokenizer().encode()):
+    if isinstance(fields, dict) and fields.get("format") == FORMAT or fields == json.loads(bytes_tokenizer()):
         return BYTES
     return BPE(content.decode(), os.path.basename(path))
 

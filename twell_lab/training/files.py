@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from .errors import RecordError
+from ..core import RecordError
 
 try:
     import fcntl
 except ImportError:  # Windows has no such locks, so the temporary files of killed processes stay there
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 LARGEST = 2**30  # bytes of a JSON file; a larger one, given by mistake, would fill the memory
 DEEPEST = 100  # how many lists and objects may be nested: code that walks through a value must come to an end

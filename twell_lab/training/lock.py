@@ -15,9 +15,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from .errors import InputError
+from ..core import InputError
 from .files import lock_file, parse_json
-from .folders import is_alive
 
 NAME = ".twell-lab.lock"
 
@@ -116,7 +115,7 @@ def _elsewhere(owner: dict) -> bool:
 
 def _runs(owner: dict) -> bool:
     """Whether that process of this machine still runs, and its id does not belong to a newer process."""
-    return bool(owner) and is_alive(owner["pid"]) and owner.get("started") in (None, _started(owner["pid"]))
+    return bool(owner) and _started(owner["pid"]) is not None and owner.get("started") in (None, _started(owner["pid"]))
 
 
 def _started(pid: int) -> str | None:

@@ -1,0 +1,432 @@
+"""Errors, files and folders, and what this machine is. Imports nothing of the package, and touches no GPU.
+
+Each error also derives from the built-in class that one would expect, so `except ValueError` works too. A message names
+the value that was refused and what would have been accepted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+
+class TwellError(Exception):
+    """Base class: `except TwellError` catches everything the library raises on purpose."""
+
+
+class InputError(TwellError, ValueError):
+    """A tensor or argument of the wrong dtype, shape, layout, device or range."""
+
+
+class DeviceError(TwellError, RuntimeError):
+    """The device cannot run what was asked, or the driver refused a call."""
+
+
+class CompileError(TwellError, RuntimeError):
+    """A kernel did not compile. The message holds the compiler's log."""
+
+
+class StackError(TwellError, RuntimeError):
+    """A package is missing, or two installed packages do not belong together."""
+
+
+class TextError(TwellError, ValueError):
+    """A text that cannot be read, is empty, or is too short for what was asked of it."""
+
+
+class RecordError(TwellError, ValueError):
+    """A file of results that cannot be read or written, lacks a field, or does not belong to these kernels."""
+
+
+# ---- files ----
+
+WHOLE = 2**63  # tensors hold whole numbers below this one
+
+
+def read_json(path: str | os.PathLike, what: str) -> Any:
+    """Return the value that a JSON file holds. RecordError, naming `what` it is ("plan"), for a file that is none."""
+    try:
+        return json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{what} {os.fspath(path)!r} cannot be read: {_reason(error)}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def finite(value: Any) -> Any:
+    """Return the same lists, objects and numbers with None in place of NaN and infinite ones, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
+    """Write a file whole or not at all: a temporary file beside it, then a rename. Follows a symbolic link.
+
+    make_folder: whether to make the file's folder where it is missing. RecordError, naming the folder, where that
+    cannot be written, and for a path that is a folder, a device or a pipe.
+    """
+    path = Path(path)
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    try:
+        target = _target(path)
+        if make_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.parent / f".{secrets.token_hex(6)}.part"
+        try:
+            part.write_bytes(data)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {_reason(error)}; "
+            "name a folder with free space that you may write"
+        ) from None
+
+
+def check_folder(folder: str | os.PathLike, free: int = 0) -> None:
+    """Raise RecordError unless files of `free` bytes can be written in a folder, which is made where it is missing. For
+    use before work whose result would be lost otherwise."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=Path(folder)) as file:
+            file.write(bytes(free))
+    except (OSError, ValueError) as error:
+        wanted = f" and that has {free >> 20} MiB free" if free else ""
+        raise RecordError(
+            f"cannot write in the folder {os.fspath(folder)!r}: {_reason(error)}; name one that you may write{wanted}"
+        ) from None
+
+
+def check_target(path: str | os.PathLike) -> None:
+    """Raise RecordError unless a file could be written there now, as `check_folder` does for a folder."""
+    try:
+        _target(path)
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot write {str(path)!r}: {_reason(error)}; accepted: the name of a file") from None
+    check_folder(Path(path).parent)
+
+
+def _target(path: str | os.PathLike) -> Path:
+    """Return the file that a path leads to, there or not. OSError for a folder, a device and a pipe."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file() or target.is_symlink():
+        raise OSError(None, f"it is {'a folder' if target.is_dir() else 'a device, a pipe or a circle'}, not a file")
+    return target
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's words for an error, without number and path, where it has some."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+# ---- folders ----
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _beside_or_inside(name: str) -> Path:
+    """Return a folder inside the package where it was installed from a wheel, else at the top of the checkout."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def kernels_dir() -> Path:
+    """Return the folder of the CUDA sources."""
+    return _beside_or_inside("kernels")
+
+
+def data_dir() -> Path:
+    """Return the folder of records, checkpoints and datasheet figures."""
+    return _beside_or_inside("data")
+
+
+def records_dir() -> Path:
+    """Return the folder of recorded measurements."""
+    return data_dir() / "records"
+
+
+def notebooks_dir() -> Path:
+    """Return the folder of the course's notebooks. In an installed package they have no outputs."""
+    return _beside_or_inside("notebooks")
+
+
+def is_installed() -> bool:
+    """Return whether the package was installed from a wheel, with its data inside it; False in a checkout."""
+    return data_dir().is_relative_to(_PACKAGE)
+
+
+def new_records_dir() -> Path:
+    """Return where new records are saved by default: in data/records of a checkout, else in the working folder."""
+    return Path.cwd() if is_installed() else records_dir()
+
+
+def cache_dir() -> Path:
+    """Return a folder for compiled kernels that can be written, by this user alone: its files are run with his rights.
+
+    `TWELL_LAB_CACHE` names it; without that it lies in the user's cache folder. Where that cannot be written, or others
+    can write there, it is `private_folder()`, and a warning says so. StackError where that cannot be made either."""
+    named = os.environ.get("TWELL_LAB_CACHE")
+    folder = Path(named) if named else platformdirs.user_cache_path("twell-lab", appauthor=False)
+    if why := _why_not_private(folder):
+        warnings.warn(f"{folder} is not used as a cache: {why}. Each process compiles its own kernels", stacklevel=2)
+        return private_folder()
+    return folder
+
+
+def _why_not_private(folder: Path) -> str | None:
+    """Return why a folder, made with mode 700 where it is missing, cannot be used alone by this user; else None."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+        if hasattr(os, "geteuid"):  # Windows protects a user's folders in another way
+            if facts.st_uid != os.geteuid():
+                return f"it belongs to user {facts.st_uid}"
+            if facts.st_mode & 0o022:
+                return f"others can write there (mode {facts.st_mode & 0o777:03o}; accepted: chmod 700)"
+        with tempfile.TemporaryFile(dir=folder):  # root may write where the mode says no, and not on a read-only mount
+            return None
+    except OSError as error:
+        return _reason(error)
+
+
+@cache
+def private_folder() -> Path:
+    """Return a new temporary folder that only this user can use, removed when this process ends. StackError where none
+    can be made."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="twell-lab-"))
+    except OSError as error:
+        raise StackError(f"no folder can be written ({_reason(error)}); TWELL_LAB_CACHE or TMPDIR names one") from error
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if process == os.getpid():  # a forked process leaves it to its parent
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- this machine: a probe that fails gives None, because a measurement must not be lost to a missing tool ----
+
+CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+CUPY_BOUNDS = ">=14.0.1,<15"
+
+
+def describe_machine() -> dict:
+    """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths.
+
+    Returns:
+        os, cpu: names. cores: how many this process may use. python, torch, numpy, cupy, nvrtc: versions, None for
+        what is missing. cupy_package: the installed build of CuPy. torch_cuda: the CUDA version torch was built for,
+        None for a CPU build. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. cuda_driver: the newest
+        CUDA version that the driver runs, for example "13.0".
+    """
+    return {
+        "os": _guarded(_os),
+        "cpu": _guarded(_cpu),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "torch_cuda": torch_cuda(),
+        "numpy": _version("numpy"),
+        "cupy": _guarded(lambda: _version(cupy_packages()[0])),
+        "cupy_package": _guarded(lambda: cupy_packages()[0]),
+        "nvrtc": _guarded(_nvrtc),
+        "gpus": gpus(),
+        "cuda_driver": cuda_driver(),
+    }
+
+
+def memory() -> int | None:
+    """Return how many bytes of memory this process may use: the machine's, or fewer where its container or `ulimit -v`
+    says so; None where the system does not say. How much is free right now does not count."""
+
+    def ulimit() -> int:
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
+
+    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        bounds.append(_guarded(lambda: int(file.read_text())))  # fails for "max", which is no limit
+    return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
+
+
+def gpu() -> str | None:
+    """Return the name of the GPU that torch uses by default, without the vendor's ("H100 80GB HBM3"); None without."""
+    name = _guarded(lambda: _torch_gpus()[_torch().cuda.current_device()]["name"])
+    return re.sub(r"^(NVIDIA\s+)?((Tesla|GeForce)\s+)?", "", name) if name else None
+
+
+def gpus() -> list[dict]:
+    """Return the GPUs that torch can use or, where it can use none, those that nvidia-smi lists. As in
+    `describe_machine`."""
+    listed, usable = _guarded(_nvidia_smi) or [], _guarded(_torch_gpus) or []
+    driver = listed[0]["driver"] if listed else None
+    return [{**facts, "driver": driver} for facts in usable] or listed
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version torch was built for, for example "12.8"; None for a CPU build and without torch."""
+    return _guarded(lambda: _torch().version.cuda)
+
+
+def cuda_driver() -> str | None:
+    """Return the newest CUDA version the installed driver runs, for example "12.8"; None without a driver."""
+
+    def ask() -> str | None:
+        driver, version = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), ctypes.c_int()
+        failed = driver.cuDriverGetVersion(ctypes.byref(version))  # works without cuInit, so no GPU is touched
+        return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    return _guarded(ask)
+
+
+def cupy_packages() -> list[str]:
+    """Return the installed builds of CuPy, as pip names them. More than one is a fault."""
+    return [name for name in CUPY_PACKAGES if _version(name) is not None]
+
+
+def let_cupy_start() -> None:
+    """Give CuPy another cache folder where it cannot make its own: importing it would fail then."""
+    if "CUPY_CACHE_DIR" not in os.environ:
+        try:
+            Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):
+            os.environ["CUPY_CACHE_DIR"] = str(cache_dir())
+
+
+def check_stack() -> None:
+    """Raise StackError where torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are
+    installed: both would load, and fail later with errors that name neither. A CPU build of torch, or no CuPy, passes.
+    """
+    if fault := stack_fault():
+        raise StackError(f"{fault[0]}; to mend it: {fault[1]}")
+
+
+def stack_fault() -> tuple[str, str] | None:
+    """Return what `check_stack` objects to, and the command that mends it; None where the packages fit."""
+    builds, theirs = cupy_packages(), torch_cuda()
+    if not builds:
+        return None
+    mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{major(theirs) or 12}x[ctk]{CUPY_BOUNDS}'"
+    if len(builds) > 1:
+        return f"{' and '.join(builds)} are installed together and overwrite each other's files", mend
+    ours = _guarded(lambda: _cupy_major(builds[0]))
+    if theirs is None or ours is None or major(theirs) == ours:
+        return None
+    return (
+        f"torch {_version('torch')} is built for CUDA {theirs} and {builds[0]} {_version(builds[0])} for CUDA {ours}, "
+        "and both need the same major version",
+        mend,
+    )
+
+
+def major(cuda: str | None) -> int | None:
+    """Return the major version of CUDA: "12.8" -> 12."""
+    return int(cuda.split(".")[0]) if cuda else None
+
+
+def _guarded(probe: Callable[[], Any]) -> Any:
+    """Return what the probe does, or None if it raises, which broken installations do with errors of any kind."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about an old driver: `twell-lab doctor` says it better
+            return probe()
+    except Exception:
+        return None
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version of a package without importing it; None too for one that was removed in part."""
+    return _guarded(lambda: metadata.version(package))
+
+
+def _os() -> str:
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = f"{platform.system()} {platform.mac_ver()[0] or platform.release()}"
+    return f"{name}, {platform.machine()}"
+
+
+def _cpu() -> str | None:
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string").strip()
+    facts = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(errors="replace"), re.M) if facts.exists() else None
+    return named[1].strip() if named else platform.processor() or None
+
+
+def _nvrtc() -> str:
+    let_cupy_start()
+    from cupy.cuda import nvrtc
+
+    return ".".join(map(str, nvrtc.getVersion()))
+
+
+def _cupy_major(package: str) -> int:
+    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, a source build is asked."""
+    if numbered := re.search(r"cuda(\d+)x", package):
+        return int(numbered[1])
+    from cupy.cuda import driver
+
+    return driver.get_build_version() // 1000
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _torch_gpus() -> list[dict]:
+    cuda = _torch().cuda
+    found = [cuda.get_device_properties(i) for i in range(cuda.device_count())] if torch_cuda() else []
+    return [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
+        for p in found
+    ]
+
+
+def _nvidia_smi() -> list[dict]:
+    query = "--query-gpu=name,compute_cap,memory.total,driver_version"
+    lines = [line.split(", ") for line in _output("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines()]
+    return [
+        {
+            "name": name,
+            "capability": capability,
+            "memory_gib": round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None,
+            "driver": driver,
+        }
+        for name, capability, mebibytes, driver in (line for line in lines if len(line) == 4)
+        if re.fullmatch(r"\d+\.\d+", capability)
+    ]
+
+
+def _output(*command: str) -> str:
+    """Return what a program prints, within 20 seconds: a driver that is being loaded can take ten."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -1,1 +1,0 @@
-"""Errors, files and folders, and what this machine is. Imports nothing of the package."""
