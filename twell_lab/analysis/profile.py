@@ -1,8 +1,8 @@
 """Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them.
 
-A neuron fires at a token where packing keeps its gate's pre-activation: `not (g <= 0)`, so positive or NaN (plain layers
-have no gate; there the up projection decides). All counts are whole numbers, gathered on the model's device without
-waiting for it; density, frequencies and the rest are computed from them. Memory does not grow with the tokens."""
+A neuron fires at a token where packing keeps its gate's pre-activation: `not (g <= 0)`, so positive or NaN (in plain
+layers the up projection's). All counts are whole numbers, gathered on the model's device without waiting for it, in
+memory that does not grow with the tokens; density, frequencies and the rest are computed from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +52,7 @@ class LayerProfile:
     tile_histogram: [tile + 1], how many pairs of a token and a tile of `tile` neighbouring neurons had 0, 1, ..., tile
         of them firing. The last tile of a width that is no multiple of `tile` is narrower.
     overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
-    position_tokens, position_nnz: [len(POSITIONS)], of the tokens whose place in their sequence is known, how many stood
+    position_tokens, position_nnz: [len(POSITIONS)], how many of the tokens whose place in their sequence is known stood
         in each group of positions, and how many neurons fired at them together.
     pairs, pair_nnz, pair_shared: how many tokens are known to have the next one of their sequence beside them; how many
         neurons fired at the two, one by one, and how many at both, summed over these pairs."""
@@ -128,8 +128,9 @@ class LayerProfile:
         return (nnz[0] / tokens[0] / later).item() if later else math.nan
 
 
-_LAYER = {f.name: {"str": str, "bool": bool, "int": int}.get(f.type, list) for f in fields(LayerProfile)}
-_SAME = ("name", "d_model", "d_ff", "gated", "tile", "words")  # the other fields are counts
+_COUNTS = [
+    name for name in saved.kinds(LayerProfile) if name not in ("name", "d_model", "d_ff", "gated", "tile", "words")
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,18 +170,13 @@ class FiringProfile:
         share of neurons that fire, in all layers together), layers (that of each layer; None where it saw none)."""
         tokens, nnz = self._placed()
         asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
-        share, shares = nnz.sum(0) / asked.sum(0), nnz / asked
-        return [
-            {
-                "first": first,
-                "last": None if end is None else end - 1,
-                "tokens": int(tokens[:, group].max()),
-                "density": share[group].item(),
-                "layers": [_number(value) for value in shares[:, group].tolist()],
-            }
-            for group, (first, end) in enumerate(pairwise((*POSITIONS, None)))
-            if tokens[:, group].any()
-        ]
+        share, shares, rows = nnz.sum(0) / asked.sum(0), nnz / asked, []
+        for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):
+            if most := int(tokens[:, group].max()):
+                row = {"first": first, "last": None if end is None else end - 1, "tokens": most}
+                layers = [_number(value) for value in shares[:, group].tolist()]
+                rows.append({**row, "density": share[group].item(), "layers": layers})
+        return rows
 
     @property
     def heavy_first(self) -> dict | None:
@@ -237,14 +233,14 @@ class FiringProfile:
         self._check(other)
         layers = []
         for mine, its in zip(map(vars, self.layers), map(vars, other.layers), strict=True):
-            for name in _SAME:
+            for name in ("name", "tile", "words"):
                 if mine[name] != its[name]:
                     raise InputError(
                         f"{name} is {mine[name]!r} in one profile of {mine['name']!r} and {its[name]!r} in the other; "
                         "accepted: profiles of one model, of tiles of one size"
                     )
             layers.append(
-                LayerProfile(**{name: mine[name] if name in _SAME else mine[name] + its[name] for name in mine})
+                LayerProfile(**{name: mine[name] + its[name] if name in _COUNTS else mine[name] for name in mine})
             )
         sums = {}
         for name in _TOKENS:
@@ -294,19 +290,16 @@ def profile(
 
     What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
     that are kept. Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway
-    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more, and with thresholds on
-    inputs all hidden values are.
+    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more.
 
     Args:
         model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
             evaluation mode without gradients, and eagerly if it was compiled, and is left as it was.
         batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
-            transformers tokenizer returns) or a tuple of arguments. A single tensor or mapping is one batch. Tensors
-            are moved to the device of the model's first parameter. Where there is an `attention_mask` [batch, tokens],
-            by name or in its place, positions where it is 0 are left out of every count. Token ids [batch, tokens],
-            the first argument or `input_ids`, say which tokens these are.
-        tile: columns of the TwELL tiles that are counted.
-        words: words of such a tile.
+            transformers tokenizer returns) or a tuple of arguments; a single tensor or mapping is one batch. Tensors
+            are moved to the device of the model's first parameter. Where an `attention_mask` [batch, tokens] is 0,
+            nothing is counted. Token ids [batch, tokens], the first argument or `input_ids`, say which tokens they are.
+        tile, words: columns and words of the TwELL tiles that are counted.
         only: profile the layers for which only(name, module) is true.
 
     Raises:
@@ -319,29 +312,27 @@ def profile(
     # In the mode that it is run in; a layer like one that passed counts as it: nothing is swapped here.
     probe.check_all(dense, learns=False, modes=("evaluation",), each=False)
     counters = [Counter(layer, tile, words) for layer in layers]
-    sums: dict[str, Tensor] = {}
+    sums = dict.fromkeys(_TOKENS, torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu"))
 
-    def add(name: str, ids: Tensor | None, values: Tensor) -> None:
-        if ids is not None:  # with a place for what is in no vocabulary, which is left out in the end
-            empty = torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu")
-            ids = ids.to(values.device)
-            sums[name] = sums.get(name, empty).to(ids.device).scatter_add_(0, ids, values)
+    def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
+        if rows.ids is not None:  # what is in no vocabulary has the last place, which is left out in the end
+            if values is None:
+                values = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
+            ids = rows.ids.to(values.device)
+            sums[name] = sums[name].to(ids.device).scatter_add(0, ids, values)
 
-    def count(counter: Counter, x: Tensor, gate: Gate, rows: Rows) -> None:
-        add("token_nnz", rows.ids, counter.add(x, gate, rows))
+    def watch(counter: Counter):
+        return counter.layer, lambda x, gate, rows: add("token_nnz", rows, counter.add(x, gate, rows))
 
-    def after(rows: Rows) -> None:
-        if rows.ids is not None:
-            add("token_counts", rows.ids, torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long())
-
-    run(model, [(counter.layer, partial(count, counter)) for counter in counters], batches, after=after)
+    run(model, [watch(counter) for counter in counters], batches, after=partial(add, "token_counts"))
     profiles = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in profiles):
         raise InputError(
             "no feed-forward layer saw a token: the batches were empty, or the model does not call its layers; "
             "accepted: one token or more"
         )
-    return FiringProfile(profiles, **{name: counts[:-1].cpu() for name, counts in sums.items()})
+    known = sums["token_counts"].any()
+    return FiringProfile(profiles, **{name: counts[:-1].cpu() if known else None for name, counts in sums.items()})
 
 
 def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -469,7 +460,7 @@ def _number(value: float) -> float | None:
 
 def _layer_from(content, where: str) -> LayerProfile:
     """Read a layer's JSON form. RecordError names the field that is missing, wrong, or does not fit the others."""
-    saved.fields(content, _LAYER, where)
+    saved.fields(content, saved.kinds(LayerProfile), where)
     saved.widths(content, where)
     tokens, d_ff, tile = (content[name] for name in ("tokens", "d_ff", "tile"))
     try:

@@ -166,8 +166,10 @@ def run(
         raise InputError("batches is empty; accepted: at least one input of the model")
 
 
-def beyond(model: nn.Module, ids: Tensor) -> str:
+def beyond(model: nn.Module, ids: Tensor | None) -> str:
     """Say which of a model's tables these token ids [batch, tokens] do not fit into; "" if none is known."""
+    if ids is None or ids.is_floating_point():
+        return ""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     size = table.num_embeddings if isinstance(table, nn.Embedding) else None
     if size and (outside := ids[(ids < 0) | (ids >= size)]).numel():
@@ -205,16 +207,13 @@ class _Batch:
     def reason(self, error: Exception) -> str:
         """Say why the model raised this error on the batch, as far as that is known."""
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
-        ids = self.named.get("input_ids")
-        if empty := next((name for name, value in tensors.items() if not value.numel()), None):
-            return f"has no token: {empty} has shape {list(tensors[empty].shape)}; one token or more is accepted"
-        if isinstance(ids, (int, float, list)):
-            wanted = "token ids [batch, tokens], as a tokenizer gives them with return_tensors='pt'"
-            return f"has a {type(ids).__name__} for a tensor; accepted: {wanted}"
-        if isinstance(ids, Tensor) and isinstance(error, LookupError) and (reason := beyond(self.model, ids)):
+        if isinstance(error, LookupError) and (reason := beyond(self.model, tensors.get("input_ids"))):
             return reason
         shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in tensors.items())
-        return f"({shown or 'without a tensor'}) makes the model fail with {type(error).__name__}: {error}"
+        return (
+            f"({shown or 'without a tensor'}) makes the model fail with {type(error).__name__}: {error}; accepted: "
+            "what the model takes, such as token ids [batch, tokens] of a tokenizer with return_tensors='pt'"
+        )
 
     def rows(self, layer: FeedForward, x: Tensor) -> Rows:
         """Return what is known of the rows of x, the layer's input. InputError where a mask does not fit them."""
@@ -266,8 +265,8 @@ class _Batch:
 
 def _arguments(model: nn.Module) -> list[str]:
     """Return what the model calls its arguments; the first is taken for token ids, whatever its name."""
-    names = [p.name for p in inspect.signature(uncompiled(model).forward).parameters.values() if p.kind < p.VAR_KEYWORD]
-    return ["input_ids", *names[1:]]
+    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
+    return ["input_ids", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
 
 
 def _placed(position: Tensor, counted: Tensor | None) -> Rows:

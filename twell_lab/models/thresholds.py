@@ -8,17 +8,11 @@ zero, so that it can be skipped; the model then computes something else than bef
 - "teal" (Liu et al., arXiv 2408.14690): on the inputs of the projections, which are x before gate and up, and the
   hidden values before down. What is zero there spares a column of what it enters.
 
-How sparse each of these places should be is wished for; its threshold is the quantile of the magnitudes that were seen
-there while the model ran over some batches (`calibrate`). All get the same sparsity, or with `greedy` each its own:
-
-1. All begin with a sparsity of 0. For each place alone, the relative error of its layer's output is measured, at the
-   sparsities of LEVELS, on up to ROWS inputs of the layer drawn from the batches.
-2. The place is raised by one level for which the increase of that error, over the multiplications that the level
-   spares, is least; of equal ones the first in the model's order. None is raised above the last of LEVELS.
-3. That is repeated until the mean sparsity, each place counted by the multiplications that its values stand for, is
-   what was wished. The last step is cut so that it meets it.
-
-Batches are read once, one after the other: magnitudes are counted in histograms of fixed size."""
+A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches, each
+read once (`calibrate`). All places get the same sparsity, or with `greedy` each its own. Then all begin at 0, and the
+one is raised by a level of LEVELS for which that adds the least error to its layer's output (measured for each place
+alone, on ROWS inputs) over the multiplications that it spares; of equal ones the first. That is repeated until the
+mean, each place counted by its multiplications, is what was wished; the last step is cut so that it meets it."""
 
 from __future__ import annotations
 
@@ -27,6 +21,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -116,20 +111,16 @@ class Histogram:
 
 
 class LayerCalibration:
-    """What one feed-forward layer of a model did on the calibration batches.
-
-    sites: a Histogram of each place where values may be zeroed. rows: up to ROWS of the layer's inputs, [n, d_model],
-    each as likely as any other; which ones depends on their number alone. `error` runs the layer's own projections."""
+    """What one feed-forward layer did on the calibration batches. sites: a Histogram of each place where values may be
+    zeroed. rows: up to ROWS of the layer's inputs, [n, d_model], each as likely as any other; which ones depends on
+    their number alone."""
 
     def __init__(self, layer: FeedForward, method: str) -> None:
         self.layer, self.name, self.tokens = layer, layer.name, 0
-        self.d_ff, self.d_model = layer.up.weight.shape
         self.sites = {site: Histogram() for site in SITES[method]}
-        self.rows = layer.up.weight.new_empty(0, self.d_model)
-        self._draw, self._keys = (
-            torch.Generator("cpu").manual_seed(0),
-            torch.empty(0, dtype=torch.float64, device="cpu"),
-        )
+        self.rows = layer.up.weight.new_empty(0, layer.up.weight.shape[1])
+        self._draw = torch.Generator("cpu").manual_seed(0)
+        self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
         self._errors: dict[str, list[float]] = {}
 
     @torch.no_grad()
@@ -155,24 +146,22 @@ class LayerCalibration:
 
     def work(self, site: str) -> int:
         """Return the multiplications for a token that the values of this place stand for."""
-        return _matrices(site, self.layer.gate is not None) * self.d_ff * self.d_model
+        return _matrices(site, self.layer.gate is not None) * self.layer.up.weight.numel()
 
     @torch.no_grad()
-    def hidden(self, x: Tensor, thresholds: dict[str, float]) -> Tensor:
-        """Compute what enters the down projection for x [rows, d_model] with these thresholds: [rows, d_ff]. Places
-        without one keep all values."""
-        return hidden_by(self.layer, x, thresholds)
+    def output(self, thresholds: dict[str, float]) -> Tensor:
+        """Compute what the layer gives for `rows` with these thresholds."""
+        return linear(hidden_by(self.layer, self.rows, thresholds), self.layer.down.weight, self.layer.down.bias)
 
-    @torch.no_grad()
+    @cached_property
+    def exact(self) -> Tensor:
+        """What the layer gives for `rows`; asked for when all batches were counted."""
+        return self.output({})
+
     def error(self, thresholds: dict[str, float]) -> float:
-        """Measure the relative error of the layer's output with these thresholds, |difference| / |output| over
-        `rows`."""
-        down = self.layer.down
-        exact, lossy = (linear(self.hidden(self.rows, cut), down.weight, down.bias) for cut in ({}, thresholds))
-        error = (lossy - exact).double().norm().item() / (exact.double().norm().item() or 1.0)
-        if not math.isfinite(error):
-            raise InputError(f"the output of {self.name!r} is not finite; accepted: layers that give finite values")
-        return error
+        """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
+        off = (self.output(thresholds) - self.exact).double().norm().item()
+        return off / (self.exact.double().norm().item() or 1.0)
 
     def errors(self, site: str) -> list[float]:
         """Measure the error with a threshold in this place alone, at each of LEVELS, once."""
@@ -201,7 +190,7 @@ class Calibration:
 
     def sparsities(self, sparsity: float, *, greedy: bool = False) -> list[dict[str, float]]:
         """Return the sparsity of each place, by layer: the same for all, or as this module's first lines say."""
-        _check_wish(sparsity, greedy)
+        _check_sparsity(sparsity, greedy)
         shares = [dict.fromkeys(layer.sites, 0.0 if greedy else float(sparsity)) for layer in self.layers]
         if not greedy:
             return shares
@@ -284,11 +273,11 @@ def thresholds(
             model that has thresholds; for values that are not finite; and for wrong arguments. Routed experts are left
             as they are, and a model that has no other layer is refused: they share one activation.
     """
-    _check_wish(sparsity, greedy)
+    _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
 
 
-def _check_wish(sparsity, greedy) -> None:
+def _check_sparsity(sparsity, greedy) -> None:
     if not isinstance(greedy, bool):
         raise InputError(f"greedy is {greedy!r:.80}; True or False is accepted")
     most = LEVELS[-1] if greedy else 1.0
@@ -337,24 +326,22 @@ class Thresholds:
     @property
     def spared(self) -> float:
         """The share of the layers' multiplications that meet a zero, on the calibration batches."""
-        zero = whole = 0
+        zero, whole = 0.0, 0
         for layer in self.layers:
             size = layer.d_ff * layer.d_model
             whole += (3 if layer.gated else 2) * size
-            zero += sum((1 - density) * _matrices(site, layer.gated) * size for site, density in layer.density.items())
+            for site, density in layer.density.items():
+                zero += (1 - density) * _matrices(site, layer.gated) * size
         return zero / whole
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
-        return [
-            {
-                "layer": layer.name,
-                **{f"{site} threshold": value for site, value in layer.thresholds.items()},
-                **{f"{site} density": value for site, value in layer.density.items()},
-                "error": layer.error,
-            }
-            for layer in self.layers
-        ]
+        rows = []
+        for layer in self.layers:
+            cut = {f"{site} threshold": value for site, value in layer.thresholds.items()}
+            density = {f"{site} density": value for site, value in layer.density.items()}
+            rows.append({"layer": layer.name, **cut, **density, "error": layer.error})
+        return rows
 
     def __str__(self) -> str:
         """Lay `table` out as lines of text, and say that this is lossy."""
@@ -418,16 +405,10 @@ class Thresholds:
         on are predicted. bytes_per_token: of the text, to have bits a byte as well. Raises InputError as `apply`, for
         other thresholds on the model, for fewer than two windows or tokens in each, and for tokens that the model does
         not know."""
-        if (
-            not isinstance(windows, Tensor)
-            or windows.dtype != torch.int64
-            or windows.dim() != 2
-            or min(windows.shape) < 2
-        ):
+        whole = isinstance(windows, Tensor) and windows.dtype == torch.int64 and windows.dim() == 2
+        if not whole or min(windows.shape) < 2:
             what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
-            raise InputError(
-                f"windows is {what}; accepted: int64 [n, length], two or more windows of two or more tokens"
-            )
+            raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
         self._pairs(model)
         before = sorted(part.threshold for _, part in lossy_parts(model))
         if before and before != sorted(value for layer in self.layers for value in layer.thresholds.values()):
@@ -446,14 +427,10 @@ class Thresholds:
             wanted, found = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
             if found is None or _shape(found) != wanted:
                 said = "d_model {}, d_ff {}, gated {}, {}".format
+                own = "is not there" if found is None else f"has {said(*_shape(found))}"
                 raise InputError(
-                    "these are thresholds of another model: "
-                    + (
-                        f"there is no layer {layer.name!r}"
-                        if found is None
-                        else f"{layer.name!r} has {said(*_shape(found))} where the thresholds are for {said(*wanted)}"
-                    )
-                    + "; accepted: the model that they were made for"
+                    f"these are thresholds of another model: {layer.name!r} {own}, and they are for {said(*wanted)}; "
+                    "accepted: the model that they were made for"
                 )
             pairs.append((layer, found))
         return pairs
@@ -467,32 +444,23 @@ class Thresholds:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:
         """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where, _ = saved.load(path, "thresholds", FORMAT, {VERSION: _FIELDS})
+        content, where, _ = saved.load(path, "thresholds", FORMAT, {VERSION: saved.kinds(cls)})
         return cls.read(content, where)
 
     @classmethod
     def read(cls, content: object, where: str) -> Thresholds:
         """Read the plain data of thresholds, as `apply` puts it into a configuration. where: what to call it. Raises
         RecordError for the field that is missing or wrong."""
-        content = dict(saved.fields(content, _FIELDS, where))
-        if content["method"] not in SITES:
-            raise RecordError(f"{where}: 'method' is {content['method']!r:.80}; accepted: {', '.join(SITES)}")
-        if not content["layers"]:
-            raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
+        content = dict(saved.fields(content, saved.kinds(cls), where))
+        if content["method"] not in SITES or not content["layers"]:
+            raise RecordError(f"{where}: 'method' is none of {', '.join(SITES)}, or 'layers' is empty")
         sites = dict.fromkeys(SITES[content["method"]], (float, int))
         for number, layer in enumerate(content["layers"]):
             at = f"{where}, layer {number}"
-            saved.widths(saved.fields(layer, _LAYER, at), at)
+            saved.widths(saved.fields(layer, saved.kinds(LayerThresholds), at), at)
             for name in ("thresholds", "density"):
                 saved.fields(layer[name], sites, f"{at}, {name!r}")
         return cls(**{**content, "layers": [LayerThresholds(**layer) for layer in content["layers"]]})
-
-
-_FIELDS = {"method": str, "sparsity": (float, int), "greedy": bool, "tokens": int, "layers": list}
-_LAYER = {
-    **{"name": str, "d_model": int, "d_ff": int, "gated": bool, "activation": str},
-    **{"thresholds": dict, "density": dict, "error": (float, int)},
-}
 
 
 def _config(model: nn.Module) -> object | None:
@@ -505,27 +473,27 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     """Return every feed-forward layer of the model but routed experts, whatever its activation, which is `acts`:
     without a threshold of ours, where one is on it. InputError where there is none, or one that cannot be asked."""
     _check_dense(model)
-    layers, experts = [], False
+    layers = []
     for name, module in uncompiled(model).named_modules():
-        experts |= (routed := bool(experts_of(module)))
-        family = None if routed else named_parts(module)
+        family = None if experts_of(module) else named_parts(module)
         if family is None or not selected(only, name, module):
             continue
         for place, part in family.owners(module).items():
-            if not is_projection(part) or any(hasattr(t, "device_mesh") for t in part.parameters()):
+            if not is_projection(part) or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters()):
                 raise InputError(
-                    f"{title(name, module)}: {place} is a {type(part).__module__}.{type(part).__qualname__}, quantised, "
-                    "adapted or sharded (DTensor); accepted: a plain torch.nn.Linear, whole, or an `only` that leaves "
-                    "the layer out"
+                    f"{title(name, module)}: {place} is a {type(part).__qualname__} that is quantised, adapted, sharded "
+                    "or on meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
                 )
         if family_of(module) is not None:
             gate, up, down, acts = family.parts(module)
             acts = acts.activation if isinstance(acts, ThresholdedActivation) else acts
             layers.append(FeedForward(name, module, gate, up, down, acts))
     if not layers:
-        also = "routed experts alone, which share an activation" if experts else "none of its modules is one"
         chosen = " that `only` takes" if only is not None else ""
-        raise InputError(f"no feed-forward layer in {type(model).__name__}{chosen}: {also}; {accepted()}")
+        raise InputError(
+            f"no feed-forward layer in {type(model).__name__}{chosen}; routed experts, which share an activation, do "
+            f"not count; {accepted()}"
+        )
     return layers
 
 

@@ -109,7 +109,7 @@ def test_hand_set_weights_give_known_counts(gated):
     counter = module.Counter(feed_forwards(identity_layer(5, gated))[0], 2, 2)
     answers = torch.tensor([[nan, -1.0, nan, -1.0, -1.0], [1.0, -1.0, -1.0, -1.0, -1.0]])
     counter.add(answers, answers.__getitem__)
-    assert counter.result().nnz_histogram.tolist() == [0, 1, 1, 0, 0, 0]
+    assert counter.counts["nnz_histogram"].tolist() == [0, 1, 1, 0, 0, 0]
     # x times the identity spreads a NaN over its row: 0 * NaN is NaN.
     x = torch.tensor([[nan, -1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     with pytest.raises(InputError, match="what enters '', or its gate, is NaN at 1 of 2 tokens"):
@@ -303,6 +303,10 @@ def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
 # Saving
 
 
+def add_one(counts):
+    counts[0] += 1
+
+
 def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     saved = profile(course_model(), [torch.randint(256, (2, 12))], tile=16, words=4)
     loaded = FiringProfile.load(saved.save(tmp_path / "profile.json"))
@@ -329,7 +333,7 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     "change, words",
     [
         (lambda c: c.update(format="something else"), "'format'"),
-        (lambda c: c.update(version=3), "version 3"),
+        (lambda c: c.update(version=4), "version 4"),
         (lambda c: c.pop("layers"), "'layers'"),
         (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),
@@ -341,19 +345,9 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
         (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 2**63), "'neuron_counts'"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
-        (
-            lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, c["layers"][1]["neuron_counts"][3] + 1),
-            "whole profile",
-        ),
-        (
-            lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, c["layers"][1]["nnz_histogram"][0] + 1),
-            "'nnz_histogram'.*whole profile",
-        ),
-        (
-            lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, c["layers"][1]["tile_histogram"][0] + 1),
-            "'tile_histogram'.*whole profile",
-        ),
-        (lambda c: c["layers"][1].update(overflowing=99), "'overflowing'"),
+        (lambda c: add_one(c["layers"][1]["neuron_counts"]), "whole profile"),
+        (lambda c: add_one(c["layers"][1]["nnz_histogram"]), "'nnz_histogram'.*whole profile"),
+        (lambda c: add_one(c["layers"][1]["tile_histogram"]), "'tile_histogram'.*whole profile"),
         (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c.update(version=True), "version True"),
@@ -420,10 +414,11 @@ def test_no_batches_no_tokens_and_no_tensors_are_refused(batches, words):
             "batch 1 has the token 64; accepted by this model: 0 to 63",
         ),
         ([{"input_ids": torch.tensor([[-2, 3]])}], "batch 0 has the token -2; accepted"),
-        (iter([torch.ones(0, 4).long()]), r"batch 0 has no token: input_ids has shape \[0, 4\]"),
-        ([{"input_ids": torch.ones(2, 0).long()}], r"batch 0 has no token: input_ids has shape \[2, 0\]"),
-        ([[3, 4, 5]], "batch 0 has a int for a tensor; accepted: token ids"),
-        ([{"input_ids": [[3, 4, 5]]}], "batch 0 has a list for a tensor; .* return_tensors='pt'"),
+        (iter([torch.ones(0, 4).long()]), r"batch 0 \(input_ids \[0, 4\] torch.int64\) makes the model fail"),
+        ([{"input_ids": torch.ones(2, 0).long()}], r"batch 0 \(input_ids \[2, 0\]"),
+        ([[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail with .*; accepted: .* token ids"),
+        ([{"input_ids": [[3, 4, 5]]}], r"batch 0 \(without a tensor\) .* return_tensors='pt'"),
+        ([torch.ones(1, 4).long(), torch.ones(1, 4)], r"batch 1 \(input_ids \[1, 4\] torch.float32\) makes"),
     ],
 )
 def test_a_batch_that_a_model_of_transformers_cannot_read_is_told(batches, words):
@@ -436,13 +431,6 @@ def test_a_sequence_that_is_too_long_is_told():
     longest = opt().config.max_position_embeddings
     with pytest.raises(InputError, match=f"batch 0 has 99 tokens in a sequence; .* up to {longest}"):
         profile(opt(), torch.ones(1, 99).long())
-
-
-def test_another_error_of_the_models_has_a_note_on_the_batch():
-    good = torch.ones(1, 4).long()
-    with pytest.raises(RuntimeError) as told:
-        profile(llama(), [good, good.float()])
-    assert told.value.__notes__ == ["The model failed on batch 1, counted from 0: input_ids [1, 4] torch.float32."]
 
 
 def test_a_model_that_gives_nan_is_refused_by_the_first_layer_that_is_given_one():
@@ -459,7 +447,7 @@ def test_what_is_no_token_may_hold_nan(counted, refused):
     answers = torch.tensor([[1.0, -1.0], [math.nan, math.nan]])
     counter.add(answers, answers.__getitem__, Rows(counted=torch.tensor(counted)))
     with pytest.raises(InputError, match="NaN at 1 of 2 tokens") if refused else nullcontext():
-        counter.check()
+        counter.result()
 
 
 def test_weights_on_meta_are_refused_before_anything_runs():
@@ -605,13 +593,11 @@ def identity_layer_with_mask():
 @pytest.mark.parametrize(
     "rows, columns, width", [(0, 512, 256), (1, 8, 8), (511, 4080, 2040), (255, 24, 12), (9, 4096, 2048)]
 )
-def test_booleans_are_added_eight_at_a_time(rows, columns, width):
-    for share in (0.0, 0.5, 1.0):
-        firing = torch.rand(rows, columns) < share if share < 1 else torch.ones(rows, columns, dtype=torch.bool)
-        runs, in_columns = module._in_runs(firing, width), module._in_columns(firing)
-        assert runs.dtype == in_columns.dtype == torch.int64
-        assert torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
-        assert torch.equal(in_columns, firing.sum(0))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_booleans_are_added_eight_at_a_time(rows, columns, width, share):
+    firing = torch.rand(rows, columns) < share if share < 1 else torch.ones(rows, columns, dtype=torch.bool)
+    runs = module._in_runs(firing, width)
+    assert runs.dtype == torch.int64 and torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
 
 
 def test_answers_whose_rows_do_not_lie_together_are_counted():
