@@ -245,7 +245,8 @@ class FiringProfile:
         sums = {}
         for name in _TOKENS:
             known = [counts for counts in (getattr(self, name), getattr(other, name)) if counts is not None]
-            sums[name] = sum(known[1:], known[0]) if known else None
+            longest = max(map(len, known), default=0)
+            sums[name] = sum(F.pad(counts, (0, longest - len(counts))) for counts in known) if known else None
         return FiringProfile(layers, **sums)
 
     def compare(self, other: FiringProfile) -> Comparison:

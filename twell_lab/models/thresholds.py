@@ -481,8 +481,8 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
         for place, part in family.owners(module).items():
             if not is_projection(part) or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters()):
                 raise InputError(
-                    f"{title(name, module)}: {place} is a {type(part).__qualname__} that is quantised, adapted, sharded "
-                    "or on meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
+                    f"{title(name, module)}: {place} is a {type(part).__qualname__}, quantised, adapted, sharded or on "
+                    "meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
                 )
         if family_of(module) is not None:
             gate, up, down, acts = family.parts(module)

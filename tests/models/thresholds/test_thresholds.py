@@ -594,10 +594,10 @@ def clamped():
         (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential; routed experts"),
         (
             quantised,
-            r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear that is quantised.*; accepted: a plain",
+            r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear, quantised.*; accepted: a plain",
         ),
-        (lambda: llama().to("meta"), "gate_proj is a Linear .* on meta; accepted: a plain"),
-        (sharded, r"up_proj is a Linear .* sharded or on meta"),
+        (lambda: llama().to("meta"), "gate_proj is a Linear, .* on meta; accepted: a plain"),
+        (sharded, r"up_proj is a Linear, .* sharded or on meta"),
         (thresholded, "has thresholds on it; accepted: one without"),
         (half_swapped, "model.layers.0.mlp: swapped by sparsify; accepted: dense layers"),
         (not_finite, "not finite"),
