@@ -30,7 +30,7 @@ from ..core import TwellError
 from ..cuda import launcher
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
 from ..ops import clock
 from ..ops.clock import dtype_for

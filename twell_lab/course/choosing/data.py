@@ -36,7 +36,7 @@ from ...bench.methods import (
 )
 from ...bench.workloads import clock_cpu
 from ...layers.choice import Choice
-from ...layers.paths.hot_cold import STEP
+from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
