@@ -192,15 +192,6 @@ def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
 
 
-def test_each_recording_in_sections_keeps_what_it_has():
-    keeping = {name for name, made in recordings.RECORDINGS.items() if "keep" in inspect.signature(made).parameters}
-    sized = {name for name in recordings.RECORDINGS if name.startswith("bench-")}
-    assert len(sized) == 4 and keeping == sized | {
-        *("inference", "training", "model", "model-paths", "thresholds", "comparison", "pruning", "trained"),
-        *("predictors", "experiments"),
-    }
-
-
 def test_pruning_is_recorded_without_a_gpu_too(monkeypatch, tmp_path):
     from twell_lab.bench import pruning
 

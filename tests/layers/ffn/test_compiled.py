@@ -3,9 +3,6 @@
 import copy
 import gc
 import io
-import json
-import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from tests.layers.ffn.follows import assert_follows, other_data, replace, write
 from tests.layers.ffn.test_paths import D_MODEL, layer, plan_for
 from twell_lab.core.errors import InputError
 from twell_lab.layers.again import Known
-from twell_lab.layers.choice import ALONE, DENSE, Candidate, Choice, LayerPlan
+from twell_lab.layers.choice import DENSE, Candidate, Choice, LayerPlan
 from twell_lab.layers.paths import PATHS
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
@@ -243,27 +240,6 @@ def test_a_layer_alone_is_no_slower_than_the_dense_one_alone(gated, device):
     most = 1.03 * max(145 if gated else 190, 0.92 * device) - (97 if gated else 160)
     for host, pays in ((most - 0.1, True), (most + 0.1, False)):
         assert host + 15 < device and timed(module, (host, 40.0), dense_device=device).pays_compiled(4) is pays
-
-
-def test_what_a_layer_alone_takes_in_compiled_code_is_the_records():
-    path = Path(__file__).resolve().parents[3] / "data" / "records" / "inference-20261126T022258Z.json"
-    found = {}
-    for row in json.loads(path.read_text())["rows"]:
-        if row["kind"] == "inference" and "host_us" in row and row["tokens"] <= 2048:
-            case = tuple(row[name] for name in ("tokens", "d_model", "d_ff", "nnz", "gated", "workload"))
-            found.setdefault(case, {})[row["path"]] = row
-    for gated, (left, added) in ALONE.items():
-        cases = [rows for (*_, kind, _), rows in found.items() if kind is gated and "planned compiled" in rows]
-        dense = [rows["dense compiled"]["host_us"] / rows["dense eager"]["host_us"] for rows in cases]
-        # Few tokens without hot neurons; where plain layers were compiled as operators, the device took less time.
-        ones = [rows for rows in cases if rows["planned"]["choice"] == "twell"]
-        ones = [rows for rows in ones if rows["planned compiled"]["ms"] < 0.8 * rows["dense compiled"]["ms"]]
-        more = [
-            (rows["planned compiled"]["host_us"] - rows["planned"]["host_us"]) / rows["dense eager"]["host_us"]
-            for rows in ones
-        ]
-        assert statistics.median(dense) == pytest.approx(left, abs=0.03)
-        assert statistics.median(more) == pytest.approx(added, abs=0.03)
 
 
 def test_a_class_that_does_not_pay_is_torchs_operations_also_where_all_take_one_path():
