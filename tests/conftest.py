@@ -6,7 +6,6 @@ tests/gpu also runs on machines that have torch, CuPy and pytest alone, so hypot
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -63,14 +62,6 @@ def pytest_collection_modifyitems(items):
     reason = why_no_gpu() if needing else None
     for item in needing if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hang_ups_are_heard():
-    """Under nohup SIGHUP is ignored, and would be by every run that a test starts and hangs up: a handler is not
-    inherited."""
-    if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture

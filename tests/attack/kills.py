@@ -9,16 +9,14 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
 
 import torch
 
-from tests.attack.harness import PLACE, forked, until
+from tests.attack.harness import PLACE, forked
 from twell_lab import records
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile
@@ -360,29 +358,4 @@ def check_writer(r: Random, counts: Counter, kinds: tuple[str, ...] = KINDS) -> 
     assert there in (old, new), f"{kind}, killed before change {at}: {there!r} is neither {old!r} nor {new!r}"
     _nothing_left(folder)
     shutil.rmtree(folder.parent)
-    counts["checked"] += 1
-
-
-def check_signals(r: Random, counts: Counter) -> None:
-    """A run gets SIGTERM, SIGINT or SIGHUP, perhaps several: it ends in time, and what it saved can be resumed."""
-    whole = unbroken()
-    folder = Path(tempfile.mkdtemp(dir=_home()))
-    out, said = folder / "out", folder / "said"
-    process = forked(train_here, str(out), str(_text()), False, 0, str(said))
-    until(lambda: said.exists(), 60)
-    for _ in range(r.randint(1, 4)):
-        with suppress(ProcessLookupError):  # it may end meanwhile
-            if process.exitcode is None:
-                os.kill(process.pid, r.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
-        time.sleep(r.choice((0.0, 0.001, 0.02)))
-    process.join(60)
-    assert process.exitcode is not None, "still there after 60 s"
-    lines = said.read_text().splitlines()  # the last may be missing, of a process that ended before it wrote it
-    told = max([0, *(int(line.split()[1]) for line in lines if line.startswith("saved ") and len(line.split()) > 1)])
-    assert checkpoint.load(out).step >= told
-    if not (lines and lines[-1].startswith("done ")):
-        said.unlink(missing_ok=True)
-        assert _run(train_here, str(out), str(_text()), True, 0, str(said)) == 0, said.read_text()
-        lines = said.read_text().splitlines()
-    assert json.loads(lines[-1].removeprefix("done ")) == whole
     counts["checked"] += 1

@@ -21,11 +21,6 @@ def test_saves_that_are_killed(extent, report):
     report("saves killed", {"cases": counts["checked"], "kills": counts.get("kills", 0), "by": counts})
 
 
-def test_several_signals(extent, report):
-    counts = attack("signals", kills.check_signals, **extent(2, 40))
-    report("trainings told to stop", {"cases": counts["checked"]})
-
-
 def test_a_save_that_is_not_whole_is_seen():
     with pytest.raises(AssertionError, match="again: --attack-seed 0 --attack-case"):
         attack("careless", lambda r, counts: kills.check_writer(r, counts, ("careless",)), seed=0, cases=25)

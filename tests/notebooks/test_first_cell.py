@@ -126,7 +126,7 @@ def run(first_cell, folder: Path, before: str) -> str:
     cells = [nbformat.v4.new_code_cell(text) for text in (before, first_cell.CELL)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(
-        notebook, timeout=60, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=300, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
     client.execute()
     assert not [each for each in cells[0].outputs if each.output_type == "error"]

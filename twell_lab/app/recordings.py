@@ -30,7 +30,6 @@ from ..core.errors import DeviceError, InputError, RecordError, StackError, Twel
 from ..cuda import registry
 from ..records import Record, evidence
 from ..records.evidence import need_gpu
-from .terminal import hold_signals
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
@@ -150,7 +149,6 @@ def _sections(
             why = interrupted or late
             try:
                 if not why:
-                    hold_signals()
                     rows += steps[done]()
                     done += 1
                     _empty_cache()
