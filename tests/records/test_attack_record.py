@@ -14,24 +14,24 @@ from twell_lab.core.errors import InputError
 SUITE = """def test_one(request):
     option = request.config.getoption
     import json
-    said = [{"attack": "own", "cases": option("--attack-cases") or 7, "seed": option("--attack-seed"), "long": option("--long")}]
+    said = [{"attack": "own", "cases": option("--attack-cases") or 7, "seed": option("--attack-seed")}]
     open(option("--attack-report"), "w").write(json.dumps(said))
 """
 
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A checkout with a tests/attack of its own and the options of the real one."""
+    """A checkout with a tests/nightly/attack of its own and the options of the real one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    (tmp_path / "tests" / "attack").mkdir()
+    (tmp_path / "tests" / "nightly" / "attack").mkdir(parents=True)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "tests" / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--long', action='store_true')\n"
+        "def pytest_addoption(parser):\n"
         "    for name in ('cases', 'seed'):\n        parser.addoption(f'--attack-{name}', type=int)\n    "
         "parser.addoption('--attack-report')\n"
     )
-    (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
+    (tmp_path / "tests" / "nightly" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
         patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
         patch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
@@ -40,14 +40,16 @@ def checkout(tmp_path, monkeypatch):
 
 def test_without_a_gpu_the_suite_runs_and_its_counts_are_kept(checkout):
     record = recordings.attack(seed=3)
-    assert record.rows[0] == {"attack": "own", "cases": 7, "seed": 3, "long": True} and record.rows[1]["passed"] == 1
-    assert record.notes["attack"] == {"script": "tests/attack", "seed": 3} and not records.stale(record)
+    assert record.rows[0] == {"attack": "own", "cases": 7, "seed": 3} and record.rows[1]["passed"] == 1
+    assert record.notes["attack"] == {"script": "tests/nightly/attack", "seed": 3} and not records.stale(record)
     assert records.flat_rows([record]) == []  # no timing
     assert recordings.attack(cases=2).rows[0]["cases"] == 2
 
 
 def test_a_failure_leaves_no_record(checkout):
-    (checkout / "tests" / "attack" / "test_own.py").write_text("def test_wrong():\n    assert not 'seed 5, case 17'\n")
+    (checkout / "tests" / "nightly" / "attack" / "test_own.py").write_text(
+        "def test_wrong():\n    assert not 'seed 5, case 17'\n"
+    )
     with pytest.raises(recordings.TestsFailed, match="seed 5, case 17"):
         recordings.attack()
 

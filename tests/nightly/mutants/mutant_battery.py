@@ -1,6 +1,6 @@
 """Small launches that every mutant should fail, and the process that runs them on one mutant after another.
 
-    python -m tests.simulator.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a
+    python -m tests.nightly.mutants.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a
     line
 
 It answers each with a line of JSON: what killed it ("OutOfBounds", "differs", ...), or null if nothing did.
@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from tests.simulator import cases, mutants, quantise_cases
+from tests.nightly.mutants import mutants
+from tests.simulator import cases, quantise_cases
 from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator

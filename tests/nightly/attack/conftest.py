@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.attack.harness import PLACE
+from tests.nightly.attack.harness import PLACE
 
 _REPORT = pytest.StashKey[list]()
 
@@ -40,13 +40,12 @@ def one_thread():
 
 @pytest.fixture
 def extent(request):
-    """extent(short, long) -> {"seed", "cases", "number"}: how many cases in the ordinary suite and with --long, or the
-    one asked for."""
+    """extent(cases) -> {"seed", "cases", "number"}: so many cases, or as many as were asked for, or one alone."""
     option = request.config.getoption
 
-    def of(short: int, long: int) -> dict:
-        cases = option("--attack-cases") or (long if option("--long") else short)
-        return {"seed": option("--attack-seed"), "cases": cases, "number": option("--attack-case")}
+    def of(cases: int) -> dict:
+        asked = option("--attack-cases") or cases
+        return {"seed": option("--attack-seed"), "cases": asked, "number": option("--attack-case")}
 
     return of
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from tests.attack import kills
-from tests.attack.harness import PLACE
+from tests.nightly.attack import kills
+from tests.nightly.attack.harness import PLACE
 from twell_lab.app import cli, recordings
 
 NUMBERS = (

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulator import mutants
-from tests.simulator.mutant_battery import DEFINES
-from tests.simulator.mutants import Mutant
+from tests.nightly.mutants import mutants
+from tests.nightly.mutants.mutant_battery import DEFINES
+from tests.nightly.mutants.mutants import Mutant
 from twell_lab import simulator
 from twell_lab.simulator import toolchain
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = list(DEFINES)  # headers: in the first of these that notices
 PROCESSES = 2
 
@@ -123,7 +123,7 @@ class Battery:
     """A process that runs the battery; one that dies of a mutant is replaced."""
 
     def __init__(self, folder: Path) -> None:
-        self.command = [sys.executable, "-m", "tests.simulator.mutant_battery", str(folder)]
+        self.command = [sys.executable, "-m", "tests.nightly.mutants.mutant_battery", str(folder)]
         self.process = None
 
     def __call__(self, file: str, mutant: Mutant) -> str | None:

@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from tests.attack import commands
-from tests.attack.harness import attack, isolated, randomness
+from tests.nightly.attack import commands
+from tests.nightly.attack.harness import attack, isolated, randomness
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processes as Linux does")
 
 
 def test_hostile_arguments(extent, report):
-    counts = isolated("commands", "tests.attack.commands:check", **extent(100, 3000))
+    counts = isolated("commands", "tests.nightly.attack.commands:check", **extent(3000))
     report(
         "hostile command lines",
         {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}},

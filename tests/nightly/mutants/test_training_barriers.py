@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.nightly.mutants.mutant_battery import DEFINES as INFERENCE
 from tests.simulator.launches import LAUNCHES
-from tests.simulator.mutant_battery import DEFINES as INFERENCE
 from twell_lab import simulator
 from twell_lab.core import folders
 from twell_lab.core.errors import TwellError

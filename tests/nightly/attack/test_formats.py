@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from tests.attack import formats_attack
-from tests.attack.harness import attack
+from tests.nightly.attack import formats_attack
+from tests.nightly.attack.harness import attack
 from twell_lab import formats
 from twell_lab.formats import twell
 
 
 def test_formats_and_packing(extent, report):
-    counts = attack("formats", formats_attack.check, **extent(700, 17_000))
+    counts = attack("formats", formats_attack.check, **extent(17_000))
     report("formats and packing", {"cases": counts.pop("checked"), "matrices": counts.pop("cases"), "by": counts})
 
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-from tests.attack import kills
-from tests.attack.harness import PLACE, damaged
+from tests.nightly.attack import kills
+from tests.nightly.attack.harness import PLACE, damaged
 from twell_lab import records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile

@@ -27,10 +27,8 @@ SECONDS_TO_INSTALL = 60
 
 
 @pytest.fixture(scope="module")
-def python(request) -> Path:
+def python() -> Path:
     """The interpreter of an environment with Colab's versions, kept in build/ between runs, without this package."""
-    if not request.config.getoption("--colab"):
-        pytest.skip("takes many minutes, and gigabytes the first time: `make test-colab`")
     named = (os.environ.get("COLAB_PYTHON"), *map(shutil.which, ("python3.13", "python3.12")), sys.executable)
     versions = ((each, starts(each)) for each in named if each)
     interpreter, version = next((each, version) for each, version in versions if version)

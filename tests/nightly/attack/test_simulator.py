@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.attack import simulator_attack
-from tests.attack.harness import attack
+from tests.nightly.attack import simulator_attack
+from tests.nightly.attack.harness import attack
 from twell_lab import simulator
 from twell_lab.core import folders
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ c
 
 
 def test_kernels_in_the_simulator(extent, report):
-    counts = attack("simulator", simulator_attack.check, **extent(400, 20_000))
+    counts = attack("simulator", simulator_attack.check, **extent(20_000))
     report(
         "kernels in the simulator",
         {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}},

@@ -83,9 +83,7 @@ def bare(name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def browser(request):
-    if not request.config.getoption("--browser"):
-        pytest.skip("takes minutes: `make test-browser`")
+def browser():
     driver = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:

@@ -14,7 +14,7 @@ from twell_lab.ops import accuracy
 
 
 def test_layers(extent, report):
-    how = extent(250, 5000)
+    how = extent(5000)
     report("layers on a CPU", attack.layers(**how).row())
 
 

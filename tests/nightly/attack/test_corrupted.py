@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from tests.attack import corrupted
-from tests.attack.harness import attack, isolated
+from tests.nightly.attack import corrupted
+from tests.nightly.attack.harness import attack, isolated
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processes as Linux does")
 
 
 def test_damaged_files(extent, report):
-    counts = isolated("damaged files", "tests.attack.corrupted:check", **extent(200, 4000))
+    counts = isolated("damaged files", "tests.nightly.attack.corrupted:check", **extent(4000))
     report("damaged files", {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}})
 
 
@@ -78,6 +78,10 @@ def takes_all_memory(r, counts):
 def test_what_hangs_crashes_or_takes_all_memory_is_a_failure_with_its_number(name, match):
     with pytest.raises(AssertionError, match=match) as told:
         isolated(
-            name, f"tests.attack.test_corrupted:{name}", seed=0, cases=12, seconds=1.0 if name == "hangs" else 30.0
+            name,
+            f"tests.nightly.attack.test_corrupted:{name}",
+            seed=0,
+            cases=12,
+            seconds=1.0 if name == "hangs" else 30.0,
         )
     assert "again: --attack-seed 0 --attack-case" in str(told.value)
