@@ -29,8 +29,7 @@ from ..bench.sizes import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..cuda import registry
 from ..records import Record, evidence
-from ..bench.evidence import need_gpu
-from .terminal import hold_signals
+from ..records.evidence import need_gpu
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
@@ -150,7 +149,6 @@ def _sections(
             why = interrupted or late
             try:
                 if not why:
-                    hold_signals()
                     rows += steps[done]()
                     done += 1
                     _empty_cache()
@@ -360,8 +358,8 @@ def two_gpus() -> Record:
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
     """How many random and hostile cases passed.
 
-    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one, the long form of
-    tests/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
+    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one
+    tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
 
     Args:
         seed: which cases are drawn.
@@ -405,17 +403,17 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
         )
     if seconds is not None:
         raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
-    folder = _gpu_tests_folder().parent / "attack"
+    folder = _gpu_tests_folder().parent / "nightly" / "attack"
     with tempfile.TemporaryDirectory() as temporary:
         counts = Path(temporary, "counts.json")
-        asked = ["--long"] if cases is None else [f"--attack-cases={cases}"]
+        asked = [] if cases is None else [f"--attack-cases={cases}"]
         suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
         rows = json.loads(counts.read_text())
     return Record.new(
         "attack",
         "random and hostile cases on a CPU",
         [*rows, suite],
-        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/attack", "seed": seed}},
+        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/nightly/attack", "seed": seed}},
     )
 
 
@@ -550,15 +548,15 @@ def course(at_once: int = 1) -> Record:
 
 def widgets() -> Record:
     """Each widget of the course moved by keyboard in JupyterLab in a headless Chromium, by
-    tests/notebooks/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
+    tests/nightly/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
     of it and of its still figure.
 
     Raises TestsFailed, also where the tests are left out for want of playwright or a browser.
     """
-    file = _gpu_tests_folder().parent / "notebooks" / "test_browser.py"
+    file = _gpu_tests_folder().parent / "nightly" / "test_browser.py"
     with tempfile.TemporaryDirectory() as temporary:
         moves = Path(temporary, "moves.json")
-        suite = _suite("widgets", [str(file), "--browser", f"--browser-report={moves}"])
+        suite = _suite("widgets", [str(file), f"--browser-report={moves}"])
         if suite["skipped"]:
             raise TestsFailed(
                 f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why"

@@ -286,7 +286,9 @@ def marks_of(module: nn.Module) -> list[tuple]:
         own = vars(part) if isinstance(part, nn.Module) else None
         # A SparseFFN in the activation's place calls its hooks itself.
         hooks = None if own is None or isinstance(part, StandIn) else len(own["_forward_pre_hooks"])
-        marks.append((part_at(module, above) if above else module, name, part, type(part), hooks, (own or {}).get("forward")))
+        marks.append(
+            (part_at(module, above) if above else module, name, part, type(part), hooks, (own or {}).get("forward"))
+        )
     return marks
 
 

@@ -78,9 +78,7 @@ def difference(
     return None
 
 
-def check_all(
-    layers: Iterable[tuple[str, nn.Module]], learns: bool = True, modes: tuple[str, ...] = MODES
-) -> None:
+def check_all(layers: Iterable[tuple[str, nn.Module]], learns: bool = True, modes: tuple[str, ...] = MODES) -> None:
     """InputError naming each of these modules that has a `difference`, and what it is; the first four are quoted.
     Of an expert all those beside it are asked, once."""
     modules = {id(module): (name, module) for name, module in (whole_of(*layer) for layer in layers)}
@@ -244,7 +242,9 @@ def _differences(trial: _Trial, learns: bool, modes: tuple[str, ...]) -> Iterato
     for mode in modes:
         training = mode == "training"
         for what, given in inputs.items():
-            pairs = zip(*(_outputs(trial, run, given, training, by_formula) for by_formula in (False, True)), strict=True)
+            pairs = zip(
+                *(_outputs(trial, run, given, training, by_formula) for by_formula in (False, True)), strict=True
+            )
             yield max(_off(y, wanted, mode) for y, wanted in pairs), what, mode
         if not learns:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,15 @@ from torch.compiler import is_dynamo_compiling
 from ..core import InputError
 from ..formats import TILE, WORDS, check_geometry
 from ..ops import checks, functional
-from ..ops.activation import RELU
-from . import activations, inside, probe, storage
+from . import storage
+from .activations import kernel_activation, kernel_inputs, kind_of
 from .choice import DENSE, Choice, LayerPlan
-from .find import FeedForward, Part, StandIn, describe, is_plain, is_usual, obstacle
+from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
+from .inside import Seat
 from .lossy import Lossy
-from .paths import PATHS
+from .parts import Projection, parts_of
+from .paths import PATHS, Path
+from .probe import formula
 from .terms import Told, learn, report_hidden
 from .weights import Weights
 
@@ -80,30 +84,32 @@ class SparseFFN(nn.Module, StandIn):
         """probed: whether up goes through the activation, too, where the probe was already asked; None: it was not."""
         super().__init__()
         check_geometry(tile, words)
-        found = describe("", source)
-        if found is None or (reason := obstacle(source)) is not None:
-            raise InputError(f"{type(source).__name__} stays dense: {reason if found else 'it is no known layer'}")
-        both = probe.check("", source) if probed is None else probed
+        reason, both = examine(source) if probed is None else (None, probed)
+        if reason is not None:
+            raise InputError(f"{type(source).__name__} {reason}")
+        found, parts = layer_of("", source), parts_of(source)
+        assert found is not None and parts is not None
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
         self._source = [source]  # in a list: it is no child
-        self._found = found._replace(module=None, both=both)
-        self.registered = not found.family.inside
+        self.registered = not parts.family.inside
         if self.registered:
-            vars(self).update({name: vars(source)[name] for name in _SHARED if name in vars(source)})
-        weights = Weights.of(*self.parts)
-        functional.check_finite(weights.named())
+            vars(self).update({name: vars(source)[name] for name in _SHARED})
+        self._parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
+        self._drop, self._place = [parts.drop], parts.family.activation
+        self.seat: Seat | None = None
+        functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
         self.forms: dict[str, object] = {}  # by path (layers.paths.path.Converted)
         self.learning: str | None = None
         self._told: list[Told] | None = None
-        self._reports = False
+        self.reports = False
         self._order: list[int] | None = None
-        self._born = inside.state_of(self.parts)  # what is_plain compares with
+        self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
-        self._saving = [_owner(p).register_state_dict_post_hook(storage.save_contiguous) for p in self.parts if p]
-        inside.move_inputs(self)
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
+        self.marks = marks_of(source)
         self.follow(plan)
 
     @classmethod
@@ -123,32 +129,47 @@ class SparseFFN(nn.Module, StandIn):
         return self._source[0]
 
     @property
-    def parts(self) -> list[nn.Linear | Part | None]:
+    def parts(self) -> list[Projection | None]:
         """Gate (or None), up and down."""
-        return [self._found.gate, self._found.up, self._found.down]
+        return self._parts
 
     @property
-    def gate(self) -> nn.Linear | Part | None:
-        return self._found.gate
+    def gate(self) -> Projection | None:
+        return self._parts[0]
 
     @property
-    def up(self) -> nn.Linear | Part:
-        return self._found.up
+    def up(self) -> Projection:
+        return self._parts[1]
 
     @property
-    def down(self) -> nn.Linear | Part:
-        return self._found.down
+    def down(self) -> Projection:
+        return self._parts[2]
+
+    def weights(self) -> Weights:
+        """Return the weights of gate, up and down, as they are now."""
+        return Weights.of(*self._parts)
+
+    def take_seat(self) -> None:
+        """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
+        parts = parts_of(self.source)
+        assert parts is not None
+        self.seat = Seat(self, self.source, parts)
+        self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
-        seat = self._found.family.activation
-        place = name if self.registered else name[: -len(seat)].rstrip(".")
-        return self._found._replace(name=place, module=self)
+        place = name if self.registered else name[: -len(self._place)].rstrip(".")
+        acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
+        return FeedForward(place, self, *self.parts, acts, self.formula["both"], self.formula["cut"])
 
     @property
     def dense_alone(self) -> bool:
         """Whether no kernel computes this layer, and the dense path is the only one."""
         return self.acts is None and self.kept is None
+
+    def always_dense(self) -> bool:
+        """Return whether the plan takes the dense path whatever the number of tokens."""
+        return all(choice == DENSE for _, choice in self.choices)
 
     # ---- what it does
 
@@ -198,14 +219,14 @@ class SparseFFN(nn.Module, StandIn):
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
         if not path.cuts and self.acts is None:
-            what = self.formula["cut"] or activations.name_of(self.formula["acts"])
+            what = self.formula["cut"] or kind_of(self.formula["acts"])
             others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
             raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
-        path.fitted(Weights.of(*self.parts))
+        path.fitted(self.weights())
 
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights as they were."""
-        if self._order is not None or any(PATHS[c.path].reads for _, c in getattr(self, "choices", ())):
+        if self._order is not None or any(PATHS[c.path].reads for _, c in self.choices):
             storage.restore(self.parts, self._order)
         self._order = None
 
@@ -221,7 +242,7 @@ class SparseFFN(nn.Module, StandIn):
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
         and why."""
         choice = self.choices[-1][1] if tokens is None else self.choice(tokens)
-        weights = Weights.of(*self.parts)
+        weights = self.weights()
         why = "a projection was replaced, hooked or adapted" if not is_plain(self) else ""
         if why := why or PATHS[choice.path].refuses(self, weights):
             return f"{DENSE}: {why}"
@@ -237,7 +258,7 @@ class SparseFFN(nn.Module, StandIn):
     def tell(self, told: list[Told] | None) -> None:
         """Append to `told` at each forward with gradients from now on; None: stop (layers.terms)."""
         self._told = told
-        self._reports |= told is not None
+        self.reports |= told is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [..., d_model] -> [..., d_model]."""
@@ -245,7 +266,7 @@ class SparseFFN(nn.Module, StandIn):
             return self._traced(x)
         if not self._is_usual(x):
             return self.dense(x)
-        weights = Weights.of(*self._found[2:5])
+        weights = self.weights()
         path, hot = self._path(x.shape[:-1].numel())
         if checks.needs_gradient(x, *weights):
             return learn(self, x, weights, path)
@@ -253,13 +274,13 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         return path.forward(self, x, weights, hot)
 
-    def _path(self, tokens: int):
+    def _path(self, tokens: int) -> tuple[Path, int]:
         choice = self.choice(tokens)
         return PATHS[choice.path], choice.hot
 
     def _is_usual(self, x: Tensor) -> bool:
         """Whether this is a plain call on plain tensors: inference, or training, there also under autocast."""
-        up = self._found.up.weight
+        up = self._parts[1].weight
         if type(x) is not Tensor or x.layout != torch.strided or x.dim() == 0 or not is_plain(self):
             return False
         if x.shape[-1] != up.shape[1] or x.device != up.device or up.device.type not in ("cpu", "cuda"):
@@ -275,13 +296,13 @@ class SparseFFN(nn.Module, StandIn):
     @property
     def drops(self) -> bool:
         """Whether a forward may drop hidden activations at random."""
-        return self.training and self._found.dropout is not None and self._found.dropout.p > 0
+        return self.training and self._drop[0] is not None and self._drop[0].p > 0
 
     def _traced(self, x: Tensor) -> Tensor:
         """What torch.compile sees: one operator, or torch's operations, which it fuses."""
         if torch.compiler.is_exporting() or not self._is_fit() or self.drops:
             return self.dense(x)
-        weights = Weights.of(*self.parts)
+        weights = self.weights()
         if checks.needs_gradient(x, *weights):
             return learn(self, x, weights, PATHS[DENSE.path] if not self.takes("twell") else PATHS["twell"])
         tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
@@ -296,7 +317,7 @@ class SparseFFN(nn.Module, StandIn):
     def _is_fit(self) -> bool:
         """Whether nothing is on a projection that kernels would not call: asked while code is traced, not before each
         call."""
-        weights = Weights.of(*self.parts)
+        weights = self.weights()
         return is_plain(self) and not any(PATHS[c.path].refuses(self, weights) for _, c in self.choices)
 
     _is_fit._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -309,7 +330,12 @@ class SparseFFN(nn.Module, StandIn):
         return self._by_source(x)
 
     def _by_source(self, x: Tensor) -> Tensor:
-        return self.source.forward(x) if self.registered else inside.dense(self, x)
+        if self.registered:
+            return self.source.forward(x)
+        if self.seat is not None:
+            return self.seat.dense(x)
+        parts = parts_of(self.source)
+        return formula(parts, x)
 
     # ---- what torch does with it
 
@@ -321,8 +347,9 @@ class SparseFFN(nn.Module, StandIn):
 
     def _know_activation(self) -> None:
         """Work out which activation kernels compute; another type or device may round its threshold."""
-        self.acts = activations.known(**self.formula, gated=self.gate is not None, like=self.up.weight)
-        self.kept = activations.kept(**self.formula)
+        gated = self.gate is not None and self.gate is not self.up
+        self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=self.up.weight)
+        self.kept = kernel_inputs(**self.formula) if gated or self.gate is None else None
 
     def _renew(self, *_) -> None:
         """Make other representations of the weights anew: a state was loaded, or the layer was moved."""
@@ -348,10 +375,8 @@ class SparseFFN(nn.Module, StandIn):
         self.restore()
         for handle in self._saving:
             handle.remove()
-        if self.registered:
-            self.source.train(self.training)
+        if self.seat is not None:
+            self.seat.leave()
+        elif self.registered:
+            self.source.training = self.training
         return self.source
-
-
-def _owner(part: nn.Module | Part) -> nn.Module:
-    return part.owner if isinstance(part, Part) else part

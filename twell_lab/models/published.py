@@ -23,8 +23,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..core import InputError, StackError, read_json
-from ..ops import measure
+from ..core import InputError, RecordError, StackError, read_json
+from ..ops import clock
+from .thresholds import CONFIG, Thresholds
 from .tiny import LanguageModel
 
 # The model_type of a checkpoint whose layers compute a ReLU, whatever its hidden_act says: that of the same model in
@@ -44,7 +45,7 @@ def load(
     device: str | torch.device = "cpu",
     revision: str | None = None,
 ) -> nn.Module:
-    """A causal language model, in evaluation mode.
+    """A causal language model, in evaluation mode, with the thresholds on it that it was saved with.
 
     Args:
         name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's,
@@ -57,14 +58,14 @@ def load(
 
     Raises:
         InputError: for a dtype that is none, a name that is neither, a repository that cannot be reached, a folder
-            without safetensors, weights that are missing or do not fit the configuration, and a model that needs code
-            of its own.
+            without safetensors, weights or thresholds that are missing or do not fit the configuration, and a model
+            that needs code of its own.
         DeviceError: for a device that is not there.
         StackError: where transformers is missing.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
-    place = measure.present_device(device)
+    place = clock.present_device(device)
     folder = folder_of(name, revision)
     said = configuration(folder)
     if "format" in said:
@@ -75,6 +76,11 @@ def load(
         model = _foreign(folder, said, dtype)
     else:
         model = _plain(folder, said, dtype)
+    if said.get(CONFIG) is not None:
+        try:
+            Thresholds.read(said[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
+        except RecordError as error:
+            raise InputError(str(error)) from error
     return model.to(place, dtype).eval() if dtype is not None else model.to(place).eval()
 
 

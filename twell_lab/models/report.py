@@ -12,7 +12,7 @@ from ..layers.choice import DENSE, LayerPlan
 from ..layers.find import Only, feed_forwards
 from ..layers.lossy import Lossy
 from ..layers.sparse_ffn import SparseFFN
-from .swap import why_dense
+from .swap import find_layers
 
 _COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
 _COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "why": "why"}
@@ -65,7 +65,7 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     """
     rows = []
     layers = feed_forwards(model, only=only)
-    reasons = why_dense(layers)
+    _, reasons = find_layers(model, only)
     for found in layers:
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,10 +13,10 @@ from ..analysis.plan import Plan
 from ..analysis.planner import plan as plan_layers
 from ..analysis.profile import profile
 from ..core import InputError, TwellError
-from ..formats import TILE, VALUE_DTYPES, WORDS, check_geometry
-from ..layers import experts, inside, probe
+from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice
-from ..layers.find import FeedForward, Only, check_model, feed_forwards, obstacle, replaced
+from ..layers.experts import Expert, Routed
+from ..layers.find import FeedForward, Only, check_model, feed_forwards, replaced, survey
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
@@ -72,31 +72,46 @@ def sparsify(
     told = _read(how)
     if told is None:
         return _planned(model, how, tile=tile, words=words, only=only, tokens=tokens, calls=calls)
-    layers = feed_forwards(model, only=only)
+    layers, _ = find_layers(model, only)
     if isinstance(told, Plan):
         told.check_model(layers)
-    reasons = why_dense(layers)
     tied = _tied(model)
     for found in layers:
         source = found.module
         plan = told.layer(found.name) if isinstance(told, Plan) else told
-        if found.name in reasons:
-            continue
         try:
             if isinstance(source, SparseFFN):
                 source.follow(plan)
                 continue
-            both = found.both or probe.sees_both(source)
-            sparse = SparseFFN(source, plan=plan, tile=tile, words=words, tied=tied, probed=both)
+            sparse = SparseFFN(source, plan=plan, tile=tile, words=words, tied=tied, probed=found.both)
         except TwellError as error:
             raise type(error)(f"layer {found.name!r}: {error}") from None
-        if isinstance(source, experts.Expert):
-            experts.put(source, found.name, sparse)
+        if isinstance(source, Expert):
+            source.of.add_module(found.name.rpartition(".")[2], sparse)
+            if not isinstance(vars(source.of).get("forward"), Routed):
+                Routed(source.of)
         elif sparse.registered:
             model = replaced(model, {source: sparse})
         else:
-            inside.take_seat(sparse)
+            sparse.take_seat()
     return model
+
+
+def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
+    """Return the layers that can be swapped, or are, and by name why each other one stays dense.
+
+    Runs each on a few rows. Raises InputError for a model without ReLU feed-forward layers."""
+    feed_forwards(model, only=only)
+    layers, reasons = survey(model, only=only)
+    able = []
+    for found in layers:
+        try:
+            if not isinstance(found.module, SparseFFN):
+                check_finite(Weights.of(found.gate, found.up, found.down).named())
+            able.append(found)
+        except InputError as error:
+            reasons[found.name] = str(error)
+    return able, reasons
 
 
 def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Module:
@@ -105,7 +120,7 @@ def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Mod
     model.eval()
     found = profile(model, batches, only=only)
     plan = plan_layers(found, model, calls=calls, **({} if tokens is None else {"tokens": tokens}))
-    reasons = why_dense(feed_forwards(model, only=only))
+    _, reasons = find_layers(model, only)
     model = sparsify(model, plan, only=only, **how)
     print("\n".join([found.summary(), *plan.summary(), *_left(reasons)]))
     return model.train(model_mode)
@@ -114,26 +129,6 @@ def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Mod
 def _left(reasons: dict[str, str]) -> list[str]:
     kinds = Counter(reasons.values())
     return [f"stay dense: {count} layers, {reason}" for reason, count in kinds.items()]
-
-
-def why_dense(layers: Iterable[FeedForward]) -> dict[str, str]:
-    """Say of each layer that cannot be swapped why it stays dense, by its name. Runs each on a few rows."""
-    reasons = {}
-    for found in layers:
-        if isinstance(found.module, SparseFFN):
-            continue
-        reason = obstacle(found.module)
-        if reason is None and found.up.weight.dtype not in VALUE_DTYPES:
-            reason = f"its weights are {found.up.weight.dtype}; bfloat16, float16 and float32 have kernels"
-        if reason is None:
-            try:
-                probe.check(found.name, found.module)
-                check_finite(Weights.of(found.gate, found.up, found.down).named())
-            except InputError as error:
-                reason = str(error)
-        if reason is not None:
-            reasons[found.name] = reason
-    return reasons
 
 
 def _tied(model: nn.Module) -> set[int]:
@@ -169,11 +164,13 @@ def densify(model: nn.Module) -> nn.Module:
     Weights get the plain layout again, and reordered neurons their own order. Hooks, parts and parameters are those
     that the sparse layer had."""
     check_model(model)
-    experts.remove_all(model)
+    for module in [m for m in model.modules() if isinstance(vars(m).get("forward"), Routed)]:
+        Routed.take_off(module)
+        for name, sparse in [(name, m) for name, m in module._modules.items() if isinstance(m, SparseFFN)]:
+            sparse.close()
+            del module._modules[name]
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         dense = sparse.close()
         if sparse.registered:
             model = replaced(model, {sparse: dense})
-        else:
-            inside.leave_seat(sparse)
     return model

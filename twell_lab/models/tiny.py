@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .. import core
 from ..core import InputError, TwellError, read_json, write_atomically
+from ..layers.lossy import lossy_parts
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 from . import llama
 
@@ -283,6 +284,11 @@ class LanguageModel(nn.Module):
         )
 
     def _saved(self) -> dict[str, Tensor]:
+        if lossy_parts(self):
+            raise InputError(
+                "the model has thresholds on it, which its file does not hold; accepted: one without "
+                "(Thresholds.remove), and Thresholds.save beside it"
+            )
         return {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
 
     @classmethod

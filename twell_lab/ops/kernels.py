@@ -23,7 +23,10 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("pack", "spmm", "blocks", "microtiles", "int8")  # the files of this folder that declare sources
+OPERATIONS = (  # the files of this folder that declare sources
+    *("blocks", "columns", "int8", "microtiles", "pack", "spmm", "survivors", "train_dense", "train_lost"),
+    *("train_rows", "transpose"),
+)
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 

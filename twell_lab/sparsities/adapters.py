@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..core import InputError
 from ..layers.find import check_model
-from ..ops import measure
+from ..ops import clock
 from .magnitude import check_sparsity, kept_of
 
 SWITCH, FUSE = "switch in place", "fuse LoRA"
@@ -162,7 +162,7 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
 
     The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
-    calls in turn (twell_lab.ops.measure). Nothing of a forward is in it.
+    calls in turn (twell_lab.ops.clock). Nothing of a forward is in it.
 
     Args:
         model: whose matrices are all written.
@@ -201,10 +201,10 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
         for name, weight in weights.items():
             weight.copy_(kept[name])
     if device.type == "cuda":
-        samples = measure.time_cuda(calls, 10)
-        walls = {path: wall for path, (_, wall) in measure.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
+        samples = clock.time_cuda(calls, 10)
+        walls = {path: wall for path, (_, wall) in clock.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
     else:
-        samples = measure.time_cpu(calls, seconds, cold=True)
+        samples = clock.time_cpu(calls, seconds, cold=True)
     for name, weight in weights.items():
         weight.copy_(kept[name])
     written = [change.values for change in adapter.changes.values()]
@@ -215,8 +215,8 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     moved = {SWITCH: sum(t.nbytes for t in written), FUSE: sum(t.nbytes for t in weights.values())}
     rows = []
     for path, taken in samples.items():
-        ms, spread = measure.quartiles(taken)
+        ms, spread = clock.quartiles(taken)
         row = {"path": path, "ms": ms, "spread": spread, "parameters": parameters[path], "written_bytes": moved[path]}
-        row |= {"wall_ms": measure.quartiles(walls[path])[0]} if path in walls else {}
+        row |= {"wall_ms": clock.quartiles(walls[path])[0]} if path in walls else {}
         rows.append(row | {"worst_error": errors[path], "samples": [round(ms, 6) for ms in taken]})
     return rows

@@ -50,8 +50,8 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
     fits = all(type(n) is int and SMALLEST <= n <= LARGEST for n in (high, wide))
     if not fits or not rows or not columns or rows % high or columns % wide:
         raise InputError(
-            f"the block size is {size!r:.80} for a matrix of shape {[rows, columns]}; a whole number from {SMALLEST} to "
-            f"{LARGEST} that divides both, or two, (rows, columns), is accepted"
+            f"the block size is {size!r:.80} for a matrix of shape {[rows, columns]}; a whole number from {SMALLEST} "
+            f"to {LARGEST} that divides both, or two, (rows, columns), is accepted"
         )
     return matrix.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
 

@@ -77,7 +77,7 @@ def test_help_and_version_load_neither_torch_nor_plotly():
             [sys.executable, "-c", code, argument],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert ran.returncode == 0 and "twell-lab" in ran.stdout, ran.stderr
@@ -157,7 +157,7 @@ def test_a_reader_who_leaves_is_no_error(folder):
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     os.close(write)
