@@ -2,7 +2,7 @@
 one is faster.
 
 Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each path costs at
-a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.differentiable):
+a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.train):
   dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
   sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down
   forwards;
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from ..core import InputError
 from ..layers.anatomy import feed_forwards
-from ..layers.learner import DENSE, HEAVY, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import differentiable, train_lost, train_rows
+from ..layers.terms import DENSE, HEAVY, SPARSE, LayerTerm
+from ..ops import survivors, train, train_lost
 from . import costs
 
 MARGIN = 0.1  # a layer changes its path when it is this far past the break-even: noise alone does not change it back
@@ -93,7 +93,7 @@ def cost(term: LayerTerm, weight: Tensor) -> float:
     most = 1 / train_lost.TOKENS_A_ROW
     lost = 0.0 if term.lost is None else float(term.lost)
     entries, fast = float(term.nnz), min(lost, most)
-    if term.heavy is not None and float(term.heavy) <= most and train_lost.held(weight):
+    if term.heavy is not None and float(term.heavy) <= most and train_lost.tensor_core_rows(1, weight.device):
         entries, fast = float(term.light), max(fast, float(term.heavy))
     return entries + weight.shape[0] * (LOST_TO_TENSOR_CORES * fast + LOST * max(0.0, lost - fast))
 
@@ -128,7 +128,7 @@ class Switch:
     def measure(self, tokens: int = 4096) -> dict[str, float]:
         """The break-even of each layer, from rates measured on its device now.
 
-        It is at most the number for which the kernels have room (train_rows.capacity_for), which is less in wide
+        It is at most the number for which the kernels have room (survivors.capacity_for), which is less in wide
         layers. It is 0, for never, where the kernels do not take the layer (on a CPU, in float32): there the sparse
         path is torch's own operations, with the gate computed twice, and slower however few neurons fire.
 
@@ -143,8 +143,7 @@ class Switch:
         made = {}
         for each in layers:
             d_ff, d_model = each.up.weight.shape
-            x = torch.empty(1, d_model, dtype=dtype, device=weight.device).expand(tokens, d_model)  # one row's memory
-            taken = differentiable.takes(x, None, each.up.weight)
-            room = ROOM_USED * train_rows.capacity_for(tokens, d_ff) / tokens
+            taken = train.takes(weight.device, dtype, tokens, d_model, d_ff)
+            room = ROOM_USED * survivors.capacity_for(tokens, d_ff) / tokens
             made[each.name] = min(break_even(rates, d_model, d_ff, each.gate is not None), room) if taken else 0.0
         return made

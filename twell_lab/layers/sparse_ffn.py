@@ -18,20 +18,19 @@ from ..ops import checks, copies, streams, turned
 from ..ops.activation import RELU
 from ..ops.inference import STATS
 from ..ops.kept import place
-from . import activations, compiled, hooks, probe
+from . import activations, compiled, hooks, probe, terms
 from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, cut_in, family_of, is_usual, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .compiled import call as compiled_call  # by its own name: a module would be asked after, too, before each call
 from .families import accepted
 from .layout import DIMS, Holders, Layout, drop_views
-from .learner import Learner
 from .lossy import Lossy, ThresholdedInput
 from .parts import Cut, HandOn, part_at, put, set_forward
 from .paths import PATHS, dense
 from .paths.converted import Form
 from .paths.dense import by_torch
-from .paths.path import held, hold
+from .paths.path import Path, held, hold
 from .shards import Summed, split_of
 from .weights import Weights
 
@@ -41,7 +40,7 @@ ONLY_CUT = (
 )
 
 
-class SparseFFN(Learner, nn.Module, StandIn):
+class SparseFFN(nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     In place of the ReLU it may have its square in a plain layer, a FATReLU, a SiLU or GELU with a threshold
@@ -57,7 +56,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons in the order that they
     have. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in
     buffers outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says
-    what they cost). Where a gradient is needed (twell_lab.ops.differentiable), `learn` says whether all neurons are
+    what they cost). Where a gradient is needed (twell_lab.ops.train), `learn` says whether all neurons are
     computed or those that fire.
 
     A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
@@ -85,6 +84,12 @@ class SparseFFN(Learner, nn.Module, StandIn):
     where it is torch's operations. Hooks belong on the SparseFFN itself; `densify` moves them to the dense layer. Hooks
     for every module (register_module_forward_hook) see the SparseFFN but not its projections. Attributes that are
     changed later on the dense module or its activation have no effect."""
+
+    learning: str | None = None  # the path that was given to `learn` last
+    # See twell_lab.layers.terms: where to report, also without gradients or not, and whether it was ever asked to.
+    _told: list | None = None
+    _tells_always = _reports = False
+    splits = False
 
     def __init__(
         self,
@@ -269,8 +274,6 @@ class SparseFFN(Learner, nn.Module, StandIn):
         for name in used:
             PATHS[name].prepare(self, weights)
         self._renew_stats(choices)
-        # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
-        self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
         # What compiled code knows as an operator, or as torch's operations, is a layer with a ReLU.
         compiled.follow(self, ways if self.acts == RELU else [(1, compiled.SEEN)])
@@ -304,6 +307,18 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def always_dense(self) -> bool:
         """Whether the plan takes the dense path whatever the number of tokens."""
         return all(choice.path == DENSE.path for _, choice in self._choices)
+
+    def learn(self, path: str | None) -> None:
+        """Which path to take where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for
+        "dense" where the plan says so for inputs of that size, and "twell" otherwise. Parameters and gradients stay the
+        same. Raises InputError for another path."""
+        if path not in (None, *terms.PATHS):
+            raise InputError(f"path is {path!r}; {', '.join(map(repr, terms.PATHS))} and None are accepted")
+        self.learning = path
+
+    def learns_by(self, planned: Path) -> str:
+        """The name of the path that is taken where gradients are needed and the plan says this one."""
+        return DENSE.path if self.acts != RELU else self.learning or planned.learns
 
     def told_or_seen(self) -> bool:
         """Whether somebody wants to know what goes through this layer: by `tell`, or by hooks."""
@@ -410,6 +425,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
+        if self._told is not None and terms.reports(self):
+            return self._forward(x)
         if is_dynamo_compiling():
             y = compiled_call(self, x)
         else:
@@ -447,7 +464,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         drop = self._modules[self._dropout] if self.drops else None
         if self.acts is None:
             path = PATHS[choices[self._class_of(x, choices)][1].path]
-            if path.cuts and drop is None and not self._dense_because(x, weights):
+            if path.cuts and drop is None and not terms.reports(self) and not self._dense_because(x, weights):
                 y = path.forward(self, x, weights, 0, None)
                 self._remember(x, weights, lambda: path.again(self, x, weights, 0, None))
                 return y
@@ -457,20 +474,30 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if drop is not None and drop.p > 0:
             return self._by_torch(x, weights, drop)
         if checks.transformed() or self._rounded_otherwise(x):
-            return by_torch(x, weights, **self.formula)
+            return by_torch(x, weights, lambda h: terms.report_hidden(self, h), **self.formula)
         at = self._class_of(x, choices)
         choice = choices[at][1]
         path = PATHS[choice.path]
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights)):
-            if self.layout.turns:
+        needed = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights))
+        if needed or terms.reports(self):
+            if needed and self.layout.turns:
                 self._before_learning(weights)
-            return self._learn(x, weights, path)
+            return terms.learn(self, x, weights, path)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
         counted = path.packs and (self.plan is not None or weights.up.is_cuda)
         stats = self._counters(at, choices, weights) if counted else None
         y = path.forward(self, x, weights, choice.hot, stats)
         self._remember(x, weights, lambda: path.again(self, x, weights, choice.hot, stats), stats is not None)
         return y
+
+    def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None) -> Tensor:
+        """The output for x [..., d_model] by torch's operations, with this dropout before the down projection, as the
+        dense layer has it: what is reported is what was not dropped."""
+
+        def seen(hidden: Tensor) -> Tensor:
+            return terms.report_hidden(self, hidden if dropout is None else dropout(hidden))
+
+        return by_torch(x, weights, seen, **self.formula)
 
     @staticmethod
     def _dense_because(x: Tensor, weights: Weights) -> bool:

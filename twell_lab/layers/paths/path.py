@@ -69,7 +69,7 @@ class Path:
     ORDER holds it, unless the layer's own weights lie in that order. exact: whether it computes the layer's function,
     but for rounding; one that does not is called lossy wherever it is named. opaque: whether torch.compile sees one
     operator and not what it does. patterned: whether it takes a layer for where the zeros of its weights lie; then it
-    is timed on those weights, and never on drawn ones. learns: the path of twell_lab.ops.differentiable to take where
+    is timed on those weights, and never on drawn ones. learns: the path of twell_lab.ops.train to take where
     gradients are needed. cuts: whether it is for layers with thresholds on their inputs (layers.lossy.Cut); they take
     these paths and dense, and no others do. copies: the weights it wants in another layout. in_order: those of them, by
     the same buffers, that it still wants where the layer's weights lie in `layer.neurons`."""
