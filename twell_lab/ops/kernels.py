@@ -23,7 +23,18 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("pack",)  # the files of this folder that declare sources
+OPERATIONS = (
+    "pack",
+    "gate_pack",
+    "gated",
+    "down",
+    "gate_up",
+    "down_sums",
+    "down_rows",
+    "decode",
+    "listed",
+    "kept_inputs",
+)  # the files of this folder that declare sources
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 
