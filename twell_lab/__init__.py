@@ -13,7 +13,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "pack": "ops.operators",
     "gated_ffn": "ops.operators",
     "plain_ffn": "ops.operators",
-    "train_ffn": "ops.differentiable",
+    "train_ffn": "ops.train",
     "SparseFFN": "layers.sparse_ffn",
     "Choice": "layers.choice",
     "LayerPlan": "layers.choice",

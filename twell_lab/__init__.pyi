@@ -26,7 +26,7 @@ from .models.swap import densify as densify
 from .models.swap import sparsify as sparsify
 from .models.thresholds import Thresholds as Thresholds
 from .models.thresholds import thresholds as thresholds
-from .ops.differentiable import train_ffn as train_ffn
+from .ops.train import train_ffn as train_ffn
 from .ops.operators import gated_ffn as gated_ffn
 from .ops.operators import pack as pack
 from .ops.operators import plain_ffn as plain_ffn

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..analysis.switching import Switch
 from ..core import InputError
 from ..layers.anatomy import feed_forwards, firing_layers
-from ..layers.learner import LayerTerm
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import LayerTerm
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, check_shapes
 from ..ops.copies import all_finite
