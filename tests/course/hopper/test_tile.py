@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from twell_lab import core, formats, simulator
 from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
-from twell_lab.formats import pool
+from twell_lab.formats import packed_and_pool
 
 KERNEL = (core.kernels_dir() / "sm90_gate_pack.cu").read_text(encoding="utf-8")
 PTX = (core.kernels_dir() / "ptx_sm90.cuh").read_text(encoding="utf-8")
@@ -150,4 +150,4 @@ def test_counts_that_are_no_group_are_refused(counts):
 def test_the_lost_rows_are_those_of_the_reference():
     gate = torch.full((16, 256), -1.0, dtype=torch.bfloat16)
     gate[3, :40], gate[5, :90] = 1, 1
-    assert pool.packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]
+    assert packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]
