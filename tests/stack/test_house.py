@@ -16,7 +16,7 @@ MB = 1_000_000
 # Written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
-DRAWING_ROOMS = {"app", "course", "plots"}
+DRAWING_ROOMS = {"app", "course", "plots.py"}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 # Names of torch's own that begin with an underscore, and that we cannot do without.
 TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields", "_replace"}  # and what a NamedTuple offers
