@@ -1,8 +1,7 @@
 """Files that commit 6a4eca0 wrote, before the package had rooms, still mean today what they meant then.
 
 One small file of each kind lies beside this test: a trained model, the checkpoint of a run that stopped after four of
-its six steps (only the path of its text was shortened), that text, another one prepared, a firing profile, a plan and a
-record. expected.json holds what the same code said of them.
+its six steps (only the path of its text was shortened), that text, another one prepared, a plan and a record. expected.json holds what the same code said of them.
 """
 
 import json
@@ -47,12 +46,6 @@ def test_a_prepared_text():
     assert bytes(training.tokens[:1800].tolist()) == (HERE / "text.txt").read_bytes()[:1800]
 
 
-def test_a_firing_profile():
-    profile = tl.FiringProfile.load(HERE / "profile.json")
-    assert [layer.mean_nnz for layer in profile.layers] == EXPECTED["nnz"]
-    assert profile.by_position() == [] and profile.by_token() == [] and profile.heavy_first is None
-
-
 def test_a_plan_is_followed(tmp_path):
     plan = tl.Plan.load(HERE / "plan.json")
     assert (plan.release, plan.clock, plan.timed_on) == (None, None, {})  # which version 1 did not say
@@ -77,7 +70,6 @@ def test_a_record():
     "name, load, said",
     [
         ("plan.json", tl.Plan.load, "has version 99; this release reads 1"),
-        ("profile.json", tl.FiringProfile.load, "has version 99; this release reads 1"),
         ("prepared/twell-lab-text.json", lambda path: load_any(path.parent), "99"),
         ("stopped/checkpoint-000004/state.json", lambda path: checkpoint.load(path.parents[1]), "is not of format 1"),
         ("model/config.json", lambda path: LanguageModel.load(path.parent), "is not of format 1"),
@@ -99,7 +91,3 @@ def test_the_command_line_takes_them(capsys):
     model = str(HERE / "model")
     assert cli.main(["profile", model, "--text", str(HERE / "text.txt"), "--windows", "4", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["layers"]) == 1
-    profile = str(HERE / "profile.json")
-    assert cli.main(["profile", profile, "--against", profile]) == 0
-    shown = capsys.readouterr().out
-    assert "firing by position: not known" in shown and "a plan made from one serves the other" in shown

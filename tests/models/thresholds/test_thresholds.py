@@ -592,6 +592,7 @@ def test_layers_can_be_left_out():
     model = quantised()
     found = tl.thresholds(model, tokens(), 0.5, only=lambda name, _: name == "model.layers.0.mlp")
     assert [layer.name for layer in found.layers] == ["model.layers.0.mlp"]
+    assert len(lossy_parts(found.apply(model))) == 1
     with pytest.raises(InputError, match="no feed-forward layer in LlamaForCausalLM that `only` takes"):
         tl.thresholds(model, tokens(), 0.5, only=lambda *_: False)
 
