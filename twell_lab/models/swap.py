@@ -60,7 +60,7 @@ def sparsify(
             or a Choice: this path for every layer and number of tokens, be it faster or not.
         tile, words: the TwELL geometry of layers that become sparse.
         only: swap the layers for which only(name, module) is true.
-        tokens, calls: given batches, the token counts to plan for, and the way of calling, as `twell_lab.plan` has them.
+        tokens, calls: given batches, the token counts to plan for, and the way of calling, as in `twell_lab.plan`.
 
     Raises:
         InputError: without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for a
