@@ -122,7 +122,7 @@ def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Mod
     plan = plan_layers(found, model, calls=calls, **({} if tokens is None else {"tokens": tokens}))
     _, reasons = find_layers(model, only)
     model = sparsify(model, plan, only=only, **how)
-    print("\n".join([found.summary(), *plan.summary(), *_left(reasons)]))
+    print("\n".join([_fires(found), plan.summary(), *_left(reasons)]))
     return model.train(model_mode)
 
 
