@@ -367,11 +367,11 @@ def _record(options) -> Answer:
 def _compile(options) -> Answer:
     import torch
 
-    from ..cuda import cubins
-    from ..cuda.prebuild import prebuild
+    from ..cuda.compile import ARCHITECTURES
+    from ..ops.kernels import prebuild
 
-    if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
-        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")
+    if unknown := sorted(set(options.arch) - set(ARCHITECTURES)):
+        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(ARCHITECTURES)}")
     with tqdm(unit="cubin", disable=None) as bar:
 
         def built(done: int, of: int, name: str) -> None:

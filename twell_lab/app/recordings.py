@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from .. import core
-from ..bench import density, forward
+from ..bench import density, evidence, forward
+from ..bench.evidence import need_gpu
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
-from ..cuda import registry
-from ..records import Record, evidence
-from ..records.evidence import need_gpu
+from ..ops import kernels
+from ..records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
@@ -207,11 +207,11 @@ _FIRST_CALL = """
 import time, torch
 torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
 w = torch.randn(5632, 2048, device="cuda", dtype=torch.bfloat16)
-x, down = w[:{tokens}].clone() - 1, w.t().contiguous()
+x = w[:{tokens}].clone() - 1
 torch.cuda.synchronize()
 start = time.perf_counter()
-from twell_lab import ops
-ops.infer(x, w, w, down, down_t=w)
+import twell_lab
+twell_lab.ffn(x, w, w.t(), w)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
@@ -220,8 +220,6 @@ print(time.perf_counter() - start)
 def _startup() -> dict:
     """Seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the cache;
     and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
-    from ..cuda import prebuild
-
     found = {}
     for tokens in (1, 4096):
         command = [sys.executable, "-c", _FIRST_CALL.format(tokens=tokens)]
@@ -230,7 +228,7 @@ def _startup() -> dict:
     major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        cubins = prebuild.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
+        cubins = kernels.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
         found[f"compiling {len(cubins)} cubins"] = round(time.perf_counter() - start, 2)
     return found
 
@@ -293,7 +291,7 @@ def gpu_tests() -> Record:
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
-    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=registry.KERNELS)
+    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=kernels.sources())
 
 
 def _gpu_tests_folder() -> Path:
@@ -352,7 +350,7 @@ def two_gpus() -> Record:
         raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
     rows = [*suites, *runs.rows()]
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, rows, kernels=registry.KERNELS)
+    return Record.new("two-gpus", purpose, rows, kernels=kernels.sources())
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:

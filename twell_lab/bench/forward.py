@@ -16,7 +16,7 @@ from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import ampere, clock, dispatch, portable
 from ..ops.clock import ROTATED, WrongResult, workload
-from ..plots.data import OTHER_KERNELS
+from ..plots import OTHER_KERNELS
 from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 

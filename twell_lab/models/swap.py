@@ -60,7 +60,7 @@ def sparsify(
             or a Choice: this path for every layer and number of tokens, be it faster or not.
         tile, words: the TwELL geometry of layers that become sparse.
         only: swap the layers for which only(name, module) is true.
-        tokens, calls: given batches, the token counts to plan for, and the way of calling, as `twell_lab.plan` has them.
+        tokens, calls: given batches, the token counts to plan for, and the way of calling, as in `twell_lab.plan`.
 
     Raises:
         InputError: without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for a
@@ -122,7 +122,7 @@ def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Mod
     plan = plan_layers(found, model, calls=calls, **({} if tokens is None else {"tokens": tokens}))
     _, reasons = find_layers(model, only)
     model = sparsify(model, plan, only=only, **how)
-    print("\n".join([found.summary(), *plan.summary(), *_left(reasons)]))
+    print("\n".join([_fires(found), plan.summary(), *_left(reasons)]))
     return model.train(model_mode)
 
 

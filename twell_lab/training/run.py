@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from ..analysis.switching import Switch
 from ..core import InputError
-from ..layers.anatomy import feed_forwards, firing_layers
-from ..layers.learner import LayerTerm
+from ..layers.find import feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import LayerTerm
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, check_shapes
-from ..ops.copies import all_finite
+from ..ops.checks import all_finite
 from . import checkpoint, dead, parallel
 from .compiled import Compiled
 from .config import TrainConfig
