@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from twell_lab.layers.anatomy import feed_forwards
 
 from twell_lab.core import InputError
 from twell_lab.layers import probe
-from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twell_lab.layers.anatomy import feed_forwards, is_threshold
 
 import twell_lab as tl
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards, is_threshold
 from twell_lab.layers.choice import Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.layers.sparse_ffn import SparseFFN

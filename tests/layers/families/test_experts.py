@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from twell_lab.layers.anatomy import feed_forwards
 
 import twell_lab as tl
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.experts import Routed, experts_of, mixed, spread, stored
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from twell_lab.layers.anatomy import feed_forwards
 
 import twell_lab as tl
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.families import Family, families, known, register_family
 from twell_lab.layers.paths import path
 from twell_lab.layers.sparse_ffn import SparseFFN
