@@ -17,7 +17,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "SparseFFN": "layers.sparse_ffn",
     "Choice": "layers.choice",
     "LayerPlan": "layers.choice",
-    "feed_forwards": "layers.anatomy",
+    "feed_forwards": "layers.find",
     "register_family": "layers.families",
     "layer_terms": "layers.terms",
     "profile": "analysis.profile",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from .. import __version__, records
 from ..core import InputError, RecordError, write_atomically
-from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, LayerPlan
+from ..layers.find import FeedForward
 from ..layers.paths.cost import Rates
 from ..ops.measure import device_name
 from . import saved

@@ -33,9 +33,9 @@ from tqdm import tqdm
 
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import kept, known
-from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
+from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
 from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
@@ -406,8 +406,8 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
             )
         acts, squared = each.acts or torch.relu, each.gate is each.up
         if (
-            known(acts, each.gate is not None, each.both, cut=each.cut)
-            is kept(acts, each.both or squared, each.cut)
+            kernel_activation(acts, each.gate is not None, each.both, cut=each.cut)
+            is kernel_inputs(acts, each.both or squared, each.cut)
             is None
         ):
             raise InputError(

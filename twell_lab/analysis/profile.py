@@ -28,9 +28,7 @@ from torch.nn import functional as F
 from .. import records
 from ..core import WHOLE, InputError, RecordError, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
-from ..layers import probe
-from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
 from . import saved
 from .compare import Comparison, check_alike
 from .layer_profile import LATER, POSITIONS, LayerProfile, layer_from
@@ -252,9 +250,7 @@ def profile(
     """
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
-    dense = ((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
-    # In the mode that it is run in; a layer like one that passed counts as it: nothing is swapped here.
-    probe.check_all(dense, learns=False, modes=("evaluation",), each=False)
+    found = sound(found)
     counters = [Counter(layer, tile, words) for layer in found]
     vocabulary = _Vocabulary(model)
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..core import InputError
-from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.find import FeedForward
 from ..layers.layout import Holders, copy_bytes
 from ..layers.paths import PATHS
 from ..layers.shards import part_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..layers.anatomy import FeedForward
+from ..layers.find import FeedForward
 from ..layers.parts import uncompiled
 from ..layers.paths.dense import hidden_of
 from ..layers.sparse_ffn import SparseFFN

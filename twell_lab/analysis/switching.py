@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.learner import DENSE, HEAVY, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import differentiable, train_lost, train_rows

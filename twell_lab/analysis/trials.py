@@ -20,11 +20,12 @@ from torch.nn.functional import linear
 
 from ..core import InputError
 from ..layers import hooks
-from ..layers.activations import known
-from ..layers.anatomy import FeedForward, StandIn, family_of
+from ..layers.activations import kernel_activation
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.find import FeedForward, StandIn
 from ..layers.lossy import ThresholdedInput
+from ..layers.parts import parts_of
 from ..layers.paths import PATHS
 from ..layers.shards import split_of
 from ..layers.sparse_ffn import SparseFFN
@@ -328,7 +329,7 @@ def _off(y: Tensor, exact: Tensor) -> float:
 
 def _key(subject: Subject, tokens: int) -> tuple:
     layer, weight = subject.layer, subject.weight
-    kind = known(subject.found.acts or torch.relu, layer.gated, subject.found.both)
+    kind = kernel_activation(subject.found.acts or torch.relu, layer.gated, subject.found.both)
     form = layer.d_model, layer.d_ff, layer.gated, kind and kind._replace(threshold=0.0)
     return *form, layer.tile, layer.words, weight.dtype, weight.device, tokens
 

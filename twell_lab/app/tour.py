@@ -23,7 +23,7 @@ from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
 from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..ops import operators, reference
 from ..ops.measure import dtype_for, present_device
 from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, tile_of

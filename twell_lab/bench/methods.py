@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..layers.paths.hot_cold import STEP
 from ..models.swap import sparsify
 from ..ops import measure

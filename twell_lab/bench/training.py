@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..layers import learner
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.terms import layer_terms
 from ..layers.weights import Weights
 from ..models.swap import sparsify

@@ -31,8 +31,8 @@ from ..analysis.profile import captured, profile
 from ..analysis.room import SHARE
 from ..analysis.switching import Switch
 from ..core import InputError, TwellError
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice
+from ..layers.find import feed_forwards
 from ..layers.learner import DENSE as LEARNS_DENSE
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN

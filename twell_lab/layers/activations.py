@@ -116,9 +116,7 @@ def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, li
         down, up = torch.full_like(at, -torch.inf), torch.full_like(at, torch.inf)
         below, above = torch.nextafter(at, down), torch.nextafter(at, up)
         near = torch.stack([torch.nextafter(below, down), below, at, above, torch.nextafter(above, up)])
-        silent = max(
-            (v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf
-        )
+        silent = max((v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf)
         nan = activation(torch.full_like(near, torch.nan))
     if silent == inf:  # a threshold beyond the type's end, or one that is none
         return None

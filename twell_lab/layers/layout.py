@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..core import InputError
 from ..ops import checks, copies, turned
-from .anatomy import FeedForward, StandIn, family_of
+from .find import FeedForward, StandIn
+from .parts import parts_of
 from .paths import PATHS
 from .paths.path import hold
 from .weights import Weights

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.copies import all_finite
-from .anatomy import firing_layers
+from .find import firing_layers
 from .learner import LayerTerm, Told, layer_l1, layer_nnz
 from .sparse_ffn import SparseFFN
 

@@ -9,8 +9,8 @@ from torch import nn
 from .. import records
 from ..analysis import auto
 from ..analysis.plan import COLUMNS, chosen
-from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.find import Only, feed_forwards
 from ..layers.lossy import Lossy
 from ..layers.shards import part_of
 from ..layers.sparse_ffn import SparseFFN

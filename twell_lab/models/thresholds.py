@@ -38,24 +38,13 @@ from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, run
 from ..core import InputError, RecordError, write_atomically
-from ..layers import probe
-from ..layers.anatomy import (
-    FeedForward,
-    Only,
-    check_model,
-    cut_places,
-    family_of,
-    kind_of,
-    named_parts,
-    raise_all,
-    selected,
-    title,
-)
+from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
-from ..layers.hooks import on_part
+from ..layers.find import FeedForward, Only, check_model, cut_places, selected, unreadable_part
 from ..layers.lossy import Lossy, ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import is_projection, put, uncompiled
+from ..layers.parts import named_family, part_at, parts_of, put, uncompiled
+from ..layers.probe import check_all, raise_all, title
 from ..layers.sparse_ffn import SparseFFN
 
 FORMAT = "twell-lab thresholds"
@@ -286,7 +275,7 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     found = _layers(model, only)
     if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    probe.check_all(((layer.name, layer.module) for layer in found), learns=False)
+    check_all((layer.name, layer.module) for layer in found)
     layers = [LayerCalibration(layer, method) for layer in found]
     if not run(model, [(each.layer, each.see) for each in layers], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
@@ -430,9 +419,9 @@ class Thresholds:
         for layer, found in seats:
             if self.method == "cats":
                 cut = ThresholdedActivation(found.acts, layer.thresholds["activation"])
-                put(found.module, family_of(found.module).activation, cut.train(found.module.training))
+                put(found.module, parts_of(found.module).family.activation, cut.train(found.module.training))
                 continue
-            for place, projections in cut_places(family_of(found.module), found.module).items():
+            for place, projections in cut_places(parts_of(found.module)).items():
                 inputs = ThresholdedInput(layer.thresholds[place]).train(found.module.training)
                 inputs.put_on(found.module, place, projections)
         return model
@@ -444,11 +433,11 @@ class Thresholds:
         _check_dense(model)
         for module in list(model.modules()):
             ThresholdedInput.take_off(module)
-            family = family_of(module)
-            if family is not None and isinstance(found := family.acts(module), ThresholdedActivation):
-                if isinstance(before := found.activation, nn.Module):
+            parts = parts_of(module)
+            if parts is not None and isinstance(parts.acts, ThresholdedActivation):
+                if isinstance(before := parts.acts.activation, nn.Module):
                     before.train(module.training)  # which did not reach it while it was no child
-                put(module, family.activation, before)
+                put(module, parts.family.activation, before)
         return model
 
     def loss(self, model: nn.Module, windows: Tensor, *, bytes_per_token: float | None = None) -> LossChange:
@@ -555,15 +544,15 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
         if experts_of(module):
             experts += 1
             continue
-        family = named_parts(module)
+        family = named_family(module)
         if family is None or not selected(only, name, module):
             continue
-        if (reason := _unreadable(family.owners(module))) is not None:
+        owners = {place: part_at(module, place) for place in family.projections}
+        if (reason := _unreadable(owners)) is not None:
             reasons.append(f"{title(name, module)}: {reason}")
-        elif family_of(module) is not None:
-            gate, up, down, acts = family.parts(module)
-            acts = acts.activation if isinstance(acts, ThresholdedActivation) else acts
-            found.append(FeedForward(name, module, gate, up, down, acts))
+        elif (parts := parts_of(module)) is not None:
+            acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
+            found.append(FeedForward(name, module, *parts[1:4], acts))
     raise_all(reasons)
     if not found:
         also = "routed experts alone, which share an activation" if experts else "none of its modules is one"
@@ -572,19 +561,13 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     return found
 
 
-def _unreadable(owners: dict[str, nn.Module]) -> str | None:
+def _unreadable(owners: dict) -> str | None:
     """Why a layer with these projections cannot be asked what they give."""
-    for seat, owner in owners.items():
-        if not is_projection(owner):
-            return f"{seat} " + (
-                on_part(owner)
-                or f"is a {type(owner).__module__}.{type(owner).__qualname__}; accepted: a plain torch.nn.Linear, "
-                "neither quantised nor adapted, or an `only` that leaves the layer out"
-            )
+    for place, owner in owners.items():
+        if (reason := unreadable_part(owner)) is not None:
+            return f"{place} {reason}, or an `only` that leaves the layer out"
         if any(parameter.is_meta for parameter in owner.parameters()):
-            return f"{seat} is on meta, without values; accepted: a model that was loaded"
-        if any(hasattr(parameter, "device_mesh") for parameter in owner.parameters()):
-            return f"{seat} is sharded (DTensor); accepted: a whole model, sharded afterwards"
+            return f"{place} is on meta, without values; accepted: a model that was loaded"
     return None
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers.anatomy import check_model
+from ..layers.find import check_model
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
 from .weights import check_sparsity, kept_of

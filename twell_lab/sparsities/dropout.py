@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import DeviceError, InputError
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..ops import measure
 from ..training.config import TrainConfig
 from ..training.loop import initial_model

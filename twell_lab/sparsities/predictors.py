@@ -36,14 +36,14 @@ from .. import records
 from ..analysis.running import ALL, Gate, Rows, run
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers import probe
-from ..layers.anatomy import FeedForward, Only, check_model, family_of, feed_forwards, raise_all, replaced, title
 from ..layers.experts import Expert
-from ..layers.parts import uncompiled
+from ..layers.find import FeedForward, Only, check_model, feed_forwards, replaced
+from ..layers.parts import part_at, parts_of, uncompiled
 from ..layers.paths import Path
 from ..layers.paths.converted import Converted
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import dense_parts
+from ..layers.probe import check_all, raise_all, title
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import copies
@@ -73,13 +73,12 @@ class FewNeurons(nn.Module):
         # Beside `dense`, whose children they are, or views of these.
         self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
         self._copies: tuple[copies.Note, tuple[Tensor, ...]] | None = None
-        self._family = family_of(layer.module)
+        self._places = parts_of(layer.module).family.places
         self._found = self._standing()
 
     def _standing(self) -> dict[str, object]:
         """The layer, its projections and its activation, by their places."""
-        dense, family = self.dense, self._family
-        return {"the layer": dense, **family.owners(dense), family.activation: family.acts(dense)}
+        return {"the layer": self.dense, **{place: part_at(self.dense, place) for place in self._places}}
 
     def check(self) -> None:
         """Raise InputError if something else stands where the layer or a part of it was."""
@@ -215,10 +214,10 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     check_model(model)
     found, reasons = feed_forwards(model, only=only), []
     for layer in found:
-        module, family = layer.module, family_of(layer.module)
+        module, parts = layer.module, parts_of(layer.module)
         if isinstance(module, SparseFFN):
             reasons.append(f"{title(layer.name, module)} was swapped by sparsify; accepted: densify(model) first")
-        elif isinstance(module, Expert) or family is None or family.inside or family.residual:
+        elif isinstance(module, Expert) or parts is None or parts.family.inside or parts.family.residual:
             reasons.append(
                 f"{title(layer.name, module)} is an expert, or does more than its projections; accepted: modules that "
                 "are a feed-forward layer and no more, and an `only` that leaves others out"
@@ -228,7 +227,7 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
         elif any(parameter.is_meta for parameter in module.parameters()):
             reasons.append(f"{title(layer.name, module)} is on meta; accepted: a model that was loaded")
     raise_all(reasons)
-    probe.check_all(((layer.name, layer.module) for layer in found), learns=False)
+    check_all((layer.name, layer.module) for layer in found)
     return found
 
 

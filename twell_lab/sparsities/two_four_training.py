@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
-from ..layers.anatomy import Only, check_model, raise_all, replaced
+from ..layers.find import Only, check_model, replaced
+from ..layers.probe import raise_all
 from ..ops import measure
 from .two_four import tensor_kind, two_four_mask, usual_backend
 from .weights import checked_linear, prunable

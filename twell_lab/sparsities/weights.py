@@ -31,8 +31,9 @@ from torch.nn.parameter import is_lazy
 from ..core import InputError
 from ..formats import CSR
 from ..formats.matrix import as_matrix, row_pointers, rows_of
-from ..layers.anatomy import HOOKS, Only, StandIn, check_model, raise_all, replaced, selected, title
-from ..layers.parts import whole
+from ..layers.find import Only, StandIn, check_model, replaced, selected
+from ..layers.parts import owner_of
+from ..layers.probe import HOOKS, raise_all, title
 from ..layers.weights import Weights
 
 Mask = Callable[[Tensor], Tensor]  # from a weight [out, in] to bool [out, in], True for what is kept
@@ -545,7 +546,7 @@ def prunable(model: nn.Module, only: Only | None) -> dict[str, nn.Linear | Spars
     found, reasons = {}, []
     aside = {part for each in model.modules() if getattr(each, "set_aside", False) for part in each.modules()}
     swapped = [each.feed_forward("") for each in model.modules() if isinstance(each, StandIn)]
-    theirs = {whole(part) for each in swapped for part in (each.gate, each.up, each.down) if part is not None}
+    theirs = {owner_of(part) for each in swapped for part in (each.gate, each.up, each.down) if part is not None}
     holders = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, SparseLinear)) or module in aside or not selected(only, name, module):

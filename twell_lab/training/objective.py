@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ..core import InputError
-from ..layers.anatomy import FeedForward, firing_layers
+from ..layers.find import FeedForward, firing_layers
 from ..layers.learner import Told
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import layer_l1, layer_nnz

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..analysis.switching import Switch
 from ..core import InputError
-from ..layers.anatomy import feed_forwards, firing_layers
+from ..layers.find import feed_forwards, firing_layers
 from ..layers.learner import LayerTerm
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..analysis.profile import profile
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..records.record import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train

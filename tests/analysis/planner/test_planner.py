@@ -13,7 +13,7 @@ from twell_lab.analysis import auto, costs, judge, planner, trials
 from twell_lab.analysis.profile import profile
 from twell_lab.analysis.trials import Times
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.choice import Choice, LayerPlan
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify

@@ -16,7 +16,7 @@ from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.room import Room, without
 from twell_lab.analysis.trials import Times
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.choice import DENSE, Candidate, Choice, LayerPlan
 from twell_lab.layers.layout import copy_bytes
 from twell_lab.layers.sparse_ffn import SparseFFN

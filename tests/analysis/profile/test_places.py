@@ -21,7 +21,7 @@ from twell_lab.analysis.predict import verdict
 from twell_lab.analysis.profile import Counter, FiringProfile, profile
 from twell_lab.analysis.running import run
 from twell_lab.core import InputError, RecordError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -359,7 +359,7 @@ def test_memory_does_not_grow_with_the_tokens_of_a_call():
     code = """
 import resource, torch
 from twell_lab.analysis.profile import Counter
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.ops.reference import GatedFeedForward
 layer, = feed_forwards(GatedFeedForward(2, 4096))
 rows = torch.randn(1, 4096).expand(2**18, 4096)

@@ -15,7 +15,7 @@ from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import FiringProfile, activations, profile
 from twell_lab.analysis.running import Rows
 from twell_lab.core import InputError, RecordError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
