@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.layers.families import models_of
+from tests.layers import models_of
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.layer_profile import POSITIONS
 from twell_lab.analysis.predict import verdict
