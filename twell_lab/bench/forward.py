@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from ..core import InputError
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import ampere, clock, dispatch, portable
