@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.columns.layers import Layer, bits, pattern
 from twell_lab import simulator
-from twell_lab.ops import measure, train_columns
+from twell_lab.ops import clock, train_columns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -28,7 +28,7 @@ def test_odd_sizes(tokens, d_ff, d_model, gated, version, dtype):
     "nnz, d_model, gated", [(8, 2048, True), (29, 2048, True), (120, 768, True), (29, 2048, False)]
 )
 def test_real_sizes(nnz, d_model, gated, kind):
-    rates = measure.firing_rates(5632, nnz, kind).float()
+    rates = clock.firing_rates(5632, nnz, kind).float()
     fires = torch.rand(16384, 5632, generator=torch.Generator().manual_seed(1)) < rates
     layer = Layer.draw(fires, d_model, gated=gated, lost=range(100, 200), gap=0).to("cuda")
     found = bits(layer.check())

@@ -163,7 +163,7 @@ def model(options: argparse.Namespace) -> Answer:
 
     from .. import bench
     from ..bench.drawn import NAMES
-    from ..ops.measure import dtype_for, present_device
+    from ..ops.clock import dtype_for, present_device
 
     if options.out is not None:
         check_folder(options.out)

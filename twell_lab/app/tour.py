@@ -25,7 +25,7 @@ from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.anatomy import feed_forwards
 from ..ops import operators, reference
-from ..ops.measure import dtype_for, present_device
+from ..ops.clock import dtype_for, present_device
 from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from ..core import TwellError
 from ..layers.choice import Choice
-from ..ops import int8_products, measure
+from ..ops import clock, int8_products
 from ..sparsities.quantised import (
     Bitmap,
     Rows,
@@ -57,10 +57,10 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
     the gate's product in several ways: dense; of INT8 rows, x rounded in the call, scaled within the product and by
     operations of its own; of weights that were pruned to two of four, as INT8, and expanded from a bitmap in the call.
 
-    The dense row has `left_out`, {path: why}: what does not run here. Raises measure.WrongResult for an output that is
+    The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output that is
     further off than MOST_OFF says, and where ways to compute one product differ."""
     device = torch.device(batch.device)
-    layer, xs = measure.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
+    layer, xs = clock.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
     calls: rows.Calls = {DENSE: rows.over(layer, xs)}
@@ -79,7 +79,7 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
         off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
         for what, by in off.items():
             if not by <= MOST_OFF[name]:
-                raise measure.WrongResult(
+                raise clock.WrongResult(
                     f"{what} of {name} is off by {by:.4%} of what it should be, more than {MOST_OFF[name]:.0%}: "
                     "nothing was timed"
                 )
@@ -121,7 +121,7 @@ def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Cal
         parts.pop(TWO_FOUR, None), wanted.pop(TWO_FOUR, None)
     for name, right in wanted.items():
         if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
-            raise measure.WrongResult(
+            raise clock.WrongResult(
                 f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
             )
     return parts

@@ -16,7 +16,7 @@ import torch
 from .. import core
 from ..core import StackError
 from ..cuda.registry import KERNELS
-from ..ops.measure import dtype_for
+from ..ops.clock import dtype_for
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets

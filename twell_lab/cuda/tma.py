@@ -1,18 +1,17 @@
 """Tensor maps: they tell Hopper's copy engine (TMA) where a matrix lies and which box of it one copy moves.
 
 A map is 128 bytes that the driver encodes on the host, from plain numbers, without touching the GPU; a kernel gets it
-by value. A map holds an address, and activations lie elsewhere on each call. So maps are cached by their numbers: torch
-gives out the same memory again and again."""
+by value. A map holds an address, which a `Call` replaces where a tensor lies elsewhere than last time."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
 from ..core import DeviceError, InputError, StackError
-from .launcher import Structure
+from .launch import Buffer, Map
 
 MAP_WORDS = 16  # of 8 bytes
 _TYPE = {
@@ -37,9 +36,8 @@ def _encode():
     return encode
 
 
-@lru_cache(maxsize=4096)
 def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> bytes:
-    """The map of the matrix at `address`: 128 bytes that a launch passes by value.
+    """Return the map of the matrix at `address`: 128 bytes that a launch passes by value.
 
     dims: elements along each dimension, innermost first, 1 to 5 dimensions. strides: bytes from one element to the next
     along each dimension but the innermost, whose elements are contiguous; in any order of size. box: elements of one
@@ -96,15 +94,8 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
         )
 
 
-def map_at(address: torch.Tensor | int, *numbers) -> Structure:
-    """The map of the matrix at `address`, or at the start of a tensor, as an argument of a launch. numbers: the other
-    arguments of tensor_map."""
-    return Structure(lambda at: tensor_map(at, *numbers), (address,))
-
-
-def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> Structure:
-    """The map of a matrix [n, d] in boxes of `rows` x `columns` values, as an argument of a launch. Each row must be
-    contiguous (stride(1) == 1)."""
+def matrix_map(matrix: Buffer, rows: int, columns: int = 64) -> Map:
+    """Return the map of a matrix [n, d] in boxes of `rows` x `columns` values. Each row must be contiguous."""
     n, d = matrix.shape
-    row = matrix.stride(0) if n > 1 else d  # with a single row, torch's stride may be any number
-    return map_at(matrix, matrix.dtype, (d, n), (row * matrix.dtype.itemsize,), (columns, rows))
+    row = matrix.strides[0] if n > 1 else d  # with a single row, torch's stride may be any number
+    return Map(matrix, (d, n), (row * matrix.dtype.itemsize,), (columns, rows))

@@ -42,8 +42,7 @@ def ways(plan: LayerPlan | Choice | None, choices: list[tuple[int, Choice]]) -> 
     found: list[tuple[int, str]] = []
     for at, (tokens, choice) in enumerate(choices):
         if PATHS[choice.path].opaque:
-            pays = not isinstance(plan, LayerPlan) or plan.pays_compiled(tokens)
-            found.append((tokens, ONE if pays else TORCH))
+            found.append((tokens, ONE))
             continue
         if choice == DENSE:  # for so many tokens that the host does not matter, there is a kernel
             last = at == len(choices) - 1

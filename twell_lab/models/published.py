@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError, RecordError, StackError, read_json
-from ..ops import measure
+from ..ops import clock
 from .thresholds import CONFIG, Thresholds
 from .tiny import LanguageModel
 
@@ -65,7 +65,7 @@ def load(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
-    place = measure.present_device(device)
+    place = clock.present_device(device)
     folder = folder_of(name, revision)
     said = configuration(folder)
     if "format" in said:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from .. import records
-from ..analysis import auto
 from ..analysis.plan import COLUMNS, chosen
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
@@ -68,7 +67,7 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
 
     Returns:
         A Report: a table when printed, and `rows`, one a layer and class of token counts. A row has the `layer`; its
-        `state` ("not swapped", "watching", "planned" or "told"); `tokens`, the largest count of the class, None for any
+        `state` ("not swapped", "planned" or "told"); `tokens`, the largest count of the class, None for any
         count; the `choice` of path; what `runs` of it with the weights as they are: the choice, with what is taken
         where gradients are needed if that is another path, or "dense: " and why (then without times); `nnz`,
         the neurons firing at a token when they were counted; `us` and `dense_us`, the microseconds that so many tokens
@@ -104,13 +103,8 @@ def _state(module: nn.Module) -> tuple[str, list[dict]]:
     if not isinstance(module, SparseFFN):
         return "not swapped", [{"choice": str(DENSE), "why": "sparsify left this layer as it is, or was not called"}]
     status, plan = module.status(), module.plan
-    if status["plan"] == "watching":
-        why = f"dense until {auto.TOKENS:,} tokens, or {auto.FORWARDS} batches of {auto.LEAST}, were counted"
-        return "watching", [{"choice": str(DENSE), "why": why}]
     if isinstance(plan, LayerPlan):
         return "planned", chosen(plan)
     (whole,) = status["classes"]
     choice = Choice(whole["path"], whole["hot"])
-    if plan is None and choice == DENSE:
-        return "told", [{"choice": str(choice), "why": "captured in a CUDA graph before it could decide"}]
     return "told", [{"choice": str(choice), "why": "asked for by name, be it faster or not"}]

@@ -243,9 +243,9 @@ def outputs_record() -> Record:
 
 def large() -> list[Case]:
     """Every version of the portable kernels on the workload that `bench.kernel_versions` times, on this GPU."""
-    from ..ops import measure
+    from ..ops import clock
 
-    dense, (x, *_) = measure.workload(16384, 2048, 5632, 29, "lognormal", torch.bfloat16, "cuda")
+    dense, (x, *_) = clock.workload(16384, 2048, 5632, 29, "lognormal", torch.bfloat16, "cuda")
     gate = torch.nn.functional.linear(x, dense.gate_proj.weight)
     t = {
         "x": x,

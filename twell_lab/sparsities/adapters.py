@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..core import InputError
 from ..layers.anatomy import check_model
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import measure
+from ..ops import clock
 from .weights import check_sparsity, kept_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -219,7 +219,7 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
 
     The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
-    calls in turn (twell_lab.ops.measure). Nothing of a forward is in it; a sparse layer that holds copies of weights
+    calls in turn (twell_lab.ops.clock). Nothing of a forward is in it; a sparse layer that holds copies of weights
     makes them anew in its next one.
 
     Args:
@@ -260,10 +260,10 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
             weight.copy_(kept[name])
     walls: dict = {}
     if device.type == "cuda":
-        samples = measure.time_cuda(calls, 10)
-        walls = {path: wall for path, (_, wall) in measure.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
+        samples = clock.time_cuda(calls, 10)
+        walls = {path: wall for path, (_, wall) in clock.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
     else:
-        samples = measure.time_cpu(calls, seconds, cold=True)
+        samples = clock.time_cpu(calls, seconds, cold=True)
     for name, weight in weights.items():
         weight.copy_(kept[name])
     written = [change.values for change in adapter.changes.values()]
@@ -276,8 +276,8 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     }
     rows = []
     for path, taken in samples.items():
-        ms, spread = measure.quartiles(taken)
+        ms, spread = clock.quartiles(taken)
         row = {"path": path, "ms": ms, "spread": spread, "parameters": sizes[path][0], "written_bytes": sizes[path][1]}
-        row |= {"wall_ms": measure.quartiles(walls[path])[0]} if path in walls else {}
+        row |= {"wall_ms": clock.quartiles(walls[path])[0]} if path in walls else {}
         rows.append(row | {"worst_error": errors[path], "samples": [round(each, 6) for each in taken]})
     return rows

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..core import DeviceError, InputError
 from ..layers.anatomy import feed_forwards
-from ..ops import measure
+from ..ops import clock
 from ..training.config import TrainConfig
 from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
@@ -125,7 +125,7 @@ def loss_effect(
 
 
 def _trained(config: TrainConfig, kind: str) -> dict:
-    device = measure.present_device(config.device)
+    device = clock.present_device(config.device)
     text = load_any(config.text)
     seen, held_out = (part.tokens for part in text.split())
     model = initial_model(config, text.vocabulary).to(device).train()
@@ -201,7 +201,7 @@ def product_times(
     Raises:
         InputError: for sizes and dtypes that the backend does not take.
         DeviceError: without a GPU of sm_80 or newer, or where this build of torch has no such backend.
-        measure.WrongResult: where the 2:4 product is more than twice as far from float64 as the dense one.
+        clock.WrongResult: where the 2:4 product is more than twice as far from float64 as the dense one.
     """
     backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = tensor_kind((tokens, d_ff), dtype, device, backend)
@@ -224,7 +224,7 @@ def product_times(
     off = {path: float((y[some].double() - exact).norm()) for path, y in found.items()}
     ratio = off[BOTH] / max(off[DENSE], 1e-30)
     if not ratio <= 2:
-        raise measure.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
+        raise clock.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
     calls = {
         DENSE: lambda turn: h @ weight.t(),
         COMPRESS: lambda turn: kind.from_dense(h),
@@ -232,8 +232,8 @@ def product_times(
         BOTH: lambda turn: kind.from_dense(h) @ weight.t(),
     }
     rows = []
-    for path, samples in measure.time_cuda(calls, 15).items():
-        ms, spread = measure.quartiles(samples)
+    for path, samples in clock.time_cuda(calls, 15).items():
+        ms, spread = clock.quartiles(samples)
         sizes = {"tokens": tokens, "d_ff": d_ff, "d_model": d_model, "backend": backend}
         facts = {"error_over_dense": ratio} if path in (PRODUCT, BOTH) else {}
         rows.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts, "samples": samples})

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..layers.anatomy import Only, check_model, raise_all, replaced
-from ..ops import measure
+from ..ops import clock
 from .two_four import tensor_kind, two_four_mask, usual_backend
 from .weights import checked_linear, prunable
 
@@ -214,7 +214,7 @@ def step_times(
 
     Raises:
         InputError, DeviceError: as `two_four`.
-        measure.WrongResult: where y is further off than four units of dtype's last place.
+        clock.WrongResult: where y is further off than four units of dtype's last place.
     """
     backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensor_kind((tokens, in_features), dtype, device, backend)
@@ -243,15 +243,15 @@ def step_times(
     calls["2:4 input chosen"] = lambda turn: two_four(x, backend=backend)
     sizes = {"tokens": tokens, "d_ff": in_features, "d_model": out_features, "backend": backend}
     found = []
-    for path, samples in measure.time_cuda(calls, 15).items():
-        ms, spread = measure.quartiles(samples)
+    for path, samples in clock.time_cuda(calls, 15).items():
+        ms, spread = clock.quartiles(samples)
         found.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts.get(path, {}), "samples": samples})
     return found
 
 
 @torch.no_grad()
 def _checked(layer: nn.Module, x: Tensor, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """How far the first rows of y are off, and what was dropped of the operand. Raises measure.WrongResult."""
+    """How far the first rows of y are off, and what was dropped of the operand. Raises clock.WrongResult."""
     some = x[:SIDE]
     left, right, lost = some, layer.weight, 0.0
     if isinstance(layer, TwoFourLinear):
@@ -262,5 +262,5 @@ def _checked(layer: nn.Module, x: Tensor, dtype: torch.dtype, backend: str) -> d
     exact = left.double() @ right.double().t()
     error = float((layer(some).double() - exact).norm() / exact.norm())
     if not error <= 4 * torch.finfo(dtype).eps:
-        raise measure.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
+        raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
     return {"error": error, "dropped": lost}

@@ -14,7 +14,7 @@ import torch
 from twell_lab import records
 from twell_lab.app import cli, recordings, terminal
 from twell_lab.core import DeviceError, RecordError
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_error_of_torch_ends_its_section_and_one_of_ours_ends_all(clock):
     rows, notes = recordings._sections(sections, 100)
     assert len(rows) == 2
     assert notes["left_out"] == {"one": f"2 of 3 steps: OutOfMemoryError: {out_of_memory}"}
-    for error in (measure.WrongResult("row 3 is off"), DeviceError("gone"), ValueError("a mistake")):
+    for error in (clocks.WrongResult("row 3 is off"), DeviceError("gone"), ValueError("a mistake")):
         with pytest.raises(type(error)):
             recordings._sections({"one": [lambda error=error: fail(error)]}, 100)
 

@@ -8,7 +8,7 @@ from twell_lab import records
 from twell_lab.bench import training
 from twell_lab.course.backward import measured
 from twell_lab.course.roofline.data import LOGNORMAL, Rates
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
@@ -198,7 +198,7 @@ def test_where_there_is_no_gpu_nothing_is_timed():
 
 def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
     """Real layers on the CPU, and a clock that makes up its times."""
-    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
     times = {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]}
     rows = measured.step_rows(layer, inputs, 8, lambda calls: times, lambda call: len(call(0)) * 2**20)
     assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
@@ -211,7 +211,7 @@ def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
 
 def largest_gradient(rates: torch.Tensor, tokens: int, shrink: torch.Tensor) -> float:
     """Of torch's dense layer in float32, with neurons of these firing rates; shrink: what divides each one's `down`."""
-    layer, (x, *_) = measure.drawn(rates, tokens, measured.D_MODEL, torch.float16, "cpu", shrink=1.0)
+    layer, (x, *_) = clocks.drawn(rates, tokens, measured.D_MODEL, torch.float16, "cpu", shrink=1.0)
     weights = [part.weight.float() for part in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     weights[2] /= shrink
     dy = measured.SIZE * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
@@ -224,7 +224,7 @@ def test_no_gradient_of_your_own_steps_is_more_than_float16_holds():
     """Of all tokens the busiest neurons, whose weights' gradients are the largest; of few tokens all neurons, for dx.
     Where torch's dense layer gives infinity, nothing is timed."""
     nnzs, room = (8.0, 29.0, 120.0), torch.finfo(torch.float16).max
-    rates = [measure.firing_rates(measured.D_FF, nnz) for nnz in nnzs]
+    rates = [clocks.firing_rates(measured.D_FF, nnz) for nnz in nnzs]
     busiest = torch.cat([each.topk(16).values for each in rates])
     most = largest_gradient(busiest, measured.TOKENS, torch.tensor(nnzs).sqrt().repeat_interleave(16))
     for nnz, each in zip(nnzs, rates, strict=True):
@@ -236,8 +236,8 @@ def test_no_gradient_of_your_own_steps_is_more_than_float16_holds():
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
     dense = training.dense_layer
     monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: dense(x, gate, up, 2 * down))
-    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
-    with pytest.raises(measure.WrongResult, match="a gradient is off by"):
+    layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    with pytest.raises(clocks.WrongResult, match="a gradient is off by"):
         measured.step_rows(layer, inputs, 8, clock=lambda calls: pytest.fail("it was timed"))
 
 

@@ -15,7 +15,7 @@ from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
 from twell_lab.cuda import cubins
 from twell_lab.formats import TwELL
-from twell_lab.ops import measure, portable
+from twell_lab.ops import clock, portable
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -428,7 +428,7 @@ def test_what_a_gpu_says_becomes_lines_and_a_medal(answer, my_gpu, monkeypatch, 
     assert again.notes["against_down_v2"] == pytest.approx(0.27 / 0.22)
 
     for failing, said in (
-        (lambda mine: (_ for _ in ()).throw(measure.WrongResult("row 3")), "On My GPU: row 3"),
+        (lambda mine: (_ for _ in ()).throw(clock.WrongResult("row 3")), "On My GPU: row 3"),
         (lambda mine: (_ for _ in ()).throw(RuntimeError("out of memory")), "Not run on My GPU: out of memory"),
         (lambda mine: (_ for _ in ()).throw(CompileError("line 1")), "CUDA's own compiler does not:\nline 1"),
     ):

@@ -12,7 +12,7 @@ from twell_lab.layers.choice import Choice, one_of_each
 from twell_lab.layers.paths import PATHS, Path
 from twell_lab.layers.paths.dense import by_torch
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import differentiable, inference, measure
+from twell_lab.ops import differentiable, inference, clock
 from twell_lab.ops.copies import TRANSPOSED
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -101,7 +101,7 @@ def test_a_layer_goes_a_new_way(halves, dense):
 
 
 def test_the_planner_weighs_a_new_path_and_a_plan_keeps_it(halves, tmp_path):
-    dense, inputs = measure.workload(90, 32, 600, 20, "lognormal", torch.float32, "cpu")
+    dense, inputs = clock.workload(90, 32, 600, 20, "lognormal", torch.float32, "cpu")
     plan = tl.plan(tl.profile(dense, inputs[:1]), rates=RATES, tokens=(4, 64), device="cpu")
     assert {choice.path for choice in plan.layers[0].choices.values()} == {"halves"}
     assert {row["path"] for row in plan.table()} == {*PATHS}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import core, records
 from ...analysis import predict as predicting
+from ...analysis.costs import by_choice
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
@@ -37,8 +38,8 @@ from ...bench.workloads import clock_cpu
 from ...layers.choice import Choice
 from ...layers.paths.hot_cold import STEP
 from ...models.tiny import LanguageModel
-from ...ops import measure
-from ...ops.measure import dtype_for
+from ...ops import clock
+from ...ops.clock import dtype_for
 from ...sparsities import experts, microtiles
 from ...sparsities.predictors import Predictors, core_neurons, remove
 from ...training.text import source
@@ -273,7 +274,7 @@ def hot_sentence(rows: list[dict]) -> str:
 def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
     """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
     tokens for which one of theirs fires (sparsities.experts.routed_by_firing)."""
-    layer, (x, *_) = measure.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
+    layer, (x, *_) = clock.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
     weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     made, wanted = [], layer(x)
     for grain in sizes:
@@ -406,7 +407,7 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
                 made.append({**said, "ms": ms, "exact": method not in INEXACT})
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
-        dense = measure.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
+        dense = clock.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
         for row in mine:
             row["ms"] = dense if row["method"] == DENSE else row["ms"]
             row["x_dense"] = dense / row["ms"]
@@ -499,7 +500,7 @@ def predicted_sentence(
     said = []
     for gpu in gpus:
         firing, rates = predicting.firing_of(predicting.Layer(nnz)), predicting.rates_of(gpu)
-        took = [predicting.by_choice(firing, rates, count) for count in tokens]
+        took = [by_choice(firing, rates, count) for count in tokens]
         times = "/".join(f"{each[Choice(DENSE)] / min(each.values()):.1f}" for each in took)
         said.append(f"{gpu.removesuffix(' SXM').removesuffix(' 80 GB')} {times}")
     best = [
@@ -541,12 +542,12 @@ def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, lis
     timed many in a row."""
     turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     if device == "cuda":
-        return measure.time_cuda(turned, rounds=10)
+        return clock.time_cuda(turned, rounds=10)
     start = time.perf_counter()
     for call in calls.values():
         call()
     short = time.perf_counter() - start < 0.02
-    return measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+    return clock.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
 
 
 def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -562,4 +563,4 @@ def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
 
 
 def _here(device: str) -> str:
-    return f"yours, now, on {measure.device_name(torch.device(device))}"
+    return f"yours, now, on {clock.device_name(torch.device(device))}"

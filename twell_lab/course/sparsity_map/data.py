@@ -25,8 +25,8 @@ from ...bench.density import runs_here
 from ...core import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
-from ...ops import measure
-from ...ops.measure import dtype_for
+from ...ops import clock
+from ...ops.clock import dtype_for
 from ...sparsities import blocks, quantised, two_four, weights
 from ...training.text import source
 from ..measure.data import ratios
@@ -57,7 +57,7 @@ def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PI
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
     with _torch_untuned():
         table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
-    where = f"yours, now, on {measure.device_name(torch.device(device))}"
+    where = f"yours, now, on {clock.device_name(torch.device(device))}"
     return [row | {"where": where} for row in table]
 
 
@@ -323,7 +323,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
     """Time products of a weight [out, in] with inputs [tokens, in] in each format that this machine has, for magnitude
     pruning at several densities: of 16-bit values on a GPU, of the weight's own on a CPU. seconds: of each density, on
     a CPU."""
-    found = Weighed(weight.detach(), inputs, measure.device_name(weight.device))
+    found = Weighed(weight.detach(), inputs, clock.device_name(weight.device))
     dtype = dtype_for("cuda") if weight.is_cuda else weight.dtype
     weight, x = weight.to(dtype), inputs.to(dtype).t().contiguous()
     for density in found.densities:
@@ -336,9 +336,9 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
         calls = {name: (lambda turn=0, form=form: form @ x) for name, form in forms.items()}
         with _torch_untuned():
             calls = {name: call for name, call in calls.items() if runs_here(call)}
-            timed = measure.time_cuda(calls, rounds=10) if weight.is_cuda else measure.time_cpu(calls, seconds)
+            timed = clock.time_cuda(calls, rounds=10) if weight.is_cuda else clock.time_cpu(calls, seconds)
         for name, samples in timed.items():
-            found.times.setdefault(name, []).append(measure.quartiles(samples)[0])
+            found.times.setdefault(name, []).append(clock.quartiles(samples)[0])
     return found
 
 

@@ -15,7 +15,8 @@ from statistics import quantiles
 import torch
 from torch import Tensor, nn
 
-from ...analysis.predict import Rates, by_choice, rates_of
+from ...analysis.costs import Rates, by_choice
+from ...analysis.predict import rates_of
 from ...analysis.profile import Counter
 from ...analysis.running import hidden_by
 from ...bench.causal import Causal
@@ -25,7 +26,7 @@ from ...layers.lossy import lossy_parts
 from ...layers.paths.cost import Firing
 from ...models.swap import sparsify
 from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
-from ...ops import measure as clocks
+from ...ops import clock as clocks
 from ...plots.data import layer_names
 
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # where the loss is measured before anybody asks

@@ -1,0 +1,589 @@
+"""Kernels and calls: what a `.cu` file offers, and the launches that one call of an operation makes of it.
+
+A `Call` is a short program. Operations write it once for tensors of certain layouts: which kernels, with which grids
+and arguments, and which memory lies between them. Running it means to write the addresses of this call's tensors into
+the arguments and to launch. So all that depends on shapes alone is worked out once, and a call costs the host a few
+microseconds a launch. On CPU tensors the same program runs in twell_lab.simulator.
+
+    def pack(call, gate, tile, words):                  # an operation: it gets buffers, and returns buffers
+        packed = call.empty(len(gate), -(-gate.shape[1] // tile), words, dtype=torch.int32)
+        call.launch(PACK.kernel("pack_v1", value(gate.dtype)), (blocks, 1), gate, packed, ...)
+        return packed
+
+    packed = run(pack, gate, 256, 32)                   # once, for these tensors
+
+Launches run on torch's current stream, and nothing waits for the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import core
+from ..core import DeviceError, InputError, StackError
+from . import compile as compiler
+
+Macros = tuple[tuple[str, object], ...]
+VALUE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
+SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
+SIMULATED_UNITS = 3  # multiprocessors that launches in the simulator are planned for
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: of a thread, such as autograd's, in which torch has not used CUDA yet
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
+_EARLY_DRIVER = 12_030  # CUDA 12.3: since then graphs can hold launches that may start before the previous one ends
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
+_LINE = 64  # bytes: the alignment of a tensor map, and of a launch in memory
+_BOUNDARY = 256  # bytes: each buffer of the workspace starts at a multiple of it
+_CONFIG = "<7I4xQQI12x"  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number; then 64 bytes
+# The letters of an entry's parameters: the format of each in memory, and its size.
+_LETTERS = {"p": "Q", "i": "i", "u": "I", "q": "q", "f": "f", "m": "128s", "2": "QQ"}
+current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+# ---- what a .cu file offers
+
+
+class Kernel(NamedTuple):
+    """One kernel of a source, compiled with these macros. threads: of a block. shared: bytes of dynamic shared memory.
+
+    early: the GPU may start it before the previous kernel has ended ("programmatic stream serialization"); the kernel
+    itself then waits for that one before it reads or writes memory."""
+
+    source: Source
+    name: str
+    macros: Macros
+    threads: int
+    parameters: str
+    shared: int = 0
+    early: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel of a source. threads: of a block, or a function of the macros that gives them. parameters: a letter for
+    each: p pointer, i int, u unsigned, q long long, f float, m tensor map, 2 a structure of two pointers."""
+
+    threads: int | Callable[[dict[str, object]], int]
+    parameters: str
+
+
+Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], Sequence[Macros]]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One file of kernels/, declared once.
+
+    name: the file's, without its ending. entries: its kernels. builds: (type of values, widths of rows, compute
+    capability) -> each set of macros that launches ask for on such a GPU; so all can be compiled ahead of time.
+    constants: numbers that Python and C++ share; they are passed as macros to every build. oldest: compute capability
+    of the oldest GPU that runs it. alone: it runs on no other, because only that architecture has its instructions."""
+
+    name: str
+    entries: dict[str, Entry]
+    builds: Builds
+    constants: tuple[tuple[str, int], ...] = ()
+    oldest: tuple[int, int] = (7, 5)
+    alone: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.cu"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Return whether a GPU of this compute capability runs it, for some type of values."""
+        return capability == self.oldest if self.alone else capability >= self.oldest
+
+    def macros(self, macros: Macros) -> Macros:
+        """Return these macros with the constants that they do not set."""
+        given = {name for name, _ in macros}
+        return (*macros, *(pair for pair in self.constants if pair[0] not in given))
+
+    def kernel(self, name: str, macros: Macros, shared: int = 0, early: bool = False) -> Kernel:
+        """Return the kernel `name`, compiled with these macros and the constants of the source."""
+        entry, macros = self.entries[name], self.macros(macros)
+        threads = entry.threads if isinstance(entry.threads, int) else entry.threads(dict(macros))
+        return Kernel(self, name, macros, threads, entry.parameters, shared, early)
+
+
+def value(dtype: torch.dtype) -> Macros:
+    """Return the macros of a kernel that needs only its type of values."""
+    return ((VALUE[dtype], True),)
+
+
+def each_type(dtype: torch.dtype, widths: Sequence[int] = (), capability: tuple[int, int] = (9, 0)) -> list[Macros]:
+    """List one set of macros for each type of values (Source.builds)."""
+    return [value(dtype)]
+
+
+def sixteen_bits(dtype: torch.dtype, widths: Sequence[int] = (), capability: tuple[int, int] = (9, 0)) -> list[Macros]:
+    """List one set of macros for each type of 16-bit values (Source.builds)."""
+    return [value(dtype)] if dtype.itemsize == 2 else []
+
+
+# ---- memory
+
+
+class Layout(NamedTuple):
+    """All that a call's launches depend on of a tensor: its address is not part of it, but for its alignment."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    low: int  # the address, modulo 16
+
+
+def layout(t: Tensor | None) -> Layout | None:
+    """Return the layout of a tensor; None for None."""
+    return None if t is None else Layout(t.shape, t.stride(), t.dtype, t.data_ptr() & 15)
+
+
+class Buffer:
+    """Memory of a call: an input, an output or scratch, or some rows of one. It has no address before the call runs."""
+
+    __slots__ = ("number", "offset", "shape", "strides", "dtype", "low")
+
+    def __init__(self, number: int, offset: int, shape, strides, dtype: torch.dtype, low: int) -> None:
+        self.number, self.offset, self.dtype, self.low = number, offset, dtype, low
+        self.shape, self.strides = tuple(shape), tuple(strides)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        """Return the number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """Return whether the values lie one behind another."""
+        return self.strides == _contiguous(self.shape) or any(n < 2 for n in self.shape) and self.numel() < 2
+
+    def __getitem__(self, rows: slice) -> Buffer:
+        """Return some rows: a slice without a step."""
+        first, last, _ = rows.indices(self.shape[0])
+        more = first * self.strides[0] * self.dtype.itemsize
+        shape = (max(last - first, 0), *self.shape[1:])
+        return Buffer(self.number, self.offset + more, shape, self.strides, self.dtype, (self.low + more) & 15)
+
+    def view(self, dtype: torch.dtype) -> Buffer:
+        """Return the same memory as values of another type of the same size, or as bytes of a contiguous buffer."""
+        if dtype.itemsize == self.dtype.itemsize:
+            return Buffer(self.number, self.offset, self.shape, self.strides, dtype, self.low)
+        count = self.nbytes // dtype.itemsize
+        return Buffer(self.number, self.offset, (count,), (1,), dtype, self.low)
+
+    def reshape(self, *shape: int) -> Buffer:
+        """Return a contiguous buffer in another shape."""
+        return Buffer(self.number, self.offset, shape, _contiguous(shape), self.dtype, self.low)
+
+
+class Map(NamedTuple):
+    """A tensor map of a buffer, as an argument of a launch (twell_lab.cuda.tma)."""
+
+    of: Buffer
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+
+def aligned(*buffers: Buffer | Layout | None) -> bool:
+    """Return whether each of these, None aside, starts at a multiple of 16 bytes."""
+    return all(b is None or b.low == 0 for b in buffers)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+# ---- a call
+
+
+class _Launch(NamedTuple):
+    kernel: Kernel
+    grid: tuple[int, int]
+    arguments: tuple
+
+
+class Call:
+    """The launches of one call of an operation, for inputs of certain layouts on one device. Any thread may run it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[Buffer | None] = [None]  # by number; 0 is no memory
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+        self._several = False
+        self._result: tuple[int, ...] | None = None
+        self._launches: list[_Launch] = []
+        self._lock = threading.Lock()
+        self._laid: _Laid | None = None
+
+    @property
+    def units(self) -> int:
+        """The multiprocessors of the device; a few in the simulator."""
+        return multiprocessors(self.device.index) if self.device.type == "cuda" else SIMULATED_UNITS
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the device; that of a Hopper GPU in the simulator."""
+        return capability(self.device.index) if self.device.type == "cuda" else (9, 0)
+
+    # -- writing it
+
+    def input(self, like: Tensor | Layout | None) -> Buffer | None:
+        """Add a tensor that each run is given; None for None, which is then given each time."""
+        known = layout(like) if isinstance(like, Tensor) else like
+        if known is None:
+            self._inputs.append(0)
+            return None
+        made = self._new(known.shape, known.strides, known.dtype, known.low)
+        self._inputs.append(made.number)
+        return made
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Buffer:
+        """Add memory that the call allocates: scratch, unless the operation returns it."""
+        return self._new(shape, _contiguous(shape), dtype, 0)
+
+    def _new(self, shape, strides, dtype, low) -> Buffer:
+        made = Buffer(len(self._buffers), 0, shape, strides, dtype, low)
+        self._buffers.append(made)
+        return made
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int], *arguments) -> None:
+        """Add a launch. grid: blocks along x and y. arguments: a Buffer or None for a pointer, a number, a Map, or a
+        pair of buffers, as the entry's letters say. Raises InputError for others: a mistake in an operation."""
+        if len(arguments) != len(kernel.parameters):
+            raise InputError(f"{kernel.name} takes {len(kernel.parameters)} arguments; {len(arguments)} were given")
+        for letter, given in zip(kernel.parameters, arguments):
+            if not _takes(letter, given):
+                raise InputError(f"{kernel.name} got {given!r:.80}; what the letter {letter!r} stands for is accepted")
+        self._launches.append(_Launch(kernel, grid, arguments))
+
+    def returns(self, result: Buffer | tuple[Buffer | None, ...] | None) -> None:
+        """Say what a run returns: buffers that the call allocates become tensors of their own; inputs are handed on."""
+        self._several = isinstance(result, tuple)
+        buffers = result if isinstance(result, tuple) else (result,)
+        self._result = tuple(0 if b is None else b.number for b in buffers)
+        self._outputs = [n for n in dict.fromkeys(self._result) if n and n not in self._inputs]
+
+    # -- running it
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        """Run it on tensors of the layouts that it was written for; returns what `returns` said, as tensors.
+
+        An output with as many values of the same type as the first input gets that input's shape."""
+        if self.device.type == "cpu":
+            return self._simulate(tensors)
+        index = self.device.index
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return self(*tensors)
+        stream = current_stream(index)
+        starts = [stream, *(0 if t is None else t.data_ptr() for t in tensors)]
+        made = {n: t for n, t in zip(self._inputs, tensors)}
+        laid = self._laid
+        if laid is None:
+            with self._lock:
+                laid = self._laid = self._laid or _Laid(self, tensors)
+        for number, shape, dtype in laid.outputs:
+            t = torch.empty_like(tensors[0]) if shape is None else torch.empty(shape, dtype=dtype, device=self.device)
+            made[number] = t
+            starts.append(t.data_ptr())
+        if laid.scratch:
+            workspace = torch.empty(laid.scratch, dtype=torch.uint8, device=self.device)
+            starts.append(workspace.data_ptr())
+        with self._lock:  # the driver reads the arguments while it launches
+            laid.run(starts)
+        if not self._several:
+            return made[self._result[0]] if self._result and self._result[0] else None
+        return tuple([made[n] if n else None for n in self._result])
+
+    def _simulate(self, tensors: Sequence[Tensor | None]) -> Any:
+        from ..simulator import program
+
+        made: dict[int, Tensor] = {n: t for n, t in zip(self._inputs, tensors) if t is not None}
+        for number, buffer in enumerate(self._buffers):
+            if buffer is not None and number not in self._inputs:
+                made[number] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+        def tensor(b: Buffer | None) -> Tensor | None:
+            if b is None:
+                return None
+            whole = made[b.number].view(b.dtype) if made[b.number].dtype != b.dtype else made[b.number]
+            return whole.as_strided(b.shape, b.strides, whole.storage_offset() + b.offset // b.dtype.itemsize)
+
+        for kernel, grid, arguments in self._launches:
+            given = [tensor(a) if isinstance(a, Buffer) else a for a in arguments]
+            program.launch(kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given)
+        result = tuple(made[n] if n else None for n in self._result or ())
+        return result if self._several else result[0] if result else None
+
+
+def _takes(letter: str, given) -> bool:
+    if letter == "p":
+        return given is None or isinstance(given, Buffer)
+    if letter == "m":
+        return isinstance(given, Map)
+    if letter == "2":
+        return type(given) is tuple and len(given) == 2 and all(isinstance(b, Buffer) for b in given)
+    if letter == "f":
+        return type(given) is float
+    least, most = {"i": (-(2**31), 2**31 - 1), "u": (0, 2**32 - 1), "q": (-(2**63), 2**63 - 1)}[letter]
+    return type(given) is int and least <= given <= most
+
+
+def run(operation: Callable, *arguments, **how) -> Any:
+    """Run an operation once: operation(call, *arguments, **how), where each tensor among the arguments, also inside of
+    named tuples, comes as a Buffer. Returns its result as tensors; buffers inside named tuples come back as such."""
+    tensors: list[Tensor] = []
+
+    def collect(given):
+        if isinstance(given, Tensor):
+            tensors.append(given)
+        elif isinstance(given, tuple):
+            for one in given:
+                collect(one)
+
+    for given in (*arguments, *how.values()):
+        collect(given)
+    if not tensors:
+        raise InputError("an operation was given no tensor; at least one is accepted")
+    call = Call(tensors[0].device)
+
+    def buffers(given):
+        if isinstance(given, Tensor):
+            return call.input(given)
+        if isinstance(given, tuple):
+            parts = [buffers(one) for one in given]
+            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+        return given
+
+    given = [buffers(one) for one in arguments]
+    made = operation(call, *given, **{name: buffers(one) for name, one in how.items()})
+    parts = made if isinstance(made, tuple) else (made,)
+    call.returns(parts)
+    found = call(*tensors)
+    if not isinstance(made, tuple):
+        return found[0]
+    return type(made)(*found) if hasattr(made, "_fields") else found
+
+
+# ---- on a GPU
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+class _Laid:
+    """A call's launches in one piece of host memory, from which the driver reads them."""
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor | None]) -> None:
+        _make_context_current(call.device.index)
+        first = tensors[0]
+        self.outputs: list[tuple[int, tuple | None, torch.dtype]] = []
+        for number in call._outputs:
+            b = call._buffers[number]
+            alike = first is not None and first.is_contiguous() and (first.numel(), first.dtype) == (b.numel(), b.dtype)
+            self.outputs.append((number, None if alike else b.shape, b.dtype))
+        # Where each buffer's address comes from: the number of an entry of `starts`, and bytes behind it.
+        places: dict[int, tuple[int, int]] = {}
+        for at, number in enumerate(call._inputs, 1):
+            places.setdefault(number, (at, 0))
+        for at, number in enumerate(call._outputs, 1 + len(call._inputs)):
+            places[number] = (at, 0)
+        workspace, self.scratch = 1 + len(call._inputs) + len(call._outputs), 0
+        for number, b in enumerate(call._buffers):
+            if b is not None and number not in places:
+                places[number] = (workspace, self.scratch)
+                self.scratch += -(-b.nbytes // _BOUNDARY) * _BOUNDARY
+
+        def place(b: Buffer) -> tuple[int, int]:
+            at, more = places[b.number]
+            return at, more + b.offset
+
+        formats = [_format(launch.kernel.parameters) for launch in call._launches]
+        size = sum(-(-form.size // _LINE) * _LINE for form, _ in formats)
+        self._room = (ctypes.c_char * (size + _LINE))()
+        begin = -ctypes.addressof(self._room) % _LINE
+        base, at = ctypes.addressof(self._room) + begin, 0
+        self._slots: list[tuple[int, int, int]] = []  # a word of the memory, an entry of `starts`, bytes behind it
+        self._maps: list[list] = []  # [address of the map, entry of `starts`, bytes behind it, address it has now]
+        self._starts: list[Callable[[], int]] = []
+        self._told: list[str] = []
+        self._keep: list[Any] = []
+        for (kernel, grid, arguments), (form, offsets) in zip(call._launches, formats):
+            function, attributes = _function(kernel, call.device.index)
+            values: list[Any] = []
+            self._slots.append(((at + 32) // 8, 0, 0))  # the stream
+            for given, offset in zip(arguments, offsets):
+                if isinstance(given, Buffer):
+                    self._slots.append(((at + offset) // 8, *place(given)))
+                    values.append(0)
+                elif isinstance(given, tuple) and not isinstance(given, Map):
+                    self._slots += [((at + offset) // 8 + i, *place(b)) for i, b in enumerate(given)]
+                    values += [0, 0]
+                elif isinstance(given, Map):
+                    self._maps.append([base + at + offset, *place(given.of), 0])
+                    values.append(_encoded(given))
+                else:
+                    values.append(0 if given is None else given)
+            fixed = (*grid, 1, kernel.threads, 1, 1, kernel.shared, 0, *attributes)
+            form.pack_into(self._room, begin + at, *fixed, *values)
+            addresses = (ctypes.c_void_p * len(offsets))(*(base + at + offset for offset in offsets))
+            pointers = (ctypes.c_void_p(base + at), ctypes.c_void_p(function), ctypes.c_void_p(ctypes.addressof(addresses)))
+            self._starts.append(partial(driver().cuLaunchKernelEx, *pointers, None))
+            self._told.append(f"{kernel.name} with grid {grid}, {kernel.threads} threads, {kernel.shared} bytes shared")
+            self._keep.append(addresses)
+            at += -(-form.size // _LINE) * _LINE
+        self._words = memoryview(self._room).cast("B")[begin : begin + size].cast("Q")
+        self._device = call.device
+
+    def run(self, starts: list[int]) -> None:
+        """Write the addresses and launch. starts: the stream, then the inputs, the outputs and the workspace."""
+        words = self._words
+        for word, at, more in self._slots:
+            words[word] = starts[at] + more
+        for one in self._maps:
+            where, at, more, last = one
+            if (now := starts[at] + more) != last:
+                if status := driver().cuTensorMapReplaceAddress(ctypes.c_void_p(where), ctypes.c_void_p(now)):
+                    raise _refused(f"a tensor map at {now:#x}", status)
+                one[3] = now
+        for start, told in zip(self._starts, self._told):
+            if status := start():
+                if status == _NO_CONTEXT:
+                    _enter(self._device)
+                    status = start()
+                if status:
+                    raise _refused(f"a launch of {told}", status)
+
+
+def _format(parameters: str) -> tuple[struct.Struct, list[int]]:
+    """The format of a launch in memory, and the offset of each argument."""
+    form, offsets = _CONFIG, []
+    for letter in parameters:
+        at = struct.calcsize(form)
+        gap = -at % (_LINE if letter == "m" else 8)
+        offsets.append(at + gap)
+        form += (f"{gap}x" if gap else "") + _LETTERS[letter]
+    return struct.Struct(form), offsets
+
+
+def _encoded(given: Map) -> bytes:
+    from . import tma
+
+    return tma.tensor_map(_BOUNDARY, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
+
+
+def _refused(what: str, status: int) -> DeviceError:
+    return DeviceError(f"the driver refused {what}: CUDA error {status}")
+
+
+@cache
+def driver():
+    """Return the library of NVIDIA's driver. Raises StackError without one."""
+    try:
+        found = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        found.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    except (OSError, AttributeError) as error:
+        raise StackError(f"launching kernels needs an NVIDIA driver of CUDA 12 or newer ({error})") from error
+    return found
+
+
+def _make_context_current(index: int) -> None:
+    """Make torch's context of this device the thread's, if the thread has none: torch sets it only when it first uses
+    CUDA in a thread."""
+    context, library = ctypes.c_void_p(), driver()
+    library.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        status = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), index) or library.cuCtxSetCurrent(context)
+        if status:
+            raise _refused(f"a context for CUDA device {index}", status)
+
+
+def _enter(device: torch.device) -> None:
+    from cupy.cuda import runtime
+
+    runtime.setDevice(device.index)
+
+
+_loading = threading.Lock()
+_modules: dict[tuple, Any] = {}  # the loaded modules, by file, macros and device
+
+
+def loaded() -> set[str]:
+    """Return the names of the sources from which this process has loaded a kernel on a GPU."""
+    return {key[0] for key in list(_modules)}
+
+
+@lru_cache(maxsize=4096)
+def _function(kernel: Kernel, index: int) -> tuple[int, tuple[int, int]]:
+    """The driver's handle of a kernel on a device, compiled and loaded on first use; and its launch attributes."""
+    core.check_stack()
+    core.let_cupy_start()
+    try:
+        from cupy.cuda import driver as cupy_driver
+        from cupy.cuda.function import Module
+    except ImportError as error:
+        raise StackError(f"running the CUDA kernels needs CuPy; {compiler.NEEDS_NVRTC}") from error
+    key = (kernel.source.name, kernel.macros, index)
+    with _loading, torch.cuda.device(index):
+        if key not in _modules:
+            found = capability(index)
+            target = compiler.architecture(found, kernel.source.alone and kernel.source.runs_on(found))
+            cubin = compiler.compile(kernel.source.file, target, dict(kernel.macros))
+            _enter(torch.device("cuda", index))
+            module = Module()
+            module.load(cubin.image)
+            _modules[key] = module
+        function = _modules[key].get_function(kernel.name).ptr
+        if kernel.shared > SHARED_BY_DEFAULT:  # more than that needs permission
+            cupy_driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared)
+    return function, (ctypes.addressof(_EARLY), 1) if kernel.early and may_start_early(index) else (0, 0)
+
+
+_EARLY = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+_EARLY.value[0] = 1
+
+
+@cache
+def may_start_early(index: int) -> bool:
+    """Return whether GPU and driver let a kernel start before the previous one has ended."""
+    version = ctypes.c_int(0)
+    driver().cuDriverGetVersion(ctypes.byref(version))
+    return capability(index) >= (9, 0) and version.value >= _EARLY_DRIVER
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Return how many multiprocessors CUDA device `index` has."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def capability(index: int) -> tuple[int, int]:
+    """Return the compute capability of CUDA device `index`, for example (9, 0)."""
+    return torch.cuda.get_device_capability(index)

@@ -1,0 +1,153 @@
+"""All sources of kernels/, as their operations declare them: to compile them ahead of time, and to launch one by name.
+
+A new kernel needs its `.cu`, its file in this folder with a `Source`, and that file's name here."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import core
+from ..core import DeviceError, InputError, StackError
+from ..cuda import compile as compiler
+from ..cuda.launch import VALUE, Macros, Source
+
+if TYPE_CHECKING:
+    import cupy
+
+OPERATIONS = ("pack",)  # the files of this folder that declare sources
+_THREADS = 8  # the compiler runs outside of Python's lock
+
+
+@cache
+def sources() -> dict[str, Source]:
+    """Return every declared source by its name."""
+    modules = [import_module(f"{__package__}.{name}") for name in OPERATIONS]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+    return {source.name: source for source in found}
+
+
+def builds(
+    capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
+) -> list[tuple[Source, Macros]]:
+    """List each (source, macros) that may be launched on a GPU of this capability, for these types of values and widths
+    of rows."""
+    found = (
+        (source, source.macros(macros))
+        for source in sources().values()
+        if source.runs_on(capability)
+        for dtype in dtypes
+        for macros in source.builds(dtype, widths, capability)
+    )
+    return list(dict.fromkeys(found))
+
+
+def targets(arch: str, dtypes, widths) -> list[tuple[str, str, Macros]]:
+    """List (file, target, macros) of everything that may be launched on a GPU of architecture `arch` ("sm_90")."""
+    found = builds(divmod(int(arch.removeprefix("sm_")), 10), dtypes, widths)
+    return [(source.file, f"{arch}a" if source.alone else arch, macros) for source, macros in found]
+
+
+def prebuild(
+    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] | None = None
+) -> list[str]:
+    """Compile every kernel for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the cubins' names.
+
+    progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written."""
+    try:  # before a minute is spent on compiling
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{folder} is not a folder that can be written ({error.strerror})") from error
+    wanted = [target for arch in architectures for target in targets(arch, dtypes, d_models)]
+    names = []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for cubin in pool.map(lambda one: compiler.compile(one[0], one[1], dict(one[2]), cache_in=folder), wanted):
+            names.append(cubin.name)
+            if progress is not None:
+                progress(len(names), len(wanted), cubin.name)
+    return names
+
+
+def kernel(name: str, **macros: object) -> cupy.RawKernel:
+    """Return the kernel of kernels/ that is called `name`, compiled for the current GPU as the library compiles it.
+
+    Launch it as CuPy does: `tl.kernel("pack_v1")((blocks,), (threads,), arguments)`, with CuPy arrays and NumPy numbers
+    in the order of the source; `.max_dynamic_shared_size_bytes` has to be set for one that asks for more than 48 KiB.
+    Nothing is checked at a launch; `twell_lab.simulator` runs the portable ones under watch.
+
+    Args:
+        name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
+            "sm80_gate_pack.gate_pack_v3".
+        macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True, D_MODEL=4096. What is left
+            out is as the library has it for bfloat16 and rows of 2048.
+
+    Raises:
+        InputError: for a name that no source has, or that several have, and for a macro that the source does not know.
+        StackError: without CuPy, or with one that does not match torch.
+        DeviceError: without a GPU, or on one that does not run this kernel.
+        CompileError: where the macros do not fit the source.
+    """
+    source, entry, defines = choose(name, macros)
+    core.check_stack()
+    core.let_cupy_start()
+    try:
+        import cupy
+    except ImportError as error:
+        raise StackError(f"a RawKernel needs CuPy; {compiler.NEEDS_NVRTC}") from error
+    if not torch.cuda.is_available():
+        raise DeviceError(f"{name} needs a GPU that torch can use; on a CPU twell_lab.simulator runs portable kernels")
+    capability = torch.cuda.get_device_capability()
+    if not source.runs_on(capability):
+        only = "alone" if source.alone else "and newer"
+        oldest, own = (".".join(map(str, pair)) for pair in (source.oldest, capability))
+        raise DeviceError(f"{name} runs on compute capability {oldest} {only}; this GPU has {own}")
+    cubin = compiler.compile(source.file, compiler.architecture(capability, source.alone), defines)
+    path = core.private_folder() / f"{cubin.name}.cubin"
+    path.write_bytes(cubin.image)
+    with cupy.cuda.Device(torch.cuda.current_device()):
+        return cupy.RawModule(path=str(path)).get_function(entry)
+
+
+def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str, object]]:
+    """Find (source, entry, all macros) for the name and the macros that `kernel` was given.
+
+    Raises InputError for a name that no source has, or that several have, and for a macro that it does not know."""
+    if not isinstance(name, str):
+        raise InputError(f"name is a {type(name).__name__}; the name of a kernel, such as 'gated_v2', is accepted")
+    file, _, entry = name.rpartition(".")
+    having = [source for source in sources().values() if file in ("", source.name) and entry in source.entries]
+    if not having:
+        known = sorted({entry for source in sources().values() for entry in source.entries})
+        raise InputError(f"no kernel is called {name!r:.80}; there are {', '.join(known)}")
+    if len(having) > 1:
+        names = " or ".join(f"{source.name}.{entry}" for source in having)
+        raise InputError(f"{name} is in several sources; {names} is accepted")
+    source = having[0]
+    words = set(re.findall(r"\w+", " ".join(compiler.with_headers(source.file).values())))
+    dtype = next((dtype for dtype, macro in VALUE.items() if macro in macros), torch.bfloat16)
+    usual = usual_macros(source, entry, dtype, int(macros.get("D_MODEL", 2048)), macros)
+    if unknown := sorted(set(macros) - words - set(usual)):
+        raise InputError(f"{source.file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
+    return source, entry, {**usual, **macros}
+
+
+def usual_macros(source: Source, entry: str, dtype: torch.dtype, width: int, given: dict = {}) -> dict[str, object]:
+    """Return the macros of the first build of a source that agrees with `given` and has this entry."""
+    found = source.builds(dtype, [width], max(source.oldest, (9, 0)))
+    version = entry.rpartition("_v")[2]
+    fits = [
+        macros
+        for macros in map(dict, found)
+        if all(macros.get(k, v) == v for k, v in given.items()) and str(macros.get("VERSION", version)) == version
+    ]
+    return dict(source.macros(tuple(fits[0].items()))) if fits else {VALUE[dtype]: True}
