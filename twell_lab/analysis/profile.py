@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core import WHOLE, InputError, RecordError, write_atomically
+from ..core import InputError, RecordError, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
@@ -274,14 +274,13 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        kinds = {VERSION: {"layers": list, **dict.fromkeys(_TOKENS, (list, NoneType))}}
-        content, where, _ = saved.load(path, "profile", FORMAT, kinds)
+        kinds = {"layers": list, **dict.fromkeys(_TOKENS, (list, NoneType))}
+        content, where = saved.load(path, "profile", FORMAT, VERSION, kinds)
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
         layers = [_layer_from(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
-        known = [name for name in _TOKENS if content[name] is not None]
-        size = max((len(content[name]) for name in known), default=0)
-        return cls(layers, **{name: _tensor(content, name, size, where) for name in known})
+        known = {name: len(content["token_counts"] or ()) for name in _TOKENS if content[name] is not None}
+        return cls(layers, **{name: saved.counts(content, name, size, where) for name, size in known.items()})
 
 
 def profile(
@@ -463,7 +462,6 @@ def _number(value: float) -> float | None:
 def _layer_from(content, where: str) -> LayerProfile:
     """Read a layer's JSON form. RecordError names the field that is missing, wrong, or does not fit the others."""
     saved.fields(content, saved.kinds(LayerProfile), where)
-    saved.widths(content, where)
     tokens, d_ff, tile = (content[name] for name in ("tokens", "d_ff", "tile"))
     try:
         check_geometry(tile, content["words"])
@@ -471,15 +469,9 @@ def _layer_from(content, where: str) -> LayerProfile:
         raise RecordError(f"{where}: {error}") from None
     lengths = {"neuron_counts": d_ff, "nnz_histogram": d_ff + 1, "tile_histogram": tile + 1}
     lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    tensors = {name: _tensor(content, name, length, where) for name, length in lengths.items()}
+    tensors = {name: saved.counts(content, name, length, where) for name, length in lengths.items()}
     fired = sum(content["neuron_counts"])
     for name, rows in (("nnz_histogram", tokens), ("tile_histogram", tokens * -(-d_ff // tile))):
         if (sum(content[name]), sum(nnz * count for nnz, count in enumerate(content[name]))) != (rows, fired):
-            raise RecordError(
-                f"{where}: {name!r} is not of {rows} rows with {fired} neurons; accepted: a whole profile"
-            )
+            raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")
     return LayerProfile(**{**content, **tensors})
-
-
-def _tensor(content: dict, name: str, length: int, where: str) -> Tensor:
-    return torch.tensor(saved.counts(content, name, length, WHOLE - 1, where), dtype=torch.int64, device="cpu")

@@ -450,8 +450,7 @@ class Thresholds:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:
         """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where, _ = saved.load(path, "thresholds", FORMAT, {VERSION: saved.kinds(cls)})
-        return cls.read(content, where)
+        return cls.read(*saved.load(path, "thresholds", FORMAT, VERSION, saved.kinds(cls)))
 
     @classmethod
     def read(cls, content: object, where: str) -> Thresholds:
@@ -463,7 +462,7 @@ class Thresholds:
         sites = dict.fromkeys(SITES[content["method"]], (float, int))
         for number, layer in enumerate(content["layers"]):
             at = f"{where}, layer {number}"
-            saved.widths(saved.fields(layer, saved.kinds(LayerThresholds), at), at)
+            saved.fields(layer, saved.kinds(LayerThresholds), at)
             for name in ("thresholds", "density"):
                 saved.fields(layer[name], sites, f"{at}, {name!r}")
         return cls(**{**content, "layers": [LayerThresholds(**layer) for layer in content["layers"]]})
