@@ -6,7 +6,7 @@ infinity, views with odd strides, values near the ends of their dtype, and integ
 path computes the layer twice, which must give the same bits; on a GPU the second call often runs on a side stream with
 an input that comes late, and memory that torch allocates is often filled with NaN before. Results are judged by
 accuracy.Exact; gradients may have twice the dense layer's error. `twell-lab record attack` runs this for minutes;
-tests/attack runs some of it, and shows that it notices a layer that is wrong."""
+tests/nightly/attack runs some of it, and shows that it notices a layer that is wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..core import TwellError
 from ..cuda import launcher
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights
@@ -39,13 +39,13 @@ from ..ops import (
     ampere,
     checks,
     decode,
-    differentiable,
     dispatch,
     hopper_dense,
     hopper_pack,
     inference,
     operators,
     portable,
+    train,
 )
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import dense_hidden, exact_gradients, first_projection, gradient_sums
@@ -313,7 +313,7 @@ def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
 
 
 def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: differentiable.train_ffn(x, *layer.tensors[1:], path=path)[0]
+    return lambda layer, x: train.train_ffn(x, *layer.tensors[1:], path=path)[0]
 
 
 def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
@@ -322,7 +322,7 @@ def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     found = {"operator": _operator, "packed": _packed, "module": _swapped(None)}
     found |= {f"infer, {choice.path}": _infer(choice) for choice in choices}
     found |= {f"module, {choice.path}": _swapped(choice) for choice in choices}
-    found |= {f"trained, {path}": _trained(path) for path in differentiable.PATHS}
+    found |= {f"trained, {path}": _trained(path) for path in train.PATHS}
     return found | (_gpu_paths(layer) if layer.x.is_cuda else {})
 
 
@@ -560,10 +560,10 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
     dy[doubt], dl1[doubt] = 0.0, 0.0
     right, reached = exact_gradients(layer.tensors, exact.keep, dy, dl1)[1:], _step(_dense_step, layer.tensors, dy, dl1)
     noise = _noise(layer.tensors, exact.keep, dy, dl1)
-    for path in differentiable.PATHS:
+    for path in train.PATHS:
         with _poison(x, r.random() < 0.5):
-            found = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
-            again = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
+            found = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
+            again = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
         counts.add(len(x), [f"gradients, {path}", str(x.dtype)[6:]])
         for name, a, b, e, n, second in zip(NAMES, found, reached, right, noise, again):
             if a is None:

@@ -11,13 +11,13 @@ from torch.nn.functional import linear
 
 from ..core import InputError
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import ampere, clock, dispatch, portable
 from ..ops.clock import ROTATED, WrongResult, workload
-from ..plots.data import OTHER_KERNELS
-from ..records.record import Record
+from ..plots import OTHER_KERNELS
+from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 
 

@@ -13,7 +13,7 @@ import torch
 from ..layers.choice import one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import differentiable
+from ..ops import train
 from . import inference, training
 from .rows import DENSE, Calls, check, describe, drain, over, table
 
@@ -55,14 +55,14 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
         y = call(inputs[turn])
         return [y, *torch.autograd.grad(y, [inputs[turn], *layer.parameters()], grads[turn])]
 
-    learners = {path: SparseFFN.from_module(layer) for path in differentiable.PATHS}
+    learners = {path: SparseFFN.from_module(layer) for path in train.PATHS}
     for path, learner in learners.items():
         learner.learn(path)
     calls = {name: lambda turn, call=call: step(call, turn) for name, call in {DENSE: layer, **learners}.items()}
     dense = calls[DENSE](0)
     weights = Weights.of(layer.gate_proj, layer.up_proj, layer.down_proj)
     exact = training.exact(weights, inputs[0].detach(), grads[0], l1=0.0)
-    for path in differentiable.PATHS:
+    for path in train.PATHS:
         training.check(calls[path](0), dense, exact)
     found = _rows(layer, inputs, "forward and backward", calls)
     layer.requires_grad_(False)

@@ -20,7 +20,7 @@ from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
 from ...ops import portable
-from ...records.evidence import noise
+from ...bench.evidence import noise
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
