@@ -306,11 +306,7 @@ def profile(
             say, whose gate alone does not say who fires; for no batches, and batches that the model does not take; and
             for a layer that is given NaN."""
     check_geometry(tile, words)
-    layers = firing_layers(model, only=only)
-    dense = ((layer.name, layer.module) for layer in layers if not isinstance(layer.module, SparseFFN))
-    # In the mode that it is run in; a layer like one that passed counts as it: nothing is swapped here.
-    probe.check_all(dense, learns=False, modes=("evaluation",), each=False)
-    counters = [Counter(layer, tile, words) for layer in layers]
+    counters = [Counter(layer, tile, words) for layer in sound(firing_layers(model, only=only))]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
     def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
