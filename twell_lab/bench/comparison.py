@@ -27,8 +27,9 @@ from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
 from ..layers.anatomy import feed_forwards
 from ..models.tiny import LanguageModel
-from ..ops import accuracy, block_linear, packed_down, spmm
+from ..ops import accuracy, block_linear, spmm
 from ..ops import clock as clocks
+from ..ops.functional import packed_down
 from ..sparsities import blocks, microtiles, two_four
 from ..sparsities.experts import WAYS, ExpertsLayer
 from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
@@ -116,7 +117,7 @@ def _called(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _down(packed: TwELL, b: Tensor) -> Tensor:
-    return packed_down(packed, b.t(), down_t=b)
+    return packed_down(packed, b.t())
 
 
 def _versions() -> list[Method]:
