@@ -277,7 +277,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
     d_ff, d_model = found[0].up.weight.shape
     limit = switching.break_even(inference.rates_here(), d_model, d_ff, found[0].gate is not None)
     switching.switch(model, terms, below=limit)
-    return f"{sum(layer.learning != learner.DENSE for layer in found)} of {len(found)} layers sparse"
+    return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:

@@ -31,9 +31,9 @@ from ..analysis.switching import Switch
 from ..core import InputError, TwellError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice, LayerPlan
-from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import layer_terms
 from ..models.swap import sparsify
 from ..ops import clock as timing
