@@ -23,7 +23,7 @@ from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
 from ...ops.down import down
 from ...ops.gated import gated
-from ...ops.pack import pack
+from ...ops.pack import pack as packed_by
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
@@ -42,7 +42,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
     """
     if not available():
         return TwELL.from_gate(gate).packed, "the reference"
-    return run(pack, gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
+    return run(packed_by, gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
@@ -57,7 +57,7 @@ def on_the_gpu(gate: Tensor) -> str:
     """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
     gate = gate.to("cuda", sixteen_bits("cuda"))
     try:
-        words = {f"v{version}": run(pack, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
+        words = {f"v{version}": run(packed_by, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
     except (DeviceError, StackError) as error:
         return f"The GPU here runs none of them: {error}"
     wrong = [name for name, found in words.items() if not same_words(found, gate)]
