@@ -313,14 +313,14 @@ def profile(
     # In the mode that it is run in; a layer like one that passed counts as it: nothing is swapped here.
     probe.check_all(dense, learns=False, modes=("evaluation",), each=False)
     counters = [Counter(layer, tile, words) for layer in layers]
-    sums = dict.fromkeys(_TOKENS, torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu"))
+    sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
     def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
         if rows.ids is not None:  # what is in no vocabulary has the last place, which is left out in the end
             if values is None:
                 values = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
             ids = rows.ids.to(values.device)
-            sums[name] = sums[name].to(ids.device).scatter_add(0, ids, values)
+            sums[name] = sums[name].to(ids.device).scatter_add_(0, ids, values)
 
     def watch(counter: Counter):
         return counter.layer, lambda x, gate, rows: add("token_nnz", rows, counter.add(x, gate, rows))

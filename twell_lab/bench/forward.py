@@ -20,7 +20,7 @@ from ..ops.clock import ROTATED, WrongResult, workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
-from ..plots.data import OTHER_KERNELS
+from ..plots import OTHER_KERNELS
 from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 

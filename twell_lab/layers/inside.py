@@ -43,8 +43,8 @@ class Seat:
         """What the block's own modules give for what came to the activation: hidden values [..., d_ff] go through that;
         an input [..., d_model], which the up projection handed on, goes through all three."""
         if x.shape[-1] != self.d_model:
-            return self.activation(x)
-        return self.down.beneath(self.activation(self.up.beneath(x)))
+            return self.sparse.report(self.activation(x))
+        return self.down.beneath(self.sparse.report(self.activation(self.up.beneath(x))))
 
     def leave(self) -> None:
         """Put the activation back, unless something else is in its place, and have the projections compute. A

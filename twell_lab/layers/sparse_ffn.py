@@ -22,10 +22,10 @@ from .choice import DENSE, Choice, LayerPlan
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .inside import Seat
 from .lossy import Lossy
-from .parts import Projection, parts_of
+from .parts import Projection, owner_of, parts_of
 from .paths import PATHS, Path
 from .probe import formula
-from .terms import Told, learn, report_hidden
+from .terms import Told, learn, of_hidden
 from .weights import Weights
 
 # What nn.Module keeps of a module that a SparseFFN shares with the dense one: both have the same parts and hooks.
@@ -102,7 +102,7 @@ class SparseFFN(nn.Module, StandIn):
         self._know_activation()
         self.forms: dict[str, object] = {}  # by path (layers.paths.path.Converted)
         self.learning: str | None = None
-        self._told: list[Told] | None = None
+        self.told: list[Told] | None = None  # where forwards report (layers.terms)
         self.reports = False
         self._order: list[int] | None = None
         self.choices: list[tuple[int, Choice]] = []
@@ -256,9 +256,21 @@ class SparseFFN(nn.Module, StandIn):
         self.learning = path
 
     def tell(self, told: list[Told] | None) -> None:
-        """Append to `told` at each forward with gradients from now on; None: stop (layers.terms)."""
-        self._told = told
+        """Append to `told` at each forward from now on; None: stop (layers.terms).
+
+        Each layer gets a list of its own: under FSDP2 layers are compiled one by one, and share a graph as long as they
+        do not differ in anything, such as a name or the length of a common list."""
+        self.told = told
         self.reports |= told is not None
+
+    def _see_hidden(self, module: nn.Module, args: tuple) -> None:
+        self.report(args[0])
+
+    def report(self, h: Tensor) -> Tensor:
+        """Report what enters the down projection, h [..., d_ff], where somebody asks; returns it."""
+        if self.told is not None:
+            self.told.append(of_hidden(h))
+        return h
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [..., d_model] -> [..., d_model]."""
@@ -268,7 +280,7 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         weights = self.weights()
         path, hot = self._path(x.shape[:-1].numel())
-        if checks.needs_gradient(x, *weights):
+        if self.told is not None or checks.needs_gradient(x, *weights):
             return learn(self, x, weights, path)
         if path.name != DENSE.path and path.refuses(self, weights):
             return self.dense(x)
@@ -291,7 +303,7 @@ class SparseFFN(nn.Module, StandIn):
                 return False
         elif x.dtype != up.dtype:
             return False
-        return not self.drops or self._told is not None
+        return not self.drops
 
     @property
     def drops(self) -> bool:
@@ -303,7 +315,7 @@ class SparseFFN(nn.Module, StandIn):
         if torch.compiler.is_exporting() or not self._is_fit() or self.drops:
             return self.dense(x)
         weights = self.weights()
-        if checks.needs_gradient(x, *weights):
+        if self.told is not None or checks.needs_gradient(x, *weights):
             return learn(self, x, weights, PATHS[DENSE.path] if not self.takes("twell") else PATHS["twell"])
         tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
         for one in self._compiled[:-1]:
@@ -324,18 +336,18 @@ class SparseFFN(nn.Module, StandIn):
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""
-        if self._told is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            with report_hidden(self):
-                return self._by_source(x)
-        return self._by_source(x)
-
-    def _by_source(self, x: Tensor) -> Tensor:
-        if self.registered:
-            return self.source.forward(x)
         if self.seat is not None:
             return self.seat.dense(x)
         parts = parts_of(self.source)
-        return formula(parts, x)
+        if not self.registered:
+            return formula(parts, x)
+        if self.told is None or torch.compiler.is_compiling():
+            return self.source.forward(x)
+        seen = owner_of(parts.down).register_forward_pre_hook(self._see_hidden)
+        try:
+            return self.source.forward(x)
+        finally:
+            seen.remove()
 
     # ---- what torch does with it
 

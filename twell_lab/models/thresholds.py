@@ -227,7 +227,12 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     Arguments and errors are those of `thresholds`; the model is left as it was."""
     if method not in tuple(SITES):
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
-    found = _layers(model, only)
+    if not (found := _layers(model, only)):
+        chosen = " that `only` takes" if only is not None else ""
+        raise InputError(
+            f"no feed-forward layer in {type(model).__name__}{chosen}; routed experts, which share an activation, do "
+            f"not count; {accepted()}"
+        )
     if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
     probe.check_all(((layer.name, layer.module) for layer in found), learns=False)
@@ -422,7 +427,8 @@ class Thresholds:
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
-        there, pairs = {found.name: found for found in _layers(model, None)}, []
+        names, pairs = {layer.name for layer in self.layers}, []
+        there = {found.name: found for found in _layers(model, lambda name, module: name in names)}
         for layer in self.layers:
             wanted, found = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
             if found is None or _shape(found) != wanted:
@@ -471,7 +477,7 @@ def _config(model: nn.Module) -> object | None:
 
 def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     """Return every feed-forward layer of the model but routed experts, whatever its activation, which is `acts`:
-    without a threshold of ours, where one is on it. InputError where there is none, or one that cannot be asked."""
+    without a threshold of ours, where one is on it. InputError for one that cannot be asked."""
     _check_dense(model)
     layers = []
     for name, module in uncompiled(model).named_modules():
@@ -488,12 +494,6 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
             gate, up, down, acts = family.parts(module)
             acts = acts.activation if isinstance(acts, ThresholdedActivation) else acts
             layers.append(FeedForward(name, module, gate, up, down, acts))
-    if not layers:
-        chosen = " that `only` takes" if only is not None else ""
-        raise InputError(
-            f"no feed-forward layer in {type(model).__name__}{chosen}; routed experts, which share an activation, do "
-            f"not count; {accepted()}"
-        )
     return layers
 
 

@@ -23,7 +23,11 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("columns", "pack", "survivors", "train_dense", "train_lost", "train_rows", "transpose")
+OPERATIONS = (  # the files of this folder that declare sources
+    *("pack", "gate_pack", "down", "gated", "gate_up", "down_sums", "down_rows", "decode", "listed", "kept_inputs"),
+    *("survivors", "train_rows", "train_lost", "train_dense", "columns", "transpose"),
+    *("spmm", "blocks", "microtiles", "int8"),
+)
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 

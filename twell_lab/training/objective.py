@@ -99,14 +99,14 @@ class Objective(nn.Module):
         # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
         self.running = False
         layers = firing_layers(model)
-        # A list for each layer (see Learner.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # A list for each layer (see terms.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
         # enters the down projection of a dense layer.
         self.seen: list[list] = [[] for _ in layers]
         self.hooks = ExitStack()
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
-                layer.module.tell(seen)
-                self.hooks.callback(layer.module.tell, None)
+                tell(layer.module, seen)
+                self.hooks.callback(tell, layer.module, None)
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from twell_lab import formats, simulator
 from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
-from twell_lab.formats import pool
+from twell_lab.formats import packed_and_pool
 
 
 def test_the_sizes_are_those_that_the_kernel_needs():
@@ -109,4 +109,4 @@ def test_counts_that_are_no_group_are_refused(counts):
 def test_the_lost_rows_are_those_of_the_reference():
     gate = torch.full((16, 256), -1.0, dtype=torch.bfloat16)
     gate[3, :40], gate[5, :90] = 1, 1
-    assert pool.packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]
+    assert packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]

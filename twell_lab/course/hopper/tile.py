@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core import InputError
 from ...cuda.launch import Buffer, Call, run
-from ...formats import pool
+from ...formats import packed_and_pool
 from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
 from ...ops import gate_pack
 from ...ops.gated import gated_pooled
@@ -131,7 +131,7 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
         gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01
     gate = gate.to(dtype)
     x, up, down_t = (torch.randn(rows, d_model).to(dtype) for rows in (POOL_ROWS, TILE, TILE))
-    packed, shared, _ = pool.packed_and_pool(gate)
+    packed, shared, _ = packed_and_pool(gate)
     listed, y = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
     run(_multiply, x, packed, shared, up, down_t, listed, torch.zeros_like(x), y)
     lost = sorted(row if row >= 0 else ~row for row in listed[1 : 1 + int(listed[0])].tolist())

@@ -27,7 +27,7 @@ from ...layers.paths.cost import Firing
 from ...models.swap import sparsify
 from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
 from ...ops import clock as clocks
-from ...plots.data import layer_names
+from ...plots import layer_names
 
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # where the loss is measured before anybody asks
 MOST = LEVELS[-1]

@@ -9,7 +9,7 @@ import torch
 
 from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.profile import profile
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 H100 = Rates(
     "an H100's, rounded", "bfloat16", bandwidth=3.0e12, l2=7.4e12, matmul=7.0e14, launch=2.5e-6, cache=50_000_000
@@ -33,7 +33,7 @@ def rates():
 @pytest.fixture(scope="session")
 def layer():
     """(gated layer, three inputs): d_model 32, d_ff 600, a mean of 20 neurons firing, a few of them often."""
-    return measure.workload(90, 32, 600, 20, "lognormal", torch.float32, "cpu")
+    return clock.workload(90, 32, 600, 20, "lognormal", torch.float32, "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from twell_lab.analysis import predict
 from twell_lab.analysis.profile import FiringProfile, LayerProfile
 from twell_lab.app import cli
 from twell_lab.core import InputError
-from twell_lab.ops import measure
+from twell_lab.ops import clock, dispatch
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +33,7 @@ def test_a_layer_fires_as_its_drawn_workload_does():
     assert firing.frequency.sum().item() == pytest.approx(100) and firing.totals.sum().item() == pytest.approx(1)
     counts = torch.arange(1025, dtype=torch.float64)
     assert (firing.totals * counts).sum().item() == pytest.approx(100)
-    drawn = torch.rand(20_000, 1024, generator=torch.Generator().manual_seed(0)) < measure.firing_rates(1024, 100.0)
+    drawn = torch.rand(20_000, 1024, generator=torch.Generator().manual_seed(0)) < clock.firing_rates(1024, 100.0)
     share = (drawn.view(-1, 4, 256).sum(2) > 31).any(1).double().mean().item()
     assert 0.01 < share < 0.5 and firing.overflowing == pytest.approx(share, abs=0.01)
 

@@ -7,18 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab.analysis import costs
-from twell_lab.analysis.costs import Firing, Rates, measure_rates, predict
+from twell_lab.analysis.costs import Firing, Rates, by_choice, measure_rates, predict
 from twell_lab.analysis.profile import profile
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Choice
-from twell_lab.ops import dispatch, measure
+from twell_lab.ops import clock, dispatch
 
 PATHS = [Choice("dense"), Choice("twell"), Choice("hot_cold", 256), Choice("hot_cold", 1024)]
 
 
 def firing(nnz, d_model=2048, d_ff=5632, gated=True, kind="lognormal"):
-    frequency = measure.firing_rates(d_ff, nnz, kind).sort(descending=True).values
+    frequency = clock.firing_rates(d_ff, nnz, kind).sort(descending=True).values
     totals = torch.zeros(d_ff + 1, dtype=torch.float64)
     totals[round(nnz)] = 1
     return Firing(d_model, gated, frequency, totals)
@@ -68,10 +67,16 @@ def test_a_path_is_taken_to_fuse_from_as_many_tokens_as_it_does(rates, choice, l
     assert memory(fused, least - 1) == memory(rates, least - 1) and memory(fused, least) < memory(rates, least)
 
 
-def test_what_compiling_saves(rates):
-    assert costs.compiling_saves(firing(29), rates, 16384, 2) == pytest.approx(125, rel=0.1)
-    assert costs.compiling_saves(firing(29, gated=False), rates, 16384, 2) == 0
-    assert costs.compiling_saves(firing(29), replace(rates, fuses=True), 16384, 2) == 0
+def test_each_path_has_its_best_hot_size_where_hot_neurons_are_computed_apart(rates):
+    rates = replace(rates, dtype="bfloat16")
+    fired, fused, apart = firing(120), replace(rates, fuses=True), {"hot_cold"}
+    for tokens, more in ((1, set()), (16384, apart)):
+        took = by_choice(fired, fused, tokens)
+        assert {choice.path for choice in took} == {"dense", "twell"} | more
+        assert {choice.path for choice in by_choice(fired, rates, tokens)} == {"dense", "twell"}
+    (best,) = [choice for choice in took if choice.hot]
+    assert all(took[best] <= us(Choice("hot_cold", hot), fired, fused) for hot in range(256, 5632, 256))
+    assert Choice("hot_cold", 768) in by_choice(fired, fused, 16384, hot=768)
 
 
 def test_a_plain_layer_costs_less(rates):
@@ -158,14 +163,6 @@ def test_measured_rates():
     assert 1e8 < rates.bandwidth < 1e13 and 1e8 < rates.matmul < 1e14 and 0 < rates.launch < 1e-2
     with pytest.raises(DeviceError, match="nonsense"):
         measure_rates("nonsense")
-
-
-def test_the_clock_takes_every_call_in_turn():
-    order = []
-    took = costs.clock(
-        {"a": lambda turn: order.append("a"), "b": lambda turn: order.append("b")}, torch.device("cpu"), 0.0
-    )
-    assert order == ["a", "b"] * 4 and set(took) == {"a", "b"}
 
 
 def test_tokens_with_many_entries_cost_as_much_as_dense_ones_where_kernels_are_fused(rates):
