@@ -23,9 +23,7 @@ from torch.nn import functional as F
 from .. import records
 from ..core import WHOLE, InputError, RecordError, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
-from ..layers import probe
-from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
 from . import saved
 from .compare import Comparison, check_alike
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of

@@ -23,7 +23,7 @@ from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
 from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..ops import operators, reference
 from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, picked, tile_of

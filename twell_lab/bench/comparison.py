@@ -25,7 +25,7 @@ from torch.nn.functional import linear, rms_norm
 from .. import core
 from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel
 from ..ops import accuracy, spmm
 from ..ops import blocks as block_kernels

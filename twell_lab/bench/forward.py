@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from ..core import InputError
 from ..cuda.launch import layout, run
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock, dispatch, gate_pack
 from ..ops.clock import ROTATED, WrongResult, workload

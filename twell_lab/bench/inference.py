@@ -21,8 +21,8 @@ from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..cuda.launch import run
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
 from ..ops import clock as clocks

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..analysis.costs import measure_rates
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import STEP, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
 from . import drawn, rows

@@ -235,7 +235,7 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
         )
     if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    probe.check_all(((layer.name, layer.module) for layer in found), learns=False)
+    check_all((layer.name, layer.module) for layer in found)
     layers = [LayerCalibration(layer, method) for layer in found]
     run(model, [(layer.layer, layer.add) for layer in layers], batches)
     for layer in layers:
