@@ -293,7 +293,7 @@ def test_weights_that_are_not_finite_are_refused(name, part):
     dense = layer(bias=True, mask=empty_blocks)
     dense.get_submodule(part).weight[0, 0] = math.nan
     with pytest.raises(InputError, match="not finite"):
-        tl.sparsify(nn.Sequential(dense), name)
+        SparseFFN(dense, plan=Choice(name))
 
 
 # ---- what they cost

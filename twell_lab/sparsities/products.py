@@ -97,9 +97,10 @@ def _where_taken(of: Callable[[Tensor], Any], weights: Weights) -> list[Any]:
     """of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
     results: list[Any] = []
     refused = None
-    for weight in weights[:3]:
+    for name, weight in zip(("gate", "up", "down"), weights):
         try:
-            results.append(None if weight is None else of(weight.detach()))
+            skipped = weight is None or name == "gate" and weight is weights.up  # which needs one product of the two
+            results.append(None if skipped else of(weight.detach()))
         except TwellError as error:
             results.append(None)
             refused = refused or error
