@@ -46,10 +46,10 @@ class Products(Converted):
         fitted.counted = tuple(_where_taken(self.weigh, weights))
         return fitted
 
-    def make(self, weights: Weights) -> list[Product | None]:
+    def make(self, weights: Weights) -> Any:
         return _where_taken(self.product, weights)
 
-    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:
         def projected(at: int, rows: Tensor) -> Tensor:
             product, bias = form[at], weights[at + 3]
             return F.linear(rows, weights[at], bias) if product is None else product(rows, bias)
