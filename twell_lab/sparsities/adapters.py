@@ -49,11 +49,6 @@ class Adapter(NamedTuple):
 
     changes: dict[str, Change]
 
-    def to(self, device: torch.device | str) -> Adapter:
-        """Return the same, on another device."""
-        moved = {name: Change(c.places.to(device), c.values.to(device), c.shape) for name, c in self.changes.items()}
-        return Adapter(moved)
-
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
     """Return what one SHiRA adapter of a peft model makes of the base model's weights.

@@ -28,11 +28,6 @@ class Padding:
     shape: tuple[int, ...]
 
     @property
-    def share(self) -> float:
-        """The share of the rows that is padding; 0 where there are none."""
-        return 1 - len(self.places) / rows if (rows := torch.Size(self.shape).numel()) else 0.0
-
-    @property
     def whole(self) -> bool:
         """Whether every row is real."""
         return len(self.places) == torch.Size(self.shape).numel()

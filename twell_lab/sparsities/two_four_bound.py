@@ -15,7 +15,7 @@ the result, cannot be sparse. A linear layer has three products:
   2503.16672).
 
 What the instruction gives is y^T, and the next layer reads y. cuSPARSELt writes it turned as it is stored, which torch
-calls fusing the transpose; an operation of its own would read and write y once more. `bound(fused=False)` counts that.
+calls fusing the transpose, and which is counted here; an operation of its own would read and write y once more.
 
 **Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
 brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens, where reading W
@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from ..core import InputError
 from ..layers.paths.cost import Rates
 
+# Rows and columns of the result for which operands are fetched once: what two blocks of 128 x 256 make that share what
+# they fetch, as Hopper's clusters do.
 TILE = (256, 256)
 
 
@@ -38,8 +40,7 @@ class Product:
     """One product of a linear layer as the tensor cores compute it, first operand [m, k] times second [k, n], counted.
 
     name: what it gives. m, n, k: sizes. itemsize: bytes of a value. sparse: whether the first operand is 2:4; where it
-    is not, both counts are those of the dense product. tile: rows and columns of the result for which the operands are
-    fetched once."""
+    is not, both counts are those of the dense product."""
 
     name: str
     m: int
@@ -47,7 +48,6 @@ class Product:
     k: int
     itemsize: int
     sparse: bool
-    tile: tuple[int, int]
 
     def first_bytes(self, two_four: bool) -> float:
         """Count the bytes of the first operand: as 2:4 half of its values, and 2 bits for each of these."""
@@ -62,13 +62,9 @@ class Product:
         """Count the bytes from and to memory: each operand and the result once."""
         return self.first_bytes(two_four) + self.itemsize * (self.k * self.n + self.m * self.n)
 
-    def turning(self) -> float:
-        """Count the bytes of turning the result by an operation of its own: read, and written again."""
-        return 2 * self.itemsize * self.m * self.n
-
     def fetched(self, two_four: bool) -> float:
         """Count the bytes that the tiles of the result fetch from the L2 cache, each what it is made of."""
-        down, across = -(-self.m // self.tile[0]), -(-self.n // self.tile[1])
+        down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
         return across * self.first_bytes(two_four) + down * self.itemsize * self.k * self.n
 
     def seconds(self, rates: Rates, two_four: bool) -> dict[str, float]:
@@ -82,38 +78,28 @@ class Product:
 
 
 def linear_products(
-    tokens: int,
-    d_in: int,
-    d_out: int,
-    *,
-    itemsize: int = 2,
-    transposable: bool = False,
-    tile: tuple[int, int] = TILE,
+    tokens: int, d_in: int, d_out: int, *, itemsize: int = 2, transposable: bool = False
 ) -> tuple[Product, Product, Product]:
     """Return the three products of a linear layer with a 2:4 weight [d_out, d_in]: y, dx and dW.
 
-    itemsize: bytes of a value. transposable: whether W is 2:4 along its columns as well. tile: rows and columns of the
-    result for which operands are fetched once; 256 x 256 is what two blocks of 128 x 256 make that share what they
-    fetch, as Hopper's clusters do. InputError for sizes that are no whole numbers from 1 up."""
+    itemsize: bytes of a value. transposable: whether W is 2:4 along its columns as well. InputError for sizes that are
+    no whole numbers from 1 up."""
     for name, n in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out), ("itemsize", itemsize)):
         if type(n) is not int or n < 1:
             raise InputError(f"{name} is {n!r:.80}; a whole number from 1 up is accepted")
     return (
-        Product("y = x W^T", d_out, tokens, d_in, itemsize, True, tile),
-        Product("dx = dy W", d_in, tokens, d_out, itemsize, transposable, tile),
-        Product("dW = dy^T x", d_out, d_in, tokens, itemsize, False, tile),
+        Product("y = x W^T", d_out, tokens, d_in, itemsize, True),
+        Product("dx = dy W", d_in, tokens, d_out, itemsize, transposable),
+        Product("dW = dy^T x", d_out, d_in, tokens, itemsize, False),
     )
 
 
-def bound(products: Iterable[Product], rates: Rates, *, fused: bool = True) -> float:
+def bound(products: Iterable[Product], rates: Rates) -> float:
     """Return how many times as fast as dense these products, one after the other, can be at most with 2:4.
 
     Each takes as long as the longest of its `seconds`. Launches, and clocks that fall under load, are not counted.
     rates: such as `analysis.predict.rates_of("H100 SXM")`; for other GPUs that scales the rate of the L2 cache from the
-    H100's, and the bound of many tokens is only as good. fused: the result of a sparse product is written as it is
-    wanted; with False, an operation of its own turns it."""
+    H100's, and the bound of many tokens is only as good."""
     chosen = list(products)
     dense, two_four = (sum(max(one.seconds(rates, how).values()) for one in chosen) for how in (False, True))
-    if not fused:
-        two_four += sum(one.turning() for one in chosen if one.sparse) / rates.bandwidth
     return dense / two_four
