@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twell_lab.ops import portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops.pack import pack
 from twell_lab.ops.int8_rows import gated_int8
 from twell_lab.sparsities.quantised import Rows, quantise, rows_product
 
@@ -47,7 +48,7 @@ class Int8Layer:
         """What the kernel gives, beside float32 sums of the same values: equal but for the order of the sums."""
         up, up_bias = (None, None) if plain else (self.up, self.up_bias)
         first = self.gate if signed else torch.relu(self.gate)
-        packed = portable.pack(self.gate, tile, words, signed=signed)
+        packed = run(pack, self.gate, tile, words, signed=signed)
         y = gated_int8(self.x, packed, self.gate, up, self.down, up_bias, self.down_bias, tile, version, signed=signed)
         exact = rows_product(self.x, first, up, self.down, up_bias, self.down_bias)
         assert y.dtype == self.x.dtype and y.shape == self.x.shape

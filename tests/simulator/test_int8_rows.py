@@ -9,7 +9,8 @@ from tests.simulator import cases
 from tests.simulator.int8_cases import Int8Layer
 from twell_lab import simulator
 from twell_lab.core import InputError
-from twell_lab.ops import portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops.pack import pack
 from twell_lab.ops.int8_rows import gated_int8
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -46,14 +47,14 @@ def test_values_of_either_sign_and_rows_over_several_warps():
 
 def test_without_rows_nothing_is_launched():
     case = Int8Layer.draw(torch.zeros(1, 8), 16)
-    packed = portable.pack(case.gate[:0], 8, 3)
+    packed = run(pack, case.gate[:0], 8, 3)
     y = gated_int8(case.x[:0], packed, case.gate[:0], case.up, case.down, None, None, 8)
     assert y.shape == (0, 16)
 
 
 def test_what_does_not_fit():
     case = Int8Layer.draw(torch.ones(2, 8), 16)
-    packed = portable.pack(case.gate, 8, 3)
+    packed = run(pack, case.gate, 8, 3)
     with pytest.raises(InputError, match="version is 5; 1 to 4 are accepted"):
         gated_int8(case.x, packed, case.gate, case.up, case.down, None, None, 8, 5)
     for wrong in (

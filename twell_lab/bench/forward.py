@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core import InputError
+from ..cuda.launch import capability, layout, run
 from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import ampere, clock, dispatch, portable
+from ..ops import clock, dispatch, gate_pack
 from ..ops.clock import ROTATED, WrongResult, workload
+from ..ops.down import down as down_rows
+from ..ops.gated import gated as gated_rows
+from ..ops.pack import pack as pack_gate
 from ..plots import OTHER_KERNELS
 from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
@@ -121,15 +125,17 @@ def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) ->
     GEMM; and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     gate, up, down, *biases, _ = Weights.of(sparse.gate, sparse.up, sparse.down)
     first, _ = first_projection(gate, up)
+    turned = down.t().contiguous().t()
 
     def after_torch(x):
-        return dispatch.twell(x, gate, up, sparse.down_t, *biases, sparse.tile, sparse.words)
+        return dispatch.portable(x, gate, up, turned, *biases, sparse.tile, sparse.words)
 
     def through_mma(x):
-        return dispatch.sm90(x, gate, up, down, sparse.down_t, *biases, None, 0, packs=ampere)
+        return dispatch.sm90(x, gate, up, turned, *biases, 0, packs=gate_pack.gate_pack_sm80)
 
     found = {OTHER_KERNELS[0]: after_torch}
-    if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(inputs[0], first) and dispatch.fuses(first):
+    packs = gate_pack.takes_sm80(capability(inputs[0].device.index), layout(inputs[0]), layout(first))
+    if (sparse.tile, sparse.words) == (TILE, WORDS) and packs and dispatch.fuses(first):
         found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
         check(dense, call, inputs[:1], every_row=False)
@@ -140,21 +146,21 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int],
     """The three launches of the portable forward, each by itself, on the real output of the one before."""
     pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
     gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
-    packs = [portable.pack(g, sparse.tile, sparse.words) for g in gates]
+    packs = [run(pack_gate, g, sparse.tile, sparse.words) for g in gates]
     none = (None, None, None)
 
     def project(turn):
         return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
 
     def pack(turn):
-        return portable.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
+        return run(pack_gate, gates[turn % len(inputs)], sparse.tile, sparse.words)
 
     def rest(turn):
         i = turn % len(inputs)
         if sparse.gate is None:
-            return portable.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
+            return run(down_rows, packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
         weights = (up.weight, sparse.down_t, up.bias, down.bias)
-        return portable.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+        return run(gated_rows, inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
 
     return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}
 
@@ -177,19 +183,19 @@ def kernel_versions(
     sparse = SparseFFN.from_module(dense)
     check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]
-    packs = [portable.pack(g, TILE, WORDS) for g in gates]
+    packs = [run(pack_gate, g, TILE, WORDS) for g in gates]
     none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
 
     def pack(turn, version):
-        return portable.pack(gates[turn % ROTATED], TILE, WORDS, version)
+        return run(pack_gate, gates[turn % ROTATED], TILE, WORDS, version)
 
     def down(turn, version):
         i = turn % ROTATED
-        return portable.down(packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
+        return run(down_rows, packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
 
     def gated(turn, version):
         i = turn % ROTATED
-        return portable.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+        return run(gated_rows, inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
 
     newest = {pack: 4, down: 3, gated: 4}
     calls = {f"{each.__name__}_v{v}": partial(each, version=v) for each in newest for v in range(1, newest[each] + 1)}

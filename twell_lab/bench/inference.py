@@ -19,13 +19,15 @@ from torch.nn.functional import linear
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
+from ..cuda.launch import run
 from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import ampere, hopper_pack, portable
 from ..ops import clock as clocks
+from ..ops import gate_pack
+from ..ops.pack import pack
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
 from .rows import COMPILED, DENSE, check, over
@@ -259,14 +261,14 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         gate = layer.gate_proj.weight
         calls = {
             "gate GEMM (torch)": lambda x: linear(x, gate),
-            "gate GEMM (torch), then pack": lambda x: portable.pack(linear(x, gate), TILE, WORDS),
+            "gate GEMM (torch), then pack": lambda x: run(pack, linear(x, gate), TILE, WORDS),
         }
         calls |= {
-            f"sm90 gate_pack v{v}": functools.partial(hopper_pack.gate_pack, gate=gate, gate_bias=None, version=v)
-            for v in hopper_pack.PACK_VERSIONS
+            f"sm90 gate_pack v{v}": functools.partial(run, gate_pack.gate_pack_sm90, gate=gate, version=v)
+            for v in gate_pack.VERSIONS
         }
-        calls["sm80 gate_pack"] = functools.partial(ampere.gate_pack, gate=gate, gate_bias=None)
-        want = portable.pack(linear(inputs[0], gate), TILE, WORDS)
+        calls["sm80 gate_pack"] = functools.partial(run, gate_pack.gate_pack_sm80, gate=gate)
+        want = run(pack, linear(inputs[0], gate), TILE, WORDS)
         for name, call in calls.items():
             if name != "gate GEMM (torch)":
                 _same_counts(name, call(inputs[0]), want)

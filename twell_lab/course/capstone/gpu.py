@@ -11,10 +11,12 @@ from torch.nn.functional import linear
 from ... import core
 from ...core import CompileError, StackError
 from ...cuda import cubins
+from ...cuda.launch import run
 from ...cuda.macros import VALUE
 from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
-from ...ops import portable
+from ...ops.down import down
+from ...ops.pack import pack
 from . import cases
 from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
@@ -100,7 +102,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()
     gates = [linear(x, dense.gate_proj.weight) for x in inputs]
-    packs = [portable.pack(gate, TILE, WORDS) for gate in gates]
+    packs = [run(pack, gate, TILE, WORDS) for gate in gates]
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
     def yours(turn: int) -> Tensor:
@@ -110,7 +112,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     def library(version: int):
         def call(turn: int) -> Tensor:
             i = turn % len(packs)
-            return portable.down(packs[i], gates[i], none, down_t, None, D_FF, TILE, version)
+            return run(down, packs[i], gates[i], none, down_t, None, D_FF, TILE, version)
 
         return call
 

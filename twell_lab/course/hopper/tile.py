@@ -123,7 +123,8 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
     pool, in the simulator, on 16 drawn rows of one tile.
 
     counts: how many values each row keeps. Raises StackError without a C++ compiler."""
-    from ...ops import portable
+    from ...cuda.launch import run
+    from ...ops.gated import gated_pooled
 
     if len(counts) != POOL_ROWS or not all(0 <= count <= TILE for count in counts):
         raise InputError(f"counts is {counts}; {POOL_ROWS} of 0 to {TILE} are accepted")
@@ -133,9 +134,9 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
     gate = gate.to(dtype)
     x, up, down_t = (torch.randn(rows, d_model).to(dtype) for rows in (POOL_ROWS, TILE, TILE))
     packed, shared, _ = packed_and_pool(gate)
-    listed, their_x = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
-    y = portable.gated_pooled(x, packed, shared, up, down_t, None, None, None, listed, their_x, None)
-    lost = sorted(portable.listed_rows(listed).tolist())
+    listed, their_x, y = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x), torch.zeros_like(x)
+    run(gated_pooled, x, packed, shared, up, down_t, None, None, None, listed, their_x, y)
+    lost = sorted(row if row >= 0 else ~row for row in listed[1 : 1 + int(listed[0])].tolist())
     stored = [row for row in range(POOL_ROWS) if row not in lost]
     exact = (gate.double().relu() * (x.double() @ up.double().T)) @ down_t.double()
     return lost, float((y.double() - exact)[stored].norm() / exact[stored].norm())
