@@ -35,7 +35,7 @@ class Case:
     arguments, may be `tolerance` times what the library allows (accuracy.worst_row) beside `dense` of the arguments as
     they are; dense: the same by torch's operations, None for the reference. reads: given what was returned, what of it
     is compared: words that nobody reads aside. oldest: compute capability, where that is not the sources' own. large:
-    whether it would take the simulator too long."""
+    whether the simulator does not take it, or takes too long."""
 
     name: str
     sources: tuple[Source, ...]
