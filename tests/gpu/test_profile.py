@@ -6,7 +6,7 @@ import torch
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import Counter
 from twell_lab.analysis.running import Rows, run
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward
 

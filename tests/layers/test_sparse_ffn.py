@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import drawn
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import twell_lab as tl
+from tests.layers import drawn
 from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate
 

@@ -2,12 +2,12 @@
 
 import copy
 
-import drawn
 import pytest
 import torch
-from test_sparse_ffn import plan_for
 
 import twell_lab as tl
+from tests.layers import drawn
+from tests.layers.test_sparse_ffn import plan_for
 
 TWELL, HOT = tl.Choice("twell"), tl.Choice("hot_cold", 256)
 

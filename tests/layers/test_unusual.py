@@ -2,7 +2,6 @@
 
 import copy
 
-import drawn
 import pytest
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 
 import twell_lab as tl
+from tests.layers import drawn
 
 PLANS = {"twell": tl.Choice("twell"), "hot_cold": tl.Choice("hot_cold", 256), "dense": tl.Choice("dense")}
 
@@ -101,7 +101,8 @@ def faked(layer):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return torch.zeros(tuple(layer(mode.from_tensor(X)).shape))
+        shape = tuple(layer(mode.from_tensor(X)).shape)
+    return torch.zeros(shape)
 
 
 CALLS = {

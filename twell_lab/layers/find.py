@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ..core import InputError
@@ -19,8 +18,8 @@ from .activations import computes, is_relu, is_squared, is_usual, kind_of
 from .experts import Expert, Routed, experts_of
 from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
-from .parts import Part, Parts, Projection, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
-from .probe import HOOKS, MODES, difference, title
+from .parts import Parts, Projection, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
+from .probe import HOOKS, difference, raise_all, title, whole_of
 
 Only = Callable[[str, nn.Module], bool]
 
@@ -123,11 +122,9 @@ def _chosen(model: nn.Module, only: Only | None, fires: Callable[[object, bool],
     return chosen
 
 
-def survey(
-    model: nn.Module, *, only: Only | None = None, learns: bool = True
-) -> tuple[list[FeedForward], dict[str, str]]:
+def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
     """The layers that can be sparse, swapped ones among them and `both` as it is; and by name why each other module with
-    the parts of one stays dense. Of a module of routed experts that is said once. learns: as for `probe.difference`."""
+    the parts of one stays dense. Of a module of routed experts that is said once."""
     layers: list[FeedForward] = []
     reasons: dict[str, str] = {}
     of_experts: dict[str, tuple[str | None, bool]] = {}
@@ -137,7 +134,7 @@ def survey(
         place = name
         if isinstance(module, Expert):
             place = name.rpartition(".")[0]
-            reason, both = of_experts.get(place) or of_experts.setdefault(place, examine(module, learns=learns))
+            reason, both = of_experts.get(place) or of_experts.setdefault(place, examine(module))
         elif isinstance(module, StandIn):
             reason, both = None, False
         elif named_family(module) is None:
@@ -145,7 +142,7 @@ def survey(
         elif not name and module is not model or name.rpartition(".")[2] == "_orig_mod":
             reason, both = "is compiled by itself, and would go on as it is; accepted: swap first, compile then", False
         else:
-            reason, both = examine(module, learns=learns)
+            reason, both = examine(module)
         if reason is not None:
             reasons[place] = reason
         elif (layer := layer_of(name, module)) is not None:
@@ -153,25 +150,35 @@ def survey(
     return layers, reasons
 
 
+def sound(layers: list[FeedForward]) -> list[FeedForward]:
+    """Those of these layers that compute what their parts say (probe.difference). InputError where none does."""
+    modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
+    reasons = {name: difference(module) for name, module in modules.items()}
+    chosen = [layer for layer in layers if reasons.get(whole_of(layer.name, layer.module)[0]) is None]
+    if not chosen:
+        raise_all([f"{title(name, modules[name])} {reason}" for name, reason in reasons.items()])
+    return chosen
+
+
 # ---- why a layer stays dense ----
 
 
-def obstacle(module: nn.Module, *, learns: bool = True, modes: tuple[str, ...] = MODES) -> str | None:
+def obstacle(module: nn.Module) -> str | None:
     """Why a module stays dense: it has not the parts of a feed-forward layer that a sparse one can read, something on
     them that it would not call, or computes something else than its parts say. None if it can be swapped."""
-    return examine(module, learns=learns, modes=modes)[0]
+    return examine(module)[0]
 
 
-def examine(module: nn.Module, *, learns: bool = True, modes: tuple[str, ...] = MODES) -> tuple[str | None, bool]:
+def examine(module: nn.Module) -> tuple[str | None, bool]:
     """The `obstacle` of a module; and whether up goes through its ReLU as well (Bamboo's and TurboSparse's dReLU)."""
     reason = _unreadable(module)
     if reason is not None:
         return reason, False
     parts, asked = parts_of(module), module.of if isinstance(module, Expert) else module
-    reason = difference(asked, learns=learns, modes=modes)
+    reason = difference(asked)
     if reason is None or asked is not module or parts is None or parts.gate is None or not is_relu(parts.acts):
         return reason, False
-    both = difference(module, True, learns, modes) is None
+    both = difference(module, True) is None
     return None if both else reason, both
 
 
@@ -277,39 +284,35 @@ def _above(places: tuple[str, ...]) -> set[str]:
 
 
 def marks_of(module: nn.Module) -> list[tuple]:
-    """What `is_plain` looks at: each part of a dense module, and what holds it, with all that says how it is called."""
+    """What `is_plain` looks at: each part of a dense module and what holds it, with all that says how it is called."""
     family = named_family(module)
     marks: list[tuple] = []
     for place in (*family.places, *_above(family.places)) if family else ():
         above, _, name = place.rpartition(".")
-        part = part_at(module, place)
-        own = vars(part) if isinstance(part, nn.Module) else None
-        # A SparseFFN in the activation's place calls its hooks itself.
-        hooks = None if own is None or isinstance(part, StandIn) else len(own["_forward_pre_hooks"])
-        marks.append(
-            (part_at(module, above) if above else module, name, part, type(part), hooks, (own or {}).get("forward"))
-        )
+        part, holder = part_at(module, place), part_at(module, above) if above else module
+        if not isinstance(part, nn.Module):
+            continue
+        own = vars(part)
+        before, *others = (own[kind] for kind in HOOKS)
+        if isinstance(part, StandIn):  # a SparseFFN in the activation's place calls its hooks itself
+            before, others = {}, [{}, {}, {}]
+        marks.append((holder._modules, name, part, type(part), own.get("forward"), before, len(before), *others))
     return marks
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer) -> bool:
     """Whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of the same
     classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
     microsecond."""
-    for holder, name, part, kind, hooks, forward in layer.marks:  # type: ignore[union-attr]
-        if hooks is None:
-            if (holder.__dict__["_modules"].get(name) or holder.__dict__.get(name)) is not part:
-                return False
-            continue
-        own = part.__dict__
+    for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
-            holder.__dict__["_modules"].get(name) is not part
+            holder.get(name) is not part
             or type(part) is not kind
-            or own["_forward_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or len(own["_forward_pre_hooks"]) != hooks
-            or own.get("forward") is not forward
+            or part.__dict__.get("forward") is not forward
+            or after
+            or backward
+            or before_backward
+            or len(before) != many
         ):
             return False
     return True

@@ -1,5 +1,5 @@
-"""Asking a feed-forward layer what it computes: a copy of it runs on a few rows beside the formula of its parts, forward
-and backward. `difference` says what is compared, and what this cannot see."""
+"""Asking a feed-forward layer what it computes: a copy of it runs on a few rows beside the formula of its parts,
+forward and backward. `difference` says what is compared, and what this cannot see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from .experts import Expert, experts_of, mixed
 from .parts import Parts, part_at, parts_of, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norms at another
-ROWS = 16
+ROWS = 15  # which is no width of a layer, so that a transposition shows
 MODES = ("evaluation", "training")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NEAR = 64 * torch.finfo(torch.float32).eps
@@ -45,18 +45,16 @@ def formula(parts: Parts, x: Tensor, both: bool = False) -> Tensor:
     return linear(hidden if parts.drop is None else parts.drop(hidden), parts.down.weight, parts.down.bias)
 
 
-def difference(
-    module: nn.Module, both: bool = False, learns: bool = True, modes: tuple[str, ...] = MODES
-) -> str | None:
+def difference(module: nn.Module, both: bool = False) -> str | None:
     """What keeps a module that has the parts of a feed-forward layer, or routed experts, from being its formula:
     down(act(gate(x)) * up(x)) or down(act(up(x))), with `both` down(act(gate(x)) * act(up(x))). None if nothing does.
 
-    A copy with drawn weights (its own may be zero, or fire too few neurons to show a difference) is run in each of
-    `modes`; the module is left as it was, and no hook of it is called. Without gradients: on ROWS rows at each of SCALES
-    and on one row alone; the output's norm may be off by 64 eps of float32, row by row. With gradients, if it `learns`:
-    on as many rows of scale 1; the output and the gradients of x and of each projection's weights and biases may be off
-    so far by their norms. That is asked in the weights' own dtype, and where the bits differ in float32 and then in
-    float64. A module that cannot be trained has no gradients to compare. Experts are asked for their values alone.
+    A copy with drawn weights (its own may be zero, or fire too few neurons to show a difference) runs in evaluation and
+    in training mode, without gradients and with them, on ROWS rows at each of SCALES, and on one row alone; the module
+    is left as it was, and no hook of it is called. Compared are the output, row by row, and the gradients of x and of
+    each projection's weights and biases: by their norms, which may be off by 64 eps of float32. They are asked for in
+    the weights' own dtype, and where the bits differ in float32 and then in float64. A module that cannot be trained
+    has no gradients to compare; routed experts are asked for their output alone.
 
     A module of its own also has to leave its input as it is, and to set nothing on itself that was not there.
 
@@ -64,7 +62,7 @@ def difference(
     tokens, other values, after some calls, or in a second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            _ask(module, both, learns, modes)
+            _ask(module, both)
     except Other as error:
         return str(error)
     except torch.OutOfMemoryError:
@@ -73,20 +71,16 @@ def difference(
         said = (str(error).strip() or repr(error)).splitlines()[0]
         return (
             f"could not be asked what it computes: run on a few rows of its width it raised {type(error).__name__}: "
-            f"{said:.200}; accepted: a layer that takes x alone, or experts that take x, their numbers and their weights"
+            f"{said:.200}; accepted: a layer that takes x alone, or experts that take x, their numbers and weights"
         )
     return None
 
 
-def check_all(layers: Iterable[tuple[str, nn.Module]], learns: bool = True, modes: tuple[str, ...] = MODES) -> None:
-    """InputError naming each of these modules that has a `difference`, and what it is; the first four are quoted.
-    Of an expert all those beside it are asked, once."""
-    modules = {id(module): (name, module) for name, module in (whole_of(*layer) for layer in layers)}
-    reasons = []
-    for name, module in modules.values():
-        if (reason := difference(module, learns=learns, modes=modes)) is not None:
-            reasons.append(f"{title(name, module)} {reason}")
-    raise_all(reasons)
+def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """InputError naming each of these modules that has a `difference`, and what it is. Of an expert all those beside it
+    are asked, once."""
+    modules = dict(whole_of(*layer) for layer in layers)
+    raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
 
 
 def whole_of(name: str, module: nn.Module) -> tuple[str, nn.Module]:
@@ -106,25 +100,28 @@ def raise_all(reasons: list[str]) -> None:
         raise InputError("; ".join(reasons[:4]) + more)
 
 
-def _ask(module: nn.Module, both: bool, learns: bool, modes: tuple[str, ...]) -> None:
+def _ask(module: nn.Module, both: bool) -> None:
     """Raise Other where the module is not its formula."""
     routed = experts_of(module)
-    weight = (routed[0].own_parts() if routed else parts_of(module)).up.weight  # type: ignore[union-attr]
-    for dtype in dict.fromkeys((weight.dtype, torch.float32, torch.float64)):
-        if dtype.itemsize < weight.dtype.itemsize:
+    parts = routed[0].own_parts() if routed else parts_of(module)
+    assert parts is not None
+    run = _run_experts if routed else _run_block if parts.family.inside else _run_module
+    own = parts.up.weight.dtype
+    for dtype in dict.fromkeys((own, torch.float32, torch.float64)):
+        if dtype.itemsize < own.itemsize:
             continue
-        trial = _Trial(module, _drawn(module, dtype), bool(routed), both)
-        off, what, mode = max(_differences(trial, learns and not routed, modes), key=lambda each: each[0])
-        if off == 0 or off <= _NEAR and dtype.itemsize >= 4:
+        trial = _Trial(module, _drawn(module, dtype), run, both)
+        off, what, mode = max(_differences(trial), key=lambda each: each[0])
+        if off == 0 or off <= 64 * torch.finfo(torch.float32).eps and dtype.itemsize >= 4:
             return
         if 0.25 < off < float("inf"):  # no rounding
             break
-    plain = trial.parts(trial.copy()).gate is None
+    product = "down(act(up(x)))" if parts.gate is None else "down(act(gate(x)) * up(x))"
     share = f"{100 * off:.3g}%" if off < float("inf") else "not finite where the formula's is, or the other way round,"
     hint = " (dropout inside it has to be of p=0)" if mode == "training" else ""
     raise Other(
-        f"does not compute {'down(act(up(x)))' if plain else 'down(act(gate(x)) * up(x))'}: in {mode} mode {what} is "
-        f"{share} off{hint}; accepted: layers that do, or an `only` that leaves it out"
+        f"does not compute {product}: in {mode} mode {what} is {share} off{hint}; accepted: layers that do, or an "
+        "`only` that leaves it out"
     )
 
 
@@ -148,9 +145,10 @@ def _drawn(module: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
         if isinstance(t, nn.Parameter) or empty:
             numbers = _numbers(torch.device("cpu") if empty else t.device)
             start = (start + 7919) % (len(numbers) // 2)
-            part = numbers[start:]
-            repeated = part.repeat(-(-t.numel() // len(part)))[: t.numel()].view(t.shape)
-            made[id(t)] = (repeated * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)).to(to)
+            part = numbers[start : start + t.numel()]
+            if t.numel() > len(part):
+                part = part.repeat(-(-t.numel() // len(part)))[: t.numel()]
+            made[id(t)] = (part.view(t.shape) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)).to(to)
         else:
             made[id(t)] = t.detach().to(to)
     return made
@@ -158,18 +156,19 @@ def _drawn(module: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
 
 @dataclass
 class _Trial:
-    """A layer that is asked in one dtype. drawn: what stands for its tensors."""
+    """A layer that is asked in one dtype. drawn: what stands for its tensors, by their ids. run: gives what a copy of
+    it, or its formula, gives for x."""
 
     module: nn.Module
     drawn: dict[int, Tensor]
-    routed: bool
+    run: Callable[[_Trial, nn.Module, Tensor, bool], list[Any]]
     both: bool
 
     def copy(self, training: bool = False) -> nn.Module:
         """The module as it is, on fresh copies of its state, without hooks."""
         memo: dict[int, Any] = {}
         for each in self.module.modules():
-            memo |= {id(t): nn.Parameter(self.drawn[id(t)], requires_grad=False) for t in _tensors(each._parameters)}
+            memo |= {id(t): nn.Parameter(self.drawn[id(t)], t.is_floating_point()) for t in _tensors(each._parameters)}
             memo |= {id(t): self.drawn[id(t)].clone() for t in _tensors(each._buffers)}
             memo |= {id(t): t.detach().clone() for t in _tensors(vars(each))}  # which may not be copied as they are
             if (config := vars(each).get("config")) is not None:
@@ -179,18 +178,17 @@ class _Trial:
             vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
         return twin.train(training)
 
-    def parts(self, twin: nn.Module) -> Parts:
+    @cached_property
+    def still(self) -> nn.Module:
+        """A copy that is never run itself."""
+        return self.copy()
+
+    def parts(self, twin: nn.Module | None = None) -> Parts:
         """The parts of a copy; of the first of several experts."""
-        parts = experts_of(twin)[0].own_parts() if self.routed else parts_of(twin)
+        twin = twin or self.still
+        parts = experts_of(twin)[0].own_parts() if self.run is _run_experts else parts_of(twin)
         assert parts is not None
         return parts
-
-    def rows(self, scales: tuple[float, ...] = SCALES) -> Tensor:
-        """Inputs [scales, ROWS, d_model], the same each time."""
-        weight = self.parts(self.copy()).up.weight
-        draw, shape = torch.Generator("cpu").manual_seed(1), (len(scales), ROWS, weight.shape[1])
-        x = torch.randn(shape, generator=draw, device="cpu") * torch.tensor(scales, device="cpu")[:, None, None]
-        return x.to(weight.device, weight.dtype)
 
 
 def _tensors(table: dict) -> list[Tensor]:
@@ -200,71 +198,78 @@ def _tensors(table: dict) -> list[Tensor]:
 @contextmanager
 def _same_random(device: torch.device) -> Iterator[None]:
     """Within this context random numbers are the same each time, and nothing is cast; afterwards they go on as before."""
-    python = random.getstate()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device.index] if device.type == "cuda" else []))
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    python, states = random.getstate(), [each.get_state() for each in generators]
+    random.seed(0)
+    for each in generators:
+        each.manual_seed(0)
+    try:
+        with torch.autocast(device.type, enabled=False):
             yield
-        finally:
-            random.setstate(python)
+    finally:
+        random.setstate(python)
+        for each, state in zip(generators, states):
+            each.set_state(state)
 
 
 # ---- what it gives, beside the formula ----
 
 
-def _differences(trial: _Trial, learns: bool, modes: tuple[str, ...]) -> Iterator[tuple[float, str, str]]:
-    """How far the layer is off in each thing that is compared, what that is, and in which mode. The first input that
-    raises nothing is taken: experts want [tokens, d_model], most others know a batch, too."""
-    x = trial.rows()
-    run = _run_experts if trial.routed else _run_block if trial.parts(trial.copy()).family.inside else _run_module
-    flat = trial.routed
-    if run is _run_module:
-        try:
-            _outputs(trial, run, x, False, False)
-        except Other:
-            pass
-        except Exception:
-            flat = True
-    x = x.flatten(0, 1) if flat else x
-    inputs = {"its output": x}
-    for one in (x[1:2, :1], x[ROWS : ROWS + 1]) if run is _run_module else ():
-        try:
-            one = one if one.dim() == x.dim() else one.reshape(1, -1)
-            _outputs(trial, run, one, False, False)
-        except Other:
-            pass
-        except Exception:  # wants a batch
-            continue
-        inputs["its output for one row alone"] = one
-    for mode in modes:
-        training = mode == "training"
-        for what, given in inputs.items():
-            pairs = zip(
-                *(_outputs(trial, run, given, training, by_formula) for by_formula in (False, True)), strict=True
-            )
-            yield max(_off(y, wanted, mode) for y, wanted in pairs), what, mode
+def _differences(trial: _Trial) -> Iterator[tuple[float, str, str]]:
+    """How far the layer is off in each thing that is compared, what that is, and in which mode."""
+    weight, draw = trial.parts().up.weight, torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(len(SCALES), ROWS, weight.shape[1], generator=draw, device="cpu")
+    x = (x * torch.tensor(SCALES, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
+    rows = x.flatten(0, 1)
+    whole = rows if trial.run is _run_experts else x
+    if trial.run is _run_module and not _takes(trial, x):  # experts want [tokens, d_model], most others know a batch
+        whole = rows
+    alone = [one for one in (x[1:2, :1], rows[ROWS : ROWS + 1]) if trial.run is _run_module and _takes(trial, one)]
+    for mode in MODES:
+        for given, learns in ((whole, False), (whole, True), *((one, False) for one in alone)):
+            if learns and (trial.run is _run_experts or not _takes(trial, given, mode == "training", True)):
+                continue  # what cannot be trained has no gradients that could be others
+            own, wanted = (_results(trial, given, mode == "training", learns, which) for which in (False, True))
+            for name, y in wanted.items():
+                what = "its output for one row alone" if given is not whole else name
+                yield _off(own.get(name), y, mode, "gradient of" not in name), what, mode
+
+
+def _takes(trial: _Trial, x: Tensor, training: bool = False, learns: bool = False) -> bool:
+    """Whether the layer takes such an input without an error of its own."""
+    try:
+        _results(trial, x, training, learns, False)
+    except (Other, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def _results(trial: _Trial, rows: Tensor, training: bool, learns: bool, by_formula: bool) -> dict[str, Any]:
+    """The outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, by name."""
+    twin = trial.still.train(training) if by_formula and trial.run is not _run_block else trial.copy(training)
+    x = rows.clone().requires_grad_(learns)
+    with torch.set_grad_enabled(learns), _same_random(x.device):
+        outputs = trial.run(trial, twin, x * 1, by_formula)
+        ending = " with gradients" if learns else ""
+        results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
         if not learns:
-            continue
-        rows = trial.rows((1.0,) * len(SCALES)).view(x.shape)
-        try:
-            own = _gradients(trial, run, rows, training, False)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # it cannot be trained, and has no gradients that could be others
-            continue
-        for name, wanted in _gradients(trial, run, rows, training, True).items():
-            yield _off(own[name], wanted, mode, by_row=False), name, mode
-
-
-Run = Callable[[_Trial, nn.Module, Tensor, bool], list[Any]]
-
-
-def _outputs(trial: _Trial, run: Run, x: Tensor, training: bool, by_formula: bool) -> list[Any]:
-    with _same_random(x.device):
-        return run(trial, trial.copy(training), x, by_formula)
+            return results
+        family, leaves = trial.parts(twin).family, {"x": x}
+        following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+        for place in family.projections:
+            leaves |= {f"{place}.{name}": p for name, p in part_at(twin, place).named_parameters()}
+        draw = torch.Generator("cpu").manual_seed(3)
+        upstream = [torch.randn(y.shape, generator=draw, device="cpu").to(y) for y in following]
+        gradients: Iterable[Tensor | None] = [None] * len(leaves)
+        if following:
+            gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients):
+        results[f"the gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
 
 
 def _run_module(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
@@ -330,17 +335,17 @@ def _run_block(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> l
                 "feed-forward part takes each of its rows"
             )
         entered.append(x.reshape(hidden.shape))
-        return entered[-1] if by_formula else type(up).forward(up, entered[-1])  # type: ignore[arg-type]
+        return entered[-1] if by_formula else type(up).forward(up, entered[-1])
 
     def out_of_down(hidden: Tensor) -> Tensor:
-        left.append(hidden if by_formula else type(down).forward(down, hidden))  # type: ignore[arg-type]
+        left.append(hidden if by_formula else type(down).forward(down, hidden))
         return left[-1].clone()  # what follows may write to it
 
     if by_formula:
         stub = nn.Identity()
-        stub.forward = lambda rows: formula(parts, rows, trial.both)  # type: ignore[method-assign]
+        stub.forward = lambda rows: formula(parts, rows, trial.both)
         put(twin, family.activation, stub)
-    up.forward, down.forward = into_up, out_of_down  # type: ignore[union-attr]
+    up.forward, down.forward = into_up, out_of_down
     wanted = list(inspect.signature(twin.forward).parameters.values())[1:]
     needed = [each for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     others = [x.detach().clone() if family.residual and not number else None for number in range(len(needed))]
@@ -350,27 +355,6 @@ def _run_block(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> l
         raise Other(f"calls {calls} in a forward; accepted: once each")
     returned = returned if isinstance(returned, (tuple, list)) else [returned]
     return left + [t for t in returned if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
-
-
-def _gradients(trial: _Trial, run: Run, rows: Tensor, training: bool, by_formula: bool) -> dict[str, Any]:
-    """The outputs for these rows and, by their names, the gradients of x and of the projections' tensors."""
-    twin = trial.copy(training)
-    x, family = rows.clone().requires_grad_(), trial.parts(twin).family
-    leaves = {"x": x}
-    for place in family.projections:
-        leaves |= {f"{place}.{name}": p.requires_grad_() for name, p in part_at(twin, place).named_parameters()}  # type: ignore[attr-defined]
-    with torch.enable_grad(), _same_random(x.device):
-        outputs = run(trial, twin, x * 1, by_formula)
-    results: dict[str, Any] = {f"its output {at or ''}".strip() + " with gradients": y for at, y in enumerate(outputs)}
-    following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    draw = torch.Generator("cpu").manual_seed(3)
-    upstream = [torch.randn(y.shape, generator=draw, device="cpu").to(y) for y in following]
-    own = [None] * len(leaves)
-    if following:
-        own = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)  # type: ignore[assignment]
-    for (name, leaf), gradient in zip(leaves.items(), own):
-        results[f"the gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
-    return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
 
 
 def _off(y: Any, wanted: Tensor, mode: str, by_row: bool = True) -> float:

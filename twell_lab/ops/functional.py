@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 from ..core import InputError
 from ..cuda.launch import run
 from ..formats import TILE, WORDS, TwELL, as_tensor, check_geometry, fires, tail_of

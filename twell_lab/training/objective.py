@@ -105,7 +105,7 @@ class Objective(nn.Module):
         self.hooks = ExitStack()
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
-                tell(layer.module, seen)
+                layer.module.tell(seen)
                 self.hooks.callback(tell, layer.module, None)
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))

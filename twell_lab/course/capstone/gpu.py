@@ -10,9 +10,14 @@ from torch.nn.functional import linear
 
 from ... import core
 from ...core import CompileError, StackError
+<<<<<<< HEAD
 from ...cuda import cubins
 from ...cuda.launch import run
 from ...cuda.macros import VALUE
+=======
+from ...cuda import compile as compiler
+from ...cuda.launch import VALUE, run
+>>>>>>> small
 from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
 from ...ops.down import down
@@ -37,13 +42,13 @@ def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes
 
     Raises StackError without NVRTC or CUDA's headers, CompileError with NVRTC's messages for a source that it refuses.
     """
-    cubins.compiler()
+    compiler.compiler()
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
     headers = find_nvidia_header_directory("cudart")
     if not headers:
-        raise StackError(f"CUDA's headers were not found beside NVRTC; {cubins.NEEDS_NVRTC}")
+        raise StackError(f"CUDA's headers were not found beside NVRTC; {compiler.NEEDS_NVRTC}")
     program = nvrtc.createProgram(text, "down.cu", (), ())
     flags = ["--std=c++17", f"--gpu-architecture={arch}", f"-D{VALUE[dtype]}"]
     try:
@@ -64,7 +69,7 @@ class Mine:
     def __init__(self, text: str, threads: int, dtype: torch.dtype) -> None:
         core.check_stack()
         core.let_cupy_start()
-        image = compiled(text, cubins.architecture(torch.cuda.get_device_capability(), "down.cu"), dtype)
+        image = compiled(text, compiler.architecture(torch.cuda.get_device_capability()), dtype)
         import cupy  # `compiled` has found it
 
         path = core.private_folder() / "capstone-down.cubin"

@@ -1,5 +1,5 @@
 """Every class of the installed transformers whose parts have the names of a feed-forward layer's, built small and with
-ReLU."""
+ReLU: exact once it is swapped, or dense with a reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import ast
 import importlib
 import inspect
 import itertools
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from twell_lab.layers import anatomy, experts
-from twell_lab.layers.families import known
-from twell_lab.layers.parts import part_at, put
+from twell_lab.layers import experts
+from twell_lab.layers.activations import is_relu
+from twell_lab.layers.families import FAMILIES
+from twell_lab.layers.find import survey
+from twell_lab.layers.parts import parts_of, put
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.swap import densify, sparsify
+
+pytest.importorskip("transformers")
 
 # What configurations call their widths, by the value that they get here; heads of 8 where they are asked for.
 SIZES = {
@@ -63,7 +72,7 @@ def classes() -> Iterator[tuple[str, str]]:
     import transformers
 
     root = Path(transformers.__file__).parent / "models"
-    wanted = [{seat.partition(".")[0] for seat in family.seats} for family in known()]
+    wanted = [{place.partition(".")[0] for place in family.places} for family in FAMILIES]
     wanted += [{first, experts.DOWN, experts.ACTIVATION} for first in (experts.FUSED, experts.PLAIN)]
     for path in sorted(root.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
@@ -160,11 +169,11 @@ def build(module: str, name: str) -> nn.Module:
                     nn.init.normal_(p, std=0.2)
                 made.act_fn = nn.ReLU()
                 return made.eval()
-            family = anatomy.family_of(made)
-            if family is None:
+            parts = parts_of(made)
+            if parts is None:
                 raise TypeError("its projections are no Linear")
-            if not anatomy.is_relu(part_at(made, family.activation)):
-                put(made, family.activation, nn.ReLU())
+            if not is_relu(parts.acts):
+                put(made, parts.family.activation, nn.ReLU())
             return made.eval()
         except Exception as error:
             tried.append(error)
@@ -181,3 +190,84 @@ def _parts(kind) -> Iterator:
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
             yield shrunk(getattr(config, name))
+
+
+def answers(layer, width):
+    """What a layer, or a decoder layer whole, gives for a few inputs, in both modes; its random numbers are the same
+    each time."""
+    wanted = list(inspect.signature(layer.forward).parameters.values())[1:]
+    needed = [each.name for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    given = []
+    for mode in (True, False):
+        layer.train(mode)
+        for scale in (0.1, 5.0, 300.0):
+            torch.manual_seed(7)
+            x = scale * torch.randn(2, 6, width)
+            if (routed := experts.stored(layer)) is not None:
+                chosen = torch.rand(12, routed[0]).argsort(1)[:, :2]
+                with torch.no_grad():
+                    given.append(layer(x.flatten(0, 1), chosen, torch.rand(chosen.shape)))
+                continue
+            with torch.no_grad():
+                try:
+                    found = layer(x, *others(needed, x))
+                except (ValueError, IndexError, RuntimeError):  # experts take tokens without a batch
+                    found = layer(x.flatten(0, 1), *others(needed, x.flatten(0, 1)))
+            given += [
+                each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)
+            ]
+    return given
+
+
+def others(needed, x):
+    """What a forward needs besides x: a residual, or None."""
+    return [x.clone() if name == "residual" else None for name in needed]
+
+
+def outcome(module, name):
+    """What becomes of a class that can be built: "exact" or "dense", with why. AssertionError if it computes something
+    else once it is swapped."""
+    try:
+        layer = build(module, name)
+    except Exception as error:  # whatever a constructor raises that was given too little
+        return f"not built: {error}"
+    width = parts_of(experts.experts_of(layer)[0] if experts.stored(layer) else layer).up.weight.shape[1]
+    before = {key: id(value) for key, value in layer.state_dict(keep_vars=True).items()}
+    (reason,) = survey(layer)[1].values() or [None]
+    try:
+        expected = answers(layer, width)
+    except Exception as error:  # it cannot be run on x alone
+        assert reason is not None, name
+        return f"dense: {error}"
+    sparse = sparsify(layer, "twell")
+    assert {key: id(value) for key, value in sparse.state_dict(keep_vars=True).items()} == before, name
+    if reason is not None:
+        assert sparse is layer and not any(isinstance(each, SparseFFN) for each in layer.modules()), name
+        return f"dense: {reason}"
+    for a, b in zip(answers(sparse, width), expected, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item(), equal_nan=True, msg=lambda m: f"{name}: {m}"
+        )
+    assert densify(sparse) is layer
+    return "exact"
+
+
+def test_every_class_is_exact_or_dense_with_a_reason():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {f"{module}.{name}": outcome(module, name) for module, name in classes()}
+    counts = Counter(each.partition(":")[0] for each in found.values())
+    unbuilt = {name: each for name, each in found.items() if each.startswith("not built")}
+    print(f"{len(found)} classes: {dict(counts)}")
+    print("exact:", *sorted(name.rpartition(".")[2] for name, each in found.items() if each == "exact"))
+    assert len(found) > 100 and counts["exact"] > 0.7 * len(found), counts
+    assert len(unbuilt) < 0.05 * len(found), unbuilt
+    by_class = {name.rpartition(".")[2]: each.partition(":")[0] for name, each in found.items()}
+    for name in ("BitNetMLP", "DeepseekV4MLP", "Gemma3nTextMLP", "Kosmos2TextFFN", "GptOssExperts"):
+        assert by_class.get(name) != "exact", name
+    for name in (
+        *("LlamaMLP", "Qwen2MLP", "GemmaMLP", "OPTDecoderLayer", "BartEncoderLayer", "CLIPMLP", "ViTMLP", "Phi3MLP"),
+        *("GPT2MLP", "Starcoder2MLP", "GPTNeoXMLP", "FalconMLP", "BloomMLP", "MptMLP", "T5DenseActDense", "BertLayer"),
+        *("T5DenseGatedActDense", "MixtralExperts", "OlmoeExperts", "Qwen2MoeExperts", "DeepseekV3Experts"),
+    ):
+        assert by_class[name] == "exact", name
