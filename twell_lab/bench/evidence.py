@@ -125,27 +125,6 @@ def _run_pack(t: dict[str, Tensor], version: int) -> Tensor:
 
 
 def _run_down(t: dict[str, Tensor], version: int) -> Tensor:
-<<<<<<< HEAD
-    return run(
-        down, t["packed"], t.get("gate"), _tail(t), t["down_t"], t.get("down_bias"), t["down_t"].shape[0], 256, version
-    )
-
-
-def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
-    return run(
-        gated,
-        t["x"],
-        t["packed"],
-        t.get("gate"),
-        _tail(t),
-        t["up"],
-        t["down_t"],
-        t.get("up_bias"),
-        t.get("down_bias"),
-        256,
-        version,
-    )
-=======
     weights = (t["down_t"], t.get("down_bias"), t["down_t"].shape[0])
     return run(down, t["packed"], t.get("gate"), _tail(t), *weights, 256, version)
 
@@ -153,7 +132,6 @@ def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
 def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
     weights = (t["up"], t["down_t"], t.get("up_bias"), t.get("down_bias"))
     return run(gated, t["x"], t["packed"], t.get("gate"), _tail(t), *weights, 256, version)
->>>>>>> small
 
 
 _ALL = (("pack", (1, 2, 3, 4), _run_pack), ("down", (1, 2, 3), _run_down), ("gated", (1, 2, 3, 4), _run_gated))

@@ -11,28 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core import InputError
-<<<<<<< HEAD
-from ..cuda.launch import capability, layout, run
-=======
 from ..cuda.launch import layout, run
->>>>>>> small
 from ..formats.twell import TILE, WORDS
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
-<<<<<<< HEAD
-from ..layers.weights import Weights
-from ..ops import clock, dispatch, gate_pack
-from ..ops.clock import ROTATED, WrongResult, workload
-from ..ops.down import down as down_rows
-from ..ops.gated import gated as gated_rows
-from ..ops.pack import pack as pack_gate
-=======
 from ..ops import clock, dispatch, gate_pack
 from ..ops.clock import ROTATED, WrongResult, workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
->>>>>>> small
 from ..plots import OTHER_KERNELS
 from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
@@ -137,21 +124,6 @@ def _on_the_wall(row: dict) -> dict:
 def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
     """The layer on kernels that dispatch may not pick on this GPU, each checked: the portable ones behind torch's gate
     GEMM; and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
-<<<<<<< HEAD
-    gate, up, down, *biases, _ = Weights.of(sparse.gate, sparse.up, sparse.down)
-    first, _ = first_projection(gate, up)
-    turned = down.t().contiguous().t()
-
-    def after_torch(x):
-        return dispatch.portable(x, gate, up, turned, *biases, sparse.tile, sparse.words)
-
-    def through_mma(x):
-        return dispatch.sm90(x, gate, up, turned, *biases, 0, packs=gate_pack.gate_pack_sm80)
-
-    found = {OTHER_KERNELS[0]: after_torch}
-    packs = gate_pack.takes_sm80(capability(inputs[0].device.index), layout(inputs[0]), layout(first))
-    if (sparse.tile, sparse.words) == (TILE, WORDS) and packs and dispatch.fuses(first):
-=======
     weights = sparse.weights()
     first, _ = first_projection(weights.gate, weights.up)
 
@@ -165,7 +137,6 @@ def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) ->
     able, x = torch.cuda.get_device_capability(inputs[0].device), layout(inputs[0])
     takes = gate_pack.takes_sm80(able, x, layout(first))
     if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
->>>>>>> small
         found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
         check(dense, call, inputs[:1], every_row=False)
@@ -176,37 +147,21 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int],
     """The three launches of the portable forward, each by itself, on the real output of the one before."""
     pattern, up, last = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
     gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
-<<<<<<< HEAD
-    packs = [run(pack_gate, g, sparse.tile, sparse.words) for g in gates]
-    none = (None, None, None)
-=======
     packs = [run(pack, g, sparse.tile, sparse.words) for g in gates]
     none, down_t = (None, None, None), last.weight.t()
->>>>>>> small
 
     def project(turn):
         return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
 
-<<<<<<< HEAD
-    def pack(turn):
-        return run(pack_gate, gates[turn % len(inputs)], sparse.tile, sparse.words)
-=======
     def packed(turn):
         return run(pack, gates[turn % len(inputs)], sparse.tile, sparse.words)
->>>>>>> small
 
     def rest(turn):
         i = turn % len(inputs)
         if sparse.gate is None:
-<<<<<<< HEAD
-            return run(down_rows, packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
-        weights = (up.weight, sparse.down_t, up.bias, down.bias)
-        return run(gated_rows, inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
-=======
             return run(down, packs[i], gates[i], none, down_t, last.bias, len(down_t), sparse.tile)
         weights = (up.weight, down_t, up.bias, last.bias)
         return run(gated, inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
->>>>>>> small
 
     return {"part: gate GEMM": project, "part: pack": packed, "part: sparse": rest}
 
@@ -229,21 +184,6 @@ def kernel_versions(
     sparse = SparseFFN.from_module(copy.deepcopy(dense).eval())
     check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]
-<<<<<<< HEAD
-    packs = [run(pack_gate, g, TILE, WORDS) for g in gates]
-    none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
-
-    def pack(turn, version):
-        return run(pack_gate, gates[turn % ROTATED], TILE, WORDS, version)
-
-    def down(turn, version):
-        i = turn % ROTATED
-        return run(down_rows, packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
-
-    def gated(turn, version):
-        i = turn % ROTATED
-        return run(gated_rows, inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
-=======
     packs = [run(pack, g, TILE, WORDS) for g in gates]
     none, down_t, up = (None, None, None), sparse.down.weight.t(), sparse.up.weight
     arguments = {
@@ -254,7 +194,6 @@ def kernel_versions(
 
     def call(operation, version, turn):
         return run(operation, *arguments[operation][turn % ROTATED], version)
->>>>>>> small
 
     newest = {pack: 4, down: 3, gated: 4}
     calls = {f"{op.__name__}_v{v}": partial(call, op, v) for op in newest for v in range(1, newest[op] + 1)}

@@ -26,11 +26,7 @@ from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
 from ..ops import clock as clocks
-<<<<<<< HEAD
-from ..ops import gate_pack
-=======
 from ..ops.gate_pack import VERSIONS, gate_pack_sm80, gate_pack_sm90
->>>>>>> small
 from ..ops.pack import pack
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
@@ -268,16 +264,9 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
             "gate GEMM (torch), then pack": lambda x: run(pack, linear(x, gate), TILE, WORDS),
         }
         calls |= {
-<<<<<<< HEAD
-            f"sm90 gate_pack v{v}": functools.partial(run, gate_pack.gate_pack_sm90, gate=gate, version=v)
-            for v in gate_pack.VERSIONS
-        }
-        calls["sm80 gate_pack"] = functools.partial(run, gate_pack.gate_pack_sm80, gate=gate)
-=======
             f"sm90 gate_pack v{v}": functools.partial(run, gate_pack_sm90, gate=gate, version=v) for v in VERSIONS
         }
         calls["sm80 gate_pack"] = functools.partial(run, gate_pack_sm80, gate=gate)
->>>>>>> small
         want = run(pack, linear(inputs[0], gate), TILE, WORDS)
         for name, call in calls.items():
             if name != "gate GEMM (torch)":

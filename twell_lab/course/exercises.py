@@ -12,15 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..cuda.launch import run
 from ..formats import matrix
 from ..formats.classic import COO, CSR
 from ..formats.twell import TwELL
-<<<<<<< HEAD
-from ..ops import reference
-=======
 from ..ops import functional, reference
->>>>>>> small
 from ..sparsities import magnitude, padding, two_four
 from . import progress
 from .backward import checks as backward
@@ -327,11 +322,7 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "keep_largest": (magnitude.largest,),
     "two_four": (two_four.two_four_mask,),
     "firing_share": (training_data.firing_share,),
-<<<<<<< HEAD
-    "pack_tile": (TwELL.from_gate, TwELL.from_dense, run),
-=======
     "pack_tile": (TwELL.from_gate, TwELL.from_dense, functional.pack),
->>>>>>> small
     "stages": (hopper_tile.stages_that_fit,),
     "sum_place": (hopper_tile.sums,),
     "neuron_at": (hopper_tile.neuron_at,),

@@ -10,14 +10,8 @@ from torch.nn.functional import linear
 
 from ... import core
 from ...core import CompileError, StackError
-<<<<<<< HEAD
-from ...cuda import cubins
-from ...cuda.launch import run
-from ...cuda.macros import VALUE
-=======
 from ...cuda import compile as compiler
 from ...cuda.launch import VALUE, run
->>>>>>> small
 from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
 from ...ops.down import down

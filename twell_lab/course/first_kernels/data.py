@@ -1,10 +1,6 @@
 """What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
-<<<<<<< HEAD
-Data in, data out, nothing drawn. The kernels run by `twell_lab.ops` and `twell_lab.simulator`.
-=======
 Data in, data out, nothing drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
->>>>>>> small
 """
 
 from __future__ import annotations
@@ -25,12 +21,8 @@ from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
-<<<<<<< HEAD
-from ...ops import down, gated
-=======
 from ...ops.down import down
 from ...ops.gated import gated
->>>>>>> small
 from ...ops.pack import pack as packed_by
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
@@ -106,21 +98,11 @@ class Layer:
 
     def gated(self, version: int) -> Tensor:
         """y [tokens, d_model] of a gated layer."""
-<<<<<<< HEAD
-        tensors = (self.x, self.packed, self.gate, NO_TAIL, self.up, self.down_t, None, None)
-        return run(gated.gated, *tensors, TILE, version)
-
-    def down(self, version: int) -> Tensor:
-        """y [tokens, d_model] of a plain ReLU layer."""
-        tensors = (self.packed, self.gate, NO_TAIL, self.down_t, None)
-        return run(down.down, *tensors, len(self.down_t), TILE, version)
-=======
         return run(gated, self.x, self.packed, self.gate, NO_TAIL, *self.weights, TILE, version)
 
     def down(self, version: int) -> Tensor:
         """y [tokens, d_model] of a plain ReLU layer."""
         return run(down, self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
->>>>>>> small
 
     def off_by(self, y: Tensor) -> float:
         """The error of y, a result of `gated`, against float64: |y - exact| / |exact|, over all values."""
