@@ -14,7 +14,10 @@ from tests.simulator.int8_cases import Int8Layer
 from twell_lab.bench import few_bits, methods
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import clock, portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops import clock
+from twell_lab.ops.gated import gated
+from twell_lab.ops.pack import pack
 from twell_lab.ops.int8_rows import gated_int8
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities.blocks import block_mask
@@ -224,9 +227,9 @@ def test_the_kernel_at_the_size_of_a_layer():
     gate = (gate * torch.rand_like(gate)).bfloat16()
     x = torch.randn(4096, 2048, device="cuda").bfloat16()
     up, down = (quantise(torch.randn(5632, 2048, device="cuda") / 45) for _ in range(2))
-    y = gated_int8(x, portable.pack(gate, 256, 32), gate, up, down, None, None, 256)
+    y = gated_int8(x, run(pack, gate, 256, 32), gate, up, down, None, None, 256)
     exact = rows_product(x.double().float(), gate.relu().float(), up, down)
     assert output_error(y, exact) < 0.004  # the rounding to bfloat16
     weights = up.dense(torch.bfloat16), down.dense(torch.bfloat16)
-    short = portable.gated(x, portable.pack(gate, 256, 32), gate, (None, None, None), *weights, None, None, 256)
+    short = run(gated, x, run(pack, gate, 256, 32), gate, (None, None, None), *weights, None, None, 256)
     assert output_error(y, exact) <= output_error(short, exact) * 1.1

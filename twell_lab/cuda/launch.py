@@ -322,8 +322,11 @@ class Call:
             whole = made[b.number].view(b.dtype) if made[b.number].dtype != b.dtype else made[b.number]
             return whole.as_strided(b.shape, b.strides, whole.storage_offset() + b.offset // b.dtype.itemsize)
 
+        def pair(buffers: tuple[Buffer, Buffer]) -> bytes:
+            return struct.pack("<QQ", *(tensor(b).data_ptr() for b in buffers))
+
         for kernel, grid, arguments in self._launches:
-            given = [tensor(a) if isinstance(a, Buffer) else a for a in arguments]
+            given = [tensor(a) if isinstance(a, Buffer) else pair(a) if isinstance(a, tuple) else a for a in arguments]
             program.launch(
                 kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given, kernel.shared
             )
