@@ -13,7 +13,7 @@ from twell_lab.bench import forward
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
@@ -26,7 +26,7 @@ TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.1, 0.5, 0.6])
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
 def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
-    rates = measure.firing_rates(d_ff, share * d_ff, kind)
+    rates = clocks.firing_rates(d_ff, share * d_ff, kind)
     assert rates.shape == (d_ff,) and rates.dtype == torch.float64
     assert rates.sum().item() == pytest.approx(share * d_ff, rel=1e-3, abs=1e-12)
     assert rates.min() >= 0 and rates.max() <= 0.95
@@ -37,25 +37,25 @@ def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
 
 
 def test_lognormal_rates_have_the_spread_they_say():
-    rates = measure.firing_rates(20_000, 20)  # so few that none is clamped
+    rates = clocks.firing_rates(20_000, 20)  # so few that none is clamped
     spread = rates[rates > 0].log().std().item()
     assert spread == pytest.approx(1.5, abs=0.05)  # five standard errors
 
 
 def test_rates_follow_the_seed():
-    assert torch.equal(measure.firing_rates(100, 5), measure.firing_rates(100, 5, seed=0))
-    assert not torch.equal(measure.firing_rates(100, 5), measure.firing_rates(100, 5, seed=1))
+    assert torch.equal(clocks.firing_rates(100, 5), clocks.firing_rates(100, 5, seed=0))
+    assert not torch.equal(clocks.firing_rates(100, 5), clocks.firing_rates(100, 5, seed=1))
 
 
 @pytest.mark.parametrize("nnz", [-1, 60.1, 100, math.nan, math.inf])
 def test_a_mean_that_cannot_be_drawn(nnz):
     with pytest.raises(InputError, match=f"nnz is {nnz}; 0 to 60"):
-        measure.firing_rates(100, nnz)
+        clocks.firing_rates(100, nnz)
 
 
 def test_an_unknown_kind_of_workload():
     with pytest.raises(InputError, match="workload is 'zipf'; 'lognormal' and 'uniform'"):
-        measure.firing_rates(100, 5, "zipf")
+        clocks.firing_rates(100, 5, "zipf")
 
 
 # ---- the workload ----
@@ -65,12 +65,12 @@ def test_an_unknown_kind_of_workload():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_workload_fires_as_it_says(kind, dtype):
     tokens, d_model, d_ff, nnz = 600, 1024, 512, 25
-    layer, inputs = measure.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cpu")
+    layer, inputs = clocks.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cpu")
     assert len(inputs) >= 2 and all(x.shape == (tokens, d_model) and x.dtype == dtype for x in inputs)
     assert not torch.equal(inputs[0], inputs[1])
     assert layer.gate_proj.weight.dtype == dtype and not any(p.requires_grad for p in layer.parameters())
     fired = torch.stack([layer.gate_proj(x) > 0 for x in inputs]).double().flatten(0, 1)
-    rates = measure.firing_rates(d_ff, nnz, kind)
+    rates = clocks.firing_rates(d_ff, nnz, kind)
     # Rows of the gate differ in length by 1/sqrt(2 d_model), which moves each neuron's rate by some 10%.
     assert fired.sum(1).mean().item() == pytest.approx(nnz, rel=0.06)
     assert not fired[:, rates == 0].any()
@@ -83,12 +83,12 @@ def test_the_workload_fires_as_it_says(kind, dtype):
 
 
 def test_no_neuron_fires_where_none_should():
-    layer, (x, *_) = measure.workload(50, 64, 100, 0, "lognormal", torch.float32, "cpu")
+    layer, (x, *_) = clocks.workload(50, 64, 100, 0, "lognormal", torch.float32, "cpu")
     assert not (layer.gate_proj(x) > 0).any()
 
 
 def test_a_workload_is_its_seed():
-    one, other, third = (measure.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
+    one, other, third = (clocks.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
     for a, b, c in zip(
         [*one[0].parameters(), *one[1]],
         [*other[0].parameters(), *other[1]],
@@ -163,8 +163,8 @@ def pair(kind=GatedFeedForward, tokens=20, dtype=torch.float32, bias=False):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_right_result_passes(kind, dtype, bias):
     dense, _, x = pair(kind, dtype=dtype, bias=bias)
-    assert 0 <= measure.check(dense, SparseFFN.from_module(dense), x) <= 1.0
-    assert measure.check(dense, SparseFFN.from_module(dense), x[:1]) <= 1.0
+    assert 0 <= clocks.check(dense, SparseFFN.from_module(dense), x) <= 1.0
+    assert clocks.check(dense, SparseFFN.from_module(dense), x[:1]) <= 1.0
 
 
 ERRORS = {
@@ -183,22 +183,22 @@ def test_a_wrong_row_is_found_and_named(kind, error):
     dense, broken, x = pair(kind)
     for broken.row in (0, 13, 19):
         broken.error = ERRORS[error]
-        with pytest.raises(measure.WrongResult, match=f"row {broken.row} is off by .* nothing was timed"):
-            measure.check(dense, broken, x)
+        with pytest.raises(clocks.WrongResult, match=f"row {broken.row} is off by .* nothing was timed"):
+            clocks.check(dense, broken, x)
 
 
 def test_a_dense_layer_that_is_another_one_is_found():
     # Its error, measured from the sparse layer's weights, would excuse anything.
     dense, _, x = pair()
-    with pytest.raises(measure.WrongResult, match="the dense GatedFeedForward is off by"):
-        measure.check(GatedFeedForward(32, 64).requires_grad_(False), SparseFFN.from_module(dense), x)
+    with pytest.raises(clocks.WrongResult, match="the dense GatedFeedForward is off by"):
+        clocks.check(GatedFeedForward(32, 64).requires_grad_(False), SparseFFN.from_module(dense), x)
 
     class Normalised(GatedFeedForward):
         def forward(self, x):
             return nn.functional.normalize(super().forward(x))
 
     dense.__class__ = Normalised
-    with pytest.raises(measure.WrongResult, match="the dense Normalised is off by"):
+    with pytest.raises(clocks.WrongResult, match="the dense Normalised is off by"):
         bench.layer(dense, x, seconds=0)
 
 
@@ -206,9 +206,9 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
     dense, broken, x = pair(tokens=1000)
     broken.error = torch.neg
     for broken.row in (0, 999):
-        with pytest.raises(measure.WrongResult, match=f"row {broken.row} "):
-            measure.check(dense, broken, x)
-    assert measure.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
+        with pytest.raises(clocks.WrongResult, match=f"row {broken.row} "):
+            clocks.check(dense, broken, x)
+    assert clocks.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     monkeypatch.setattr(forward, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
-    monkeypatch.setattr(measure, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
-    with pytest.raises(measure.WrongResult):
+    monkeypatch.setattr(clock, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
+    with pytest.raises(clocks.WrongResult):
         run()
 
 
@@ -240,7 +240,7 @@ def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     ],
 )
 def test_quartiles_by_hand(samples, median, spread):
-    assert measure.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
+    assert clocks.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def clock(monkeypatch):
             self.now += seconds
 
     clock = Clock()
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -265,14 +265,14 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
         return lambda turn: (made.append((name, turn)), clock.tick(seconds))
 
     calls = {"a": call("a", 0.002), "b": call("b", 0.001)}
-    samples = measure.time_cpu(calls, seconds=0.6)
+    samples = clocks.time_cpu(calls, seconds=0.6)
     warm, timed = made[:4], made[4:]
     assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert timed == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
     assert samples["a"] == pytest.approx([2.0] * 200) and samples["b"] == pytest.approx([1.0] * 200)
 
     made.clear()
-    samples = measure.time_cpu(calls, seconds=0.03, cold=True)
+    samples = clocks.time_cpu(calls, seconds=0.03, cold=True)
     assert made[4:] == [(name, turn) for turn in range(10) for name in "ab"]
     assert samples["a"] == pytest.approx([2.0] * 10) and samples["b"] == pytest.approx([1.0] * 10)
 
@@ -280,7 +280,7 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9])
 def test_at_least_two_turns(clock, seconds):
     turns = itertools.count()
-    samples = measure.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
+    samples = clocks.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
     assert len(samples["only"]) == 40
 
 
@@ -295,7 +295,7 @@ def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
         assert (row["kind"], row["device"], row["dtype"]) == ("ffn_forward", "CPU", dtype)
         assert (row["tokens"], row["d_model"], row["d_ff"]) == (tokens, d_model, d_ff)
         assert len(row["samples"]) >= 5 and min(row["samples"]) > 0
-        assert (row["ms"], row["spread"]) == pytest.approx(measure.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
+        assert (row["ms"], row["spread"]) == pytest.approx(clocks.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
         assert row["dense_ms"] == dense_ms["dense eager (cold)" if row["path"].endswith("(cold)") else "dense eager"]
         assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
         assert 0 <= row["error_over_allowed"] <= 1.0
@@ -323,7 +323,7 @@ def test_a_record_of_a_drawn_layer(tokens, dtype, tmp_path):
 
 def test_the_recorded_nnz_is_what_fired():
     record = bench.ffn(500, 64, 128, 9, device="cpu", seconds=0)
-    layer, inputs = measure.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
+    layer, inputs = clocks.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
     fired = sum((layer.gate_proj(x) > 0).sum(1).double().mean().item() for x in inputs) / len(inputs)
     assert record.rows[0]["nnz"] == pytest.approx(fired, abs=0.006)
     assert record.rows[0]["nnz"] != 9

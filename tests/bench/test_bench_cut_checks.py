@@ -14,11 +14,11 @@ from twell_lab.bench import cut_checks, models
 from twell_lab.bench.causal import Causal
 from twell_lab.bench.cut_checks import CutLayer, forward_ratio, hard_inputs, has_thresholds, inputs_of, model_ratio
 from twell_lab.bench.workloads import MARGIN, SLACK, Tokens
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 SIZES = ModelConfig(d_model=48, layers=3, heads=2, d_ff=200, context=24, vocabulary=64)
 CACHED = 8
@@ -159,7 +159,7 @@ def test_a_dense_layer_that_is_off_itself_is_no_measure():
     (x,) = inputs_of([layer], lambda: cut.dense.stepper()(ids, kept))[layer.name]
     judge, sparse = CutLayer(layer), Standin(copy.deepcopy(layer))
     layer.down.weight.mul_(1.1)
-    with pytest.raises(measure.WrongResult, match="layers.0.mlp: the dense layer itself is off"):
+    with pytest.raises(clock.WrongResult, match="layers.0.mlp: the dense layer itself is off"):
         judge.ratio(sparse, [x])
 
 
@@ -226,7 +226,7 @@ def test_what_too_few_tokens_do_not_say_is_refused(monkeypatch):
     monkeypatch.setattr(cut_checks, "MOST", 64)
     monkeypatch.setattr(cut_checks, "ERRORS", 1e6)
     cut = Cut("teal", 0.9)
-    with pytest.raises(measure.WrongResult, match="64 tokens do not say whether the logits are right"):
+    with pytest.raises(clock.WrongResult, match="64 tokens do not say whether the logits are right"):
         cut.ratio(cut.sparse(), 32)
 
 
@@ -306,7 +306,7 @@ def test_a_right_model_is_timed_though_a_few_tokens_speak_against_it(method, spa
             assert row[f"compared_{what}"] >= (cut_checks.LEAST if what == "tokens" else cut_checks.SEQUENCES[0])
     if (method, sparsity) == ("teal", 0.9):  # what was asked before
         monkeypatch.setattr(models, "has_thresholds", lambda layer: False)
-        with pytest.raises(measure.WrongResult, match="forced dense: the logits are off by"):
+        with pytest.raises(clock.WrongResult, match="forced dense: the logits are off by"):
             bench(cut.dense.model, monkeypatch, text=text)
 
 
@@ -319,14 +319,14 @@ def test_thresholds_of_a_fatrelu_are_judged_so_too(monkeypatch):
     assert all(map(has_thresholds, feed_forwards(model)))
     record = bench(model.bfloat16(), monkeypatch)
     assert all(0 < row["layer_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
-    with pytest.raises(measure.WrongResult, match="layers.0.mlp is off by"):
+    with pytest.raises(clock.WrongResult, match="layers.0.mlp is off by"):
         bench(model, monkeypatch, "wrong scale")
 
 
 @pytest.mark.parametrize("fault", ["a hidden value more", "another threshold", "an input more", "ties dropped"])
 def test_a_wrong_layer_is_not_timed(fault, monkeypatch):
     said = r"1 x 24 tokens: forced dense: layers.\d.mlp is off by .* times what is allowed: nothing was timed"
-    with pytest.raises(measure.WrongResult, match=said):
+    with pytest.raises(clock.WrongResult, match=said):
         bench(Cut("teal", 0.5).dense.model, monkeypatch, fault)
 
 
@@ -339,7 +339,7 @@ def test_a_wrong_model_with_right_layers_is_not_timed(monkeypatch):
             self.sparse[name].model.layers[1].attention.out_proj.weight.mul_(1.5)
 
     monkeypatch.setattr(models.Models, "follow", wrongly)
-    with pytest.raises(measure.WrongResult, match="the logits of .* sequences are off by .* on average"):
+    with pytest.raises(clock.WrongResult, match="the logits of .* sequences are off by .* on average"):
         bench(Cut("teal", 0.5).dense.model, monkeypatch)
 
 
@@ -347,7 +347,7 @@ def test_a_float32_model_with_thresholds_is_its_own_yardstick(monkeypatch):
     model = Cut("teal", 0.9).exact.model
     record = bench(model, monkeypatch)
     assert all(row["error_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
-    with pytest.raises(measure.WrongResult, match="is off by"):
+    with pytest.raises(clock.WrongResult, match="is off by"):
         bench(model, monkeypatch, "wrong scale")
 
 

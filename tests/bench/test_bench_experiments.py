@@ -37,7 +37,7 @@ def test_steps_with_2_4_operands_stand_beside_the_dense_one(monkeypatch):
 
 
 def test_rows_and_the_verdict(monkeypatch):
-    monkeypatch.setattr(adapters.measure, "time_cpu", lambda calls, *_, **__: {name: [1.0, 2.0, 3.0] for name in calls})
+    monkeypatch.setattr(adapters.clock, "time_cpu", lambda calls, *_, **__: {name: [1.0, 2.0, 3.0] for name in calls})
     made = [row for steps in experiments.sections(TINY).values() for step in steps for row in step()]
     Record.new("experiments", "a test's own", made)
     switched, fused = made[:2]

@@ -7,9 +7,9 @@ from twell_lab.bench import few_bits
 from twell_lab.bench.comparison import Batch
 from twell_lab.bench.methods import swapped
 from twell_lab.layers.choice import Choice
-from twell_lab.ops import measure
-from twell_lab.ops.measure import WrongResult
-from twell_lab.records.record import Record
+from twell_lab.ops import clock
+from twell_lab.ops.clock import WrongResult
+from twell_lab.records import Record
 from twell_lab.sparsities.quantised import fp8_linear, output_error, quantise
 
 FEW = Batch(4, 16, 64, 128, (4,), 48, 2, torch.float32, "cpu", 0.01)
@@ -50,7 +50,7 @@ def test_a_product_that_differs_is_not_timed(monkeypatch):
 @torch.no_grad()
 def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
     """A large value in each row makes INT8 far off from the exact result; a wrong scale is told apart from that."""
-    layer, (x, *_) = measure.workload(64, 256, 512, 29, "lognormal", torch.bfloat16, "cpu")
+    layer, (x, *_) = clock.workload(64, 256, 512, 29, "lognormal", torch.bfloat16, "cpu")
     y = swapped(layer, Choice("int8"))(x)
     assert output_error(y, few_bits._exact(layer, x)) > MOST
     off = few_bits.off_on_rounded(layer, x, y, *few_bits.ROUNDED["int8"])
@@ -89,7 +89,7 @@ MOST = few_bits.MOST_OFF["fp8"]
 
 def in_e4m3(tokens):
     """A drawn layer, an x, and the rows of its weights in E4M3."""
-    layer, (x, *_) = measure.workload(tokens, 256, 256, 29, "lognormal", torch.bfloat16, "cpu")
+    layer, (x, *_) = clock.workload(tokens, 256, 256, 29, "lognormal", torch.bfloat16, "cpu")
     return layer, x, [quantise(part.weight, E4M3) for part in (layer.gate_proj, layer.up_proj, layer.down_proj)]
 
 

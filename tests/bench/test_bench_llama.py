@@ -14,10 +14,10 @@ from twell_lab.bench import drawn, energy, sizes, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
 from twell_lab.core import StackError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 pytest.importorskip("transformers")
 TINY = drawn.Shape(
@@ -44,9 +44,9 @@ def stopped(monkeypatch):
     def time_cuda(calls, rounds=0):
         return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
 
-    monkeypatch.setattr(measure, "time_cuda", time_cuda)
-    monkeypatch.setattr(measure, "graphed", lambda call, inputs=2: call)
-    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(clocks, "time_cuda", time_cuda)
+    monkeypatch.setattr(clocks, "graphed", lambda call, inputs=2: call)
+    monkeypatch.setattr(clocks, "peak_bytes", lambda call: 1000)
     monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0.0, ""))
     monkeypatch.setattr(
         energy, "millijoules", lambda read, calls, wait, samples: dict.fromkeys(calls, [600.0] * samples)
@@ -202,13 +202,13 @@ def test_weights_in_bytes_hold_the_copies_of_the_sparse_layers(models):
 
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
-    monkeypatch.setattr(measure, "time_cuda", lambda *_, **__: pytest.fail("it was timed"))
+    monkeypatch.setattr(clocks, "time_cuda", lambda *_, **__: pytest.fail("it was timed"))
     wrong, off = copy.copy(models), copy.deepcopy(models.dense.model)
     off.model.layers[1].mlp.down_proj.weight.data *= 100
     wrong.sparse = {**models.sparse, "planned": Causal(off)}
-    with pytest.raises(measure.WrongResult, match="2 x 24 tokens: planned: the logits are off by"):
+    with pytest.raises(clocks.WrongResult, match="2 x 24 tokens: planned: the logits are off by"):
         tables.prefill_rows(wrong, 2)
-    with pytest.raises(measure.WrongResult, match="decode step, batch 2: planned: the logits are off by"):
+    with pytest.raises(clocks.WrongResult, match="decode step, batch 2: planned: the logits are off by"):
         tables.decode_rows(wrong, 2, 16)
 
 

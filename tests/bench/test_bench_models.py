@@ -16,10 +16,10 @@ from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, energy, models, rows, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError, RecordError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 transformers = pytest.importorskip("transformers")
 SIZES = ModelConfig(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=64, context=32)
@@ -183,7 +183,7 @@ def test_of_a_text_other_parts_are_profiled_planned_on_and_measured():
     profiled = tokens.windows(tokens.PROFILED, 5, 40)
     planned = tokens.windows(tokens.PLANNED_ON, 9, 40)
     measured = tokens.inputs(8, 40)
-    assert measured.shape == (measure.ROTATED, 8, 40)
+    assert measured.shape == (clock.ROTATED, 8, 40)
     assert (profiled.min(), profiled.max()) == (0, 199) and (planned.min(), planned.max()) == (200, 399)
     assert measured.min() == 400 and measured.max() == 799
     assert all((each.diff() == 1).all() for each in (profiled, planned, measured))
@@ -246,10 +246,10 @@ def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
     model = ours().to(dtype)
     assert tl.bench.model(model, **QUICK, plan="twell").rows
     monkeypatch.setattr(workloads, "sparsify", wrongly)
-    monkeypatch.setattr(measure, "time_bursts", lambda *_, **__: pytest.fail("it was timed"))
+    monkeypatch.setattr(clock, "time_bursts", lambda *_, **__: pytest.fail("it was timed"))
     for head, what in (("tokens", "1 x 16 tokens"), ("batches", "decode step, batch 2")):
         alone = {**QUICK, "tokens": (), "batches": (), head: QUICK[head]}
-        with pytest.raises(measure.WrongResult, match=f"{what}: forced twell: the logits are off by"):
+        with pytest.raises(clock.WrongResult, match=f"{what}: forced twell: the logits are off by"):
             tl.bench.model(model, **alone, plan="twell")
 
 
@@ -266,7 +266,7 @@ def test_the_yardstick_is_float32_and_the_limit_what_dense_bfloat16_misses_it_by
     with torch.no_grad():
         off.head.weight.mul_(1.02)
     found.sparse["planned"] = Causal(off)
-    with pytest.raises(measure.WrongResult, match="times what is allowed"):
+    with pytest.raises(clock.WrongResult, match="times what is allowed"):
         workloads.workload_rows(found, work, paths, clocks)
 
 
@@ -279,7 +279,7 @@ def test_a_training_step_with_another_loss_is_not_timed(monkeypatch):
     monkeypatch.setattr(workloads, "sparsify", wrongly)
     dense = Causal(ours())
     found = workloads.Models(dense, workloads.Tokens(64, torch.device("cpu")), "a test's", 16)
-    with pytest.raises(measure.WrongResult, match="training: the losses differ"):
+    with pytest.raises(clock.WrongResult, match="training: the losses differ"):
         workloads.training_rows(found, 16, workloads.Clocks(found.device))
 
 
@@ -358,14 +358,14 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
         return {name: [8.0, 16.0, 24.0] for name in calls}
 
     def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
-        names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= measure.GRAPH_TOKENS)]
+        names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= clock.GRAPH_TOKENS)]
         return {name: [1.0] for name in names}, {name: ([0.5], [2.0]) for name in names}
 
     monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0, ""))
     monkeypatch.setattr(energy, "millijoules", spent)
     monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
-    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1000)
-    monkeypatch.setattr(measure, "graphed", lambda call, inputs: call)
+    monkeypatch.setattr(clock, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(clock, "graphed", lambda call, inputs: call)
     dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
     found = workloads.Models(dense, tokens, "a test's", 16)
     found.follow("planned", "twell")
@@ -394,7 +394,7 @@ NOT_CAPTURED = {
 @pytest.mark.parametrize("said", NOT_CAPTURED)
 def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch, said):
     def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
-        if graphs or tokens <= measure.GRAPH_TOKENS:
+        if graphs or tokens <= clock.GRAPH_TOKENS:
             raise NOT_CAPTURED[said](f"{said}\nand more")
         return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twell_lab.bench import predictors
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 from twell_lab.records import Record
 from twell_lab.training.config import TrainConfig
 
@@ -72,5 +72,5 @@ def test_nothing_is_timed_where_the_lossless_path_is_wrong(trained, monkeypatch)
     monkeypatch.setattr(predictors, "sparsify", broken)
     monkeypatch.setattr(predictors, "_lossy", lambda trained: {})
     monkeypatch.setattr(predictors, "clock_cpu", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(measure.WrongResult, match="forced twell"):
+    with pytest.raises(clock.WrongResult, match="forced twell"):
         predictors.chosen_rows(trained)

@@ -6,37 +6,37 @@ import pytest
 import torch
 
 from twell_lab.bench import host, rows
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Clocks of a GPU that only note what they were given, and graphs that call what they were made of."""
     noted, bursts = [], []
-    monkeypatch.setattr(measure, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
-    monkeypatch.setattr(measure, "graphed", lambda call: call)
+    monkeypatch.setattr(clock, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
+    monkeypatch.setattr(clock, "graphed", lambda call: call)
 
     def time_bursts(calls, wait, *, rounds, count):
         wait()
         bursts.append(([*calls], rounds, count))
         return {name: ([0.5] * rounds, [2.0] * rounds) for name in calls}
 
-    monkeypatch.setattr(measure, "time_bursts", time_bursts)
+    monkeypatch.setattr(clock, "time_bursts", time_bursts)
     return SimpleNamespace(noted=noted, bursts=bursts)
 
 
 def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
     calls = dict.fromkeys(("dense eager", "dense compiled", "twell"), lambda turn: None)
     parts = {"part: pack": lambda turn: None}
-    samples, bursts = rows.clock_gpu(calls, measure.GRAPH_TOKENS, parts)
+    samples, bursts = rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts)
     replayed = ["dense eager (graph)", "twell (graph)"]
     assert clock.noted == [[*calls, "part: pack"], replayed]
     assert [*samples] == clock.noted[0] + clock.noted[1]
     assert [*bursts] == [*calls, *replayed]
-    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1)[0]] == [*calls]
-    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
+    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
+    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
     everything = [f"{name} (graph)" for name in calls]
-    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS, parts, compiled=True)[1]] == [*calls, *everything]
+    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts, compiled=True)[1]] == [*calls, *everything]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_a
 def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_does(
     clock, monkeypatch, ms, most, count
 ):
-    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
+    monkeypatch.setattr(clock, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
     calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
     for rounds, bursts in ((None, 5), (20, 20), (3, 3)):
         rows.clock_gpu(calls, 1000, rounds=rounds, most=most)
@@ -54,7 +54,7 @@ def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_
 
 def test_of_many_tokens_one_input_is_captured(clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(measure, "graphed", lambda call, inputs=measure.ROTATED: asked.append(inputs) or call)
+    monkeypatch.setattr(clock, "graphed", lambda call, inputs=clocks.ROTATED: asked.append(inputs) or call)
     for tokens in (1, rows.LARGE, rows.LARGE + 1):
         rows.clock_gpu({"dense eager": lambda turn: None}, tokens, graphs=True)
     assert asked == [3, 3, 1]
@@ -100,7 +100,7 @@ def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypa
         host.inference,
         "drawn",
         lambda tokens, d_model, d_ff, nnz: (
-            *measure.workload(tokens, 32, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"),
+            *clocks.workload(tokens, 32, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"),
             [],
         ),
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 from twell_lab.bench import cut_checks, thresholds
 from twell_lab.models.tiny import ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 TINY = thresholds.Shape(
     ModelConfig(d_model=32, layers=2, heads=2, d_ff=300, context=32),
@@ -68,7 +68,7 @@ def broken(model, *plan, **how):
 def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
     monkeypatch.setattr(thresholds, "sparsify", broken)
     monkeypatch.setattr(thresholds, "_timed", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(measure.WrongResult, match=r"CATS 50%, decode step, batch 1: layers.0.mlp is off by .* times"):
+    with pytest.raises(clock.WrongResult, match=r"CATS 50%, decode step, batch 1: layers.0.mlp is off by .* times"):
         thresholds.cut_rows(trained, 0.5)
 
 
@@ -87,7 +87,7 @@ def test_layers_that_are_right_in_a_model_that_is_not(trained, monkeypatch):
         return model
 
     monkeypatch.setattr(thresholds, "sparsify", swapped)
-    with pytest.raises(measure.WrongResult, match=r"the logits of .* tokens are off by .* times what is allowed"):
+    with pytest.raises(clock.WrongResult, match=r"the logits of .* tokens are off by .* times what is allowed"):
         thresholds.cut_rows(trained, 0.5)
 
 

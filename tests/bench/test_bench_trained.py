@@ -11,7 +11,7 @@ import pytest
 from twell_lab.app import cli, recordings, tables
 from twell_lab.bench import trained, workloads
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 from twell_lab.records import Record, load_all
 from twell_lab.training import presets
 
@@ -174,7 +174,7 @@ def test_a_section_that_fails_costs_no_other(monkeypatch):
     row = {"kind": trained.RUN, "ratio": math.inf, "nested": [{"x": math.nan, "y": 1.0}]}
     monkeypatch.setattr(made, "train", lambda: [])
     monkeypatch.setattr(made, "decode_rows", lambda batch: 1 / 0)
-    monkeypatch.setattr(made, "step_rows", lambda: (_ for _ in ()).throw(measure.WrongResult("off by 7")))
+    monkeypatch.setattr(made, "step_rows", lambda: (_ for _ in ()).throw(clock.WrongResult("off by 7")))
     monkeypatch.setattr(made, "twin_rows", lambda: [row])
     rows, notes = recordings._sections(made.sections(), 100.0)
     assert rows == [{"kind": trained.RUN, "ratio": None, "nested": [{"x": None, "y": 1.0}]}]

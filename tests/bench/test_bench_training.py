@@ -7,22 +7,22 @@ import torch
 
 from twell_lab.analysis import costs
 from twell_lab.bench import training
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 
 @pytest.fixture
 def stopped(monkeypatch):
     """No clock, no GPU memory, rates of an H100."""
     monkeypatch.setattr(
-        measure,
+        clock,
         "time_cuda",
         lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1) is not None},
     )
-    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
-    monkeypatch.setattr(measure, "graphed", lambda call: call)
+    monkeypatch.setattr(clock, "peak_bytes", lambda call: 1)
+    monkeypatch.setattr(clock, "graphed", lambda call: call)
     monkeypatch.setattr(
         training.inference, "rates_here", lambda: costs.Rates("CPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
     )
@@ -71,7 +71,7 @@ def test_a_wrong_gradient_is_refused(stopped, monkeypatch):
         return layer
 
     monkeypatch.setattr(training, "our_layer", wrong)
-    with pytest.raises(measure.WrongResult, match="dx is off by .* nothing was timed"):
+    with pytest.raises(clock.WrongResult, match="dx is off by .* nothing was timed"):
         training.compare(weights(), [torch.randn(40, 32).bfloat16()], "drawn")
 
 
@@ -98,7 +98,7 @@ def test_exact_gradients_of_many_tokens_are_those_of_all_at_once(monkeypatch):
 
 def drawn(tokens, d_model, d_ff, nnz, kind="lognormal"):
     """As bench.inference draws a layer, small and on the CPU."""
-    layer, inputs = measure.workload(min(tokens, 40), 16, 512, 8, kind, torch.bfloat16, "cpu")
+    layer, inputs = clock.workload(min(tokens, 40), 16, 512, 8, kind, torch.bfloat16, "cpu")
     return layer, inputs, inputs[:2]
 
 

@@ -25,7 +25,7 @@ from twell_lab.bench.comparison import (
     proportions,
 )
 from twell_lab.core import DeviceError, InputError
-from twell_lab.ops.measure import WrongResult
+from twell_lab.ops.clock import WrongResult
 from twell_lab.records import Record
 from twell_lab.sparsities.microtiles import add_padding
 

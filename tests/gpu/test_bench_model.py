@@ -6,7 +6,7 @@ import torch
 import twell_lab as tl
 from twell_lab.bench import drawn, energy, paths
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 
 pytestmark = pytest.mark.gpu
 SIZES = ModelConfig(vocabulary=1024, d_model=512, layers=3, heads=8, d_ff=2048, context=512)
@@ -67,6 +67,6 @@ def test_the_energy_of_calls_is_read():
         pytest.skip(why)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     samples = energy.millijoules(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=3)["square"]
-    median, spread = measure.quartiles(samples)
+    median, spread = clock.quartiles(samples)
     # 137 GFLOP: no GPU takes less than 0.1 pJ, or more than 100, for each.
     assert len(samples) == 3 and 10 < median < 1e4 and spread < 0.3 * median

@@ -10,7 +10,7 @@ from tests.course.capstone.notebook_kernel import changed, in_the_notebook  # no
 from twell_lab import simulator  # noqa: E402
 from twell_lab.course import capstone  # noqa: E402
 from twell_lab.course.capstone import gpu  # noqa: E402
-from twell_lab.ops import measure  # noqa: E402
+from twell_lab.ops import clock  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_it_is_timed_beside_the_library(answer):
 
 def test_a_result_that_is_not_as_in_float64_is_not_timed():
     zeros = changed(("sum[k] += value * weight[k]", "sum[k] += 1.1f * value * weight[k]"))
-    with pytest.raises(measure.WrongResult, match="yours is not as in float64"):
+    with pytest.raises(clock.WrongResult, match="yours is not as in float64"):
         gpu.timed(gpu.Mine(zeros, 256, gpu.dtype_here()), tokens=512, rounds=2)
 
 

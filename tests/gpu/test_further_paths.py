@@ -14,7 +14,7 @@ from tests.simulator.int8_cases import Int8Layer
 from twell_lab.bench import few_bits, methods
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import measure, portable
+from twell_lab.ops import clock, portable
 from twell_lab.ops.int8_rows import gated_int8
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities.blocks import block_mask
@@ -186,7 +186,7 @@ def test_two_four_with_int8():
 def test_the_layer_is_held_by_its_products_as_the_record_holds_it(name, tokens):
     """At the record's own size, since how tensor cores add up is part of it."""
     needed.path(name)
-    layer, (x, *_) = measure.workload(tokens, 2048, 5632, few_bits.NNZ, "lognormal", torch.bfloat16, "cuda")
+    layer, (x, *_) = clock.workload(tokens, 2048, 5632, few_bits.NNZ, "lognormal", torch.bfloat16, "cuda")
     y = methods.swapped(layer, Choice(name))(x)
     off = few_bits.off_on_rounded(layer, x, y, *few_bits.ROUNDED[name])
     assert max(off.values()) <= few_bits.MOST_OFF[name], off

@@ -11,7 +11,7 @@ from twell_lab.analysis import auto, costs, trials
 from twell_lab.analysis.profile import profile
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 from twell_lab.ops.reference import PlainFeedForward
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ CHOICES = [Choice("dense"), Choice("twell"), Choice("hot_cold", 512)]
 
 def drawn(tokens=700, gated=True, dtype=torch.bfloat16):
     """(layer, three inputs, its profile from the first)."""
-    layer, inputs = measure.workload(tokens, 256, 1400, 30, "lognormal", dtype, "cuda")
+    layer, inputs = clock.workload(tokens, 256, 1400, 30, "lognormal", dtype, "cuda")
     if not gated:
         plain = PlainFeedForward(256, 1400).requires_grad_(False)
         plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
@@ -43,7 +43,7 @@ def test_every_path_keeps_the_error_promise(choice, gated, tokens):
     layer, inputs, profiled = drawn(gated=gated)
     sparse = SparseFFN(layer, plan=LayerPlan.forced(profiled.layers[0], choice))
     with torch.no_grad():
-        assert measure.check(layer, sparse, inputs[1][:tokens], rows=200) <= 1.0
+        assert clock.check(layer, sparse, inputs[1][:tokens], rows=200) <= 1.0
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -74,7 +74,7 @@ def test_inside_torch(choice):
             layer.up_proj.weight.mul_(0.5), layer.gate_proj.weight.mul_(2)
         moved = copy.deepcopy(sparse).cpu().cuda()
         assert torch.equal(moved(x), sparse(x))
-        assert measure.check(layer, sparse, x) <= 1.0
+        assert clock.check(layer, sparse, x) <= 1.0
     torch._dynamo.reset()
 
 
@@ -100,7 +100,7 @@ def test_rates_are_those_of_a_gpu():
 
 
 def test_a_plan_for_graphs_takes_what_is_fastest_in_one():
-    layer, inputs = measure.workload(2048, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
+    layer, inputs = clock.workload(2048, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
     plan = tl.plan(profile(layer, inputs[:1]), layer, tokens=(1, 2048), batches=inputs[1:2], for_graphs=True)
     assert plan.inputs == "captured from the batches" and plan.clock == "graph"
     assert all(each.host_us is None for each in plan.layers[0].candidates)
@@ -113,7 +113,7 @@ def test_a_plan_for_graphs_takes_what_is_fastest_in_one():
 @torch.no_grad()
 def test_the_clocks_of_plain_calls():
     """The host's time is a part of the wall time."""
-    layer, inputs = measure.workload(4096, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
+    layer, inputs = clock.workload(4096, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
     found = tl.feed_forwards(layer)[0]
     subject = trials.Subject(profile(layer, inputs[:1]).layers[0], found, lambda: inputs[1])
     for tokens in (1, 4096):
@@ -135,8 +135,8 @@ class Normed(torch.nn.Module):
 
     def __init__(self, d_model, d_ff, nnz, seed):
         super().__init__()
-        rates = measure.firing_rates(d_ff, nnz, seed=seed)
-        drawn = measure.drawn(rates, 1, d_model, torch.bfloat16, "cuda", shrink=max(nnz, 1) ** 0.5, seed=seed)
+        rates = clock.firing_rates(d_ff, nnz, seed=seed)
+        drawn = clock.drawn(rates, 1, d_model, torch.bfloat16, "cuda", shrink=max(nnz, 1) ** 0.5, seed=seed)
         self.mlp = drawn[0]
 
     def forward(self, x):
@@ -180,5 +180,5 @@ def test_a_layer_plans_itself_but_not_inside_a_graph(monkeypatch):
             sparse(inputs[0])
         graph.replay()
         assert graphed.plan is None and graphed.status()["plan"] == "none"
-        assert sparse.plan is not None and measure.check(layer, sparse, inputs[1]) <= 1.0
+        assert sparse.plan is not None and clock.check(layer, sparse, inputs[1]) <= 1.0
         assert torch.equal(y, graphed(inputs[0]))

@@ -321,46 +321,6 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(tiny, tmp_path, monkeypa
 K = {"k.cu": "__global__ void k() {}\n"}
 
 
-def of_another(path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    os.chown(path, 54321, 54321)
-
-
-@pytest.mark.parametrize(
-    "name", ["k-fast-*.so", "k-fast-*.json", "simulator-runtime-*.o", "simulator-runtime-*.sha256"]
-)
-@pytest.mark.parametrize("spoil", [of_another, lambda path: path.chmod(0o622)])
-def test_what_others_could_have_written_is_built_anew(spoil, name, tiny, tmp_path):
-    first = build(K, "k.cu", cache_in=tmp_path / "cache")
-    (path,) = (tmp_path / "cache").glob(name)
-    spoil(path)
-    if name.startswith("simulator"):
-        first.path.unlink()
-    assert build(K, "k.cu", cache_in=tmp_path / "cache") == first
-    assert path.stat().st_uid == os.geteuid() and path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("spoil", [of_another, lambda path: path.chmod(0o777)])
-def test_a_folder_where_others_can_write_is_not_used(spoil, tiny, tmp_path):
-    planted = build(K, "k.cu", cache_in=tmp_path / "cache")
-    spoil(tmp_path / "cache")
-    with pytest.warns(UserWarning, match=f"others could put libraries there: {tmp_path}/cache"):
-        built = build(K, "k.cu", cache_in=tmp_path / "cache")
-    assert built.path.name == planted.path.name and built.path.parent == core.private_folder()
-
-
-def test_a_build_under_an_open_umask_is_closed_and_found_again(tiny, tmp_path, monkeypatch):
-    before = os.umask(0)
-    try:
-        first = build(K, "k.cu", cache_in=tmp_path / "new" / "cache")
-    finally:
-        os.umask(before)
-    assert not [path for path in (tmp_path / "new").rglob("*") if path.stat().st_mode & 0o077]
-    not_to_be_compiled(monkeypatch)
-    assert build(K, "k.cu", cache_in=tmp_path / "new" / "cache") == first
-
-
 @pytest.fixture
 def full(monkeypatch):
     """Folders on a full disk: what is written there or moved to it fails."""
@@ -415,22 +375,6 @@ def test_a_full_temporary_folder_too_is_a_typed_error(full, tiny, tmp_path):
     full.append(Path(tempfile.gettempdir()))
     with pytest.raises(StackError, match="no room for the text of other.cu.*No space left.*TMPDIR"):
         build({"other.cu": "__global__ void k() { int other; }\n"}, "other.cu", cache_in=tmp_path / "cache")
-
-
-def test_the_next_build_removes_what_a_killed_one_left(tiny, tmp_path):
-    program = (
-        "import os, sys, pathlib; from twell_lab.simulator import toolchain\n"
-        "toolchain.CUDA = pathlib.Path(sys.argv[1])\n"
-        "toolchain.kept.move = lambda *_: os.kill(os.getpid(), 9)\n"
-        "toolchain.build({'k.cu': '__global__ void k() {}\\n'}, 'k.cu', cache_in=pathlib.Path(sys.argv[2]))\n"
-    )
-    cache = tmp_path / "cache"
-    done = subprocess.run([sys.executable, "-c", program, str(tiny), str(cache)])
-    assert done.returncode == -9 and [path for path in cache.iterdir() if path.name.startswith("building-")]
-    living = cache / f"{core.temporary_prefix()}abcdefgh"
-    living.mkdir()
-    build(K, "k.cu", cache_in=cache)
-    assert [path for path in cache.iterdir() if path.is_dir()] == [living]
 
 
 def test_two_processes_build_the_same_file_at_once(tiny, tmp_path):

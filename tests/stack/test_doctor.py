@@ -147,7 +147,8 @@ def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tm
     a_file = tmp_path / "file"
     a_file.write_text("no folder can be made below a file")
     monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
-    assert core.cache_dir() is None
+    with pytest.warns(UserWarning, match="not used as a cache"):
+        assert core.cache_dir() == core.private_folder()
     monkeypatch.setattr(doctor, "_installed", lambda package: True)
     monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(Path, "home", lambda: a_file)
@@ -178,7 +179,7 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     def broken(*arguments):
         raise ValueError("unheard of")
 
-    monkeypatch.setattr(core, "find_cache", broken)
+    monkeypatch.setattr(core, "cache_dir", broken)
     found = on()
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"

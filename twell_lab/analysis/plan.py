@@ -1,28 +1,25 @@
 """What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
 
 The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired
-in the profile that it was made from: which neurons are hot, and how many the packed part should keep, follow from
-that."""
+in the profile that it was made from: which neurons are hot follows from that."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import __version__, records
-from ..core import InputError, RecordError, write_atomically
+from ..core import InputError, RecordError, read_json, write_atomically
 from ..layers.anatomy import FeedForward
-from ..layers.choice import DENSE, Candidate, LayerPlan
-from ..layers.paths.cost import Rates
-from ..ops.measure import device_name
-from . import saved
+from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..ops.clock import device_name
 
-FORMAT = "twell-lab plan"
+FORMAT, VERSION = "twell-lab plan", 4
 IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
-VERSION = 3
 COLUMNS = {  # of the table that a plan is printed as: field of a row, heading
     "layer": "layer",
     "nnz": "mean nnz",
@@ -40,52 +37,66 @@ COLUMNS = {  # of the table that a plan is printed as: field of a row, heading
 class Plan:
     """The plans of a model's layers, in the model's order.
 
-    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. inputs: where the
-    timed inputs came from ("captured from the batches", "drawn at the profile's rates"). clock: what measured_us is,
-    the "wall" time of plain calls, the time of a CUDA "graph" or, in files of version 1, that of the "device". Both are
-    None if nothing was timed. release: the twell-lab that made it; None in files of version 1. memory: the share of the
-    model's bytes within which the layers hold copies of weights; None if nobody asked.
-    """
+    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. calls: whose time
+    decides: "eager", "compiled" or "captured" calls; inputs: where what was timed came from ("captured from the
+    batches", "drawn at the profile's rates"), None where nothing was."""
 
     layers: list[LayerPlan]
     device: str
     dtype: str
-    rates: dict
+    rates: dict = field(default_factory=dict)
+    calls: str = "eager"
     inputs: str | None = None
-    clock: str | None = None
-    release: str | None = __version__
-    memory: float | None = None
+    release: str = __version__
 
     @property
     def dense_layers(self) -> list[str]:
         """The layers that stay dense whatever the number of tokens."""
-        return [each.name for each in self.layers if {*each.choices.values()} == {DENSE}]
+        return [layer.name for layer in self.layers if {*layer.choices.values()} == {DENSE}]
 
     def layer(self, name: str) -> LayerPlan:
-        """The plan of the layer called so; InputError names the ones there are."""
-        for each in self.layers:
-            if each.name == name:
-                return each
-        raise InputError(f"the plan has no layer {name!r}; it has {[each.name for each in self.layers]}")
+        """Return the plan of the layer called so; InputError names the ones there are."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise InputError(f"the plan has no layer {name!r}; it has {[layer.name for layer in self.layers]}")
+
+    def choice(self, name: str, tokens: int) -> Choice:
+        """Return what the layer called so does with this many tokens at once."""
+        return self.layer(name).choice(tokens)
 
     def table(self) -> list[dict]:
-        """Every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
-        return [{"layer": each.name, **row} for each in self.layers for row in each.table()]
+        """List every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
+        return [{"layer": layer.name, **row} for layer in self.layers for row in layer.table()]
 
-    @property
-    def timed_on(self) -> dict[str, list[str]]:
-        """Layer that was timed -> the layers whose candidates have times from there, itself among them."""
-        found: dict[str, dict] = {}
+    def summary(self) -> str:
+        """Return lines that say which paths the layers take, what that should gain, and what stayed dense and why."""
+        lines = []
+        for tokens in sorted({tokens for layer in self.layers for tokens in layer.choices}):
+            paths = Counter(layer.choice(tokens).path for layer in self.layers)
+            rows = [_taken(layer, tokens) for layer in self.layers]
+            us, dense_us = (sum(row[name] or 0.0 for row in rows) for name in ("us", "dense_us"))
+            gain = f"; {dense_us / us:.2f}x dense together" if us and all(row["us"] for row in rows) else ""
+            taken = ", ".join(f"{count} {path}" for path, count in paths.most_common())
+            lines.append(f"up to {tokens:,} token{'s' * (tokens > 1)}: {taken}{gain}")
+        why: dict[str, list[str]] = {}
+        dense = {*self.dense_layers}
         for layer in self.layers:
-            for each in layer.candidates:
-                if each.timed_on is not None:
-                    found.setdefault(each.timed_on, {})[layer.name] = None
-        return {name: [*layers] for name, layers in found.items()}
+            if layer.name in dense:
+                why.setdefault(_taken(layer, max(layer.choices))["why"], []).append(layer.name or "layer")
+        for reason, names in why.items():
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            lines.append(f"dense throughout: {', '.join(names[:3])}{more}: {reason}")
+        how = f"timed, {self.calls} calls" if self.inputs else "predicted"
+        return "\n".join([*lines, f"for {self.device}, {self.dtype}; {how}"])
 
-    def check_model(self, found: Iterable[FeedForward]) -> None:
-        """InputError unless the plan is for a model with these layers, where they are now, and made by this release:
-        paths cost something else elsewhere."""
-        layers = [*found]
+    def __str__(self) -> str:
+        rows = [{**row, "layer": layer.name or "layer"} for layer in self.layers for row in chosen(layer)]
+        return f"{records.table(rows, COLUMNS)}\n{self.summary()}"
+
+    def check_model(self, layers: Iterable[FeedForward]) -> None:
+        """Raise InputError unless the plan is for a model with these layers, where they are now."""
+        layers = [*layers]
         check_fits(layers, self.layers, "plan")
         weight = layers[0].up.weight
         here = device_name(weight.device), str(weight.dtype).removeprefix("torch.")
@@ -94,36 +105,11 @@ class Plan:
                 f"the plan is for {self.device}, {self.dtype}; the model is on {here[0]}, {here[1]}: a plan made there "
                 "is accepted (tl.plan, twell-lab plan)"
             )
-        if self.release not in (None, __version__):
-            raise InputError(
-                f"the plan was made by twell-lab {self.release:.80}, this is {__version__}: a plan made by this one is "
-                "accepted (tl.plan, twell-lab plan)"
-            )
-
-    def __str__(self) -> str:
-        rows = [{**row, "layer": each.name or "layer"} for each in self.layers for row in chosen(each)]
-        left = f"; dense throughout: {', '.join(self.dense_layers)}" if self.dense_layers else ""
-        clock = f"; times: {self.clock}" if self.clock else ""
-        return f"plan for {self.device}, {self.dtype}{clock}{left}\n{records.table(rows, COLUMNS)}"
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
-        layers = [
-            {**vars(each), "neuron_counts": list(each.neuron_counts), "candidates": each.table()}
-            for each in self.layers
-        ]
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "device": self.device,
-            "dtype": self.dtype,
-            "rates": self.rates,
-            "inputs": self.inputs,
-            "clock": self.clock,
-            "release": self.release,
-            "memory": self.memory,
-            "layers": layers,
-        }
+        layers = [{**vars(layer), "candidates": layer.table()} for layer in self.layers]
+        content = {"format": FORMAT, "version": VERSION, **vars(self), "layers": layers}
         try:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -133,53 +119,64 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
-        """The plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file and
-        the field missing or wrong."""
+        """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError, naming the
+        file, for one that holds no plan of this version, or not all of one."""
         path = Path(path) / IN_FOLDER if os.path.isdir(path) else path
-        content, where, version = saved.load(path, "plan", FORMAT, _PLAN)
-        layers = content.pop("layers")
-        layers = [_layer_from(each, version, f"{where}, layer {number}") for number, each in enumerate(layers)]
-        if version == 1:
-            timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
-            content |= {"clock": "device" if timed else None, "release": None}
-        return cls(layers=layers, **content)
+        content = read_json(path, "plan")
+        try:
+            form, version = content.pop("format"), content.pop("version")
+            if (form, version) != (FORMAT, VERSION):
+                raise ValueError(f"it says {form!r:.80}, version {version!r:.80}; {FORMAT!r}, {VERSION} is accepted")
+            layers = [_layer(layer) for layer in content.pop("layers")]
+            return cls(layers, **content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"{os.fspath(path)!r} holds no plan: {error}") from None
 
 
-def rates_of(plan: Plan) -> Rates | None:
-    """The rates that a plan was made with; None where they were kept in an older form."""
-    try:
-        return Rates(**plan.rates)
-    except TypeError:
-        return None
+def _layer(content: dict) -> LayerPlan:
+    counts = tuple(content["neuron_counts"])
+    if not all(type(count) is int and 0 <= count <= content["profiled"] for count in counts):
+        raise ValueError("neuron_counts are not whole numbers from 0 to 'profiled'")
+    candidates = tuple(Candidate(**row) for row in content["candidates"])
+    if not all(type(row.tokens) is int and row.tokens > 0 for row in candidates):
+        raise ValueError("the tokens of a candidate are no whole number from 1 up")
+    return LayerPlan(**{**content, "neuron_counts": counts, "candidates": candidates})
 
 
 def chosen(layer: LayerPlan) -> list[dict]:
-    """One row a class of token counts of a layer's plan: `tokens`, `choice`, `us` and `dense_us` (None without a dense
-    candidate), `x_dense`, `how` and on which layer they were measured, and `why`. dense_us: of the layer as it was,
-    where that was timed."""
-    rows = []
-    for tokens, choice in layer.choices.items():
-        weighed = [each for each in layer.candidates if each.tokens == tokens]
-        taken = next(each for each in weighed if each.chosen)
-        dense = next((each for each in weighed if each.choice == DENSE), taken)
-        us, dense_us, how = taken.predicted_us, dense.predicted_us, "predicted"
-        if taken.measured_us is not None and dense.measured_us is not None:
-            us, dense_us, how = taken.measured_us, dense.measured_us, "measured"
-            dense_us = taken.before_us or dense_us
-        if how == "measured" and taken.timed_on not in (None, layer.name):
-            how = f"measured on {taken.timed_on}"
-        nnz = layer.nnz if layer.profiled else None
-        row = {"layer": layer.name, "nnz": nnz, "tokens": tokens, "choice": str(choice), "us": us}
-        x_dense = dense_us / us if us else None
-        rows.append({**row, "dense_us": dense_us, "x_dense": x_dense, "how": how, "why": taken.why})
-    return rows
+    """List one row a class of token counts of a layer's plan: `layer`, `nnz`, `tokens`, `choice`, `us` and `dense_us`
+    (of the layer as torch computes it; both None where nothing is known), `x_dense`, `how` and on which layer they were
+    measured, and `why`."""
+    return [_taken(layer, tokens) for tokens in layer.choices]
 
 
-def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
-    """InputError where `layers`, of a profile or plan, are not the model's (found: its FeedForwards), by name and
-    shape."""
-    have = {each.name: (each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in found}
-    want = {each.name: (each.d_model, each.d_ff, each.gated) for each in layers}
+def _taken(layer: LayerPlan, tokens: int) -> dict:
+    """Return the row of the class that holds so many tokens."""
+    tokens = next((most for most in layer.choices if tokens <= most), max(layer.choices))
+    rows = [row for row in layer.candidates if row.tokens == tokens]
+    taken = next(row for row in rows if row.chosen)
+    dense = next((row for row in rows if row.choice == DENSE), taken)
+    us, dense_us, how = taken.predicted_us or None, dense.predicted_us or None, "predicted"
+    if taken.measured_us is not None:
+        us, dense_us, how = taken.measured_us, taken.dense_us, "measured"
+        how += "" if taken.timed_on in (None, layer.name) else f" on {taken.timed_on}"
+    return {
+        "layer": layer.name,
+        "nnz": layer.nnz if layer.profiled else None,
+        "tokens": tokens,
+        "choice": str(taken.choice),
+        "us": us,
+        "dense_us": dense_us,
+        "x_dense": dense_us / us if us and dense_us else None,
+        "how": how,
+        "why": taken.why,
+    }
+
+
+def check_fits(found: Iterable[FeedForward], layers: Iterable, what: str) -> None:
+    """Raise InputError where `layers`, of a profile or plan, are not the model's, by name and shape."""
+    have = {layer.name: (layer.up.weight.shape[1], layer.up.weight.shape[0], layer.gate is not None) for layer in found}
+    want = {layer.name: (layer.d_model, layer.d_ff, layer.gated) for layer in layers}
     if have.keys() != want.keys():
         raise InputError(
             f"the {what} has layers that the model lacks: {_lacking(want, have)}; the model has layers that the {what} "
@@ -187,57 +184,15 @@ def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
         )
     for name, shape in have.items():
         if want[name] != shape:
-            described = [
-                "d_model {}, d_ff {}, {}".format(*each[:2], "gated" if each[2] else "plain")
-                for each in (want[name], shape)
-            ]
-            raise InputError(
-                f"the {what}'s layer {name!r} has {described[0]}, the model's {described[1]}; the same is accepted"
+            theirs, ours = (
+                f"d_model {d_model}, d_ff {d_ff}, {'gated' if gated else 'plain'}"
+                for d_model, d_ff, gated in (want[name], shape)
             )
+            raise InputError(f"the {what}'s layer {name!r} has {theirs}, the model's {ours}; the same is accepted")
 
 
 def _lacking(some: dict, others: dict) -> str:
-    """The first names of those that the others have not: an expert is a layer, so there may be thousands."""
+    """Return the first names of those that the others have not: an expert is a layer, so there may be thousands."""
     names = [name for name in some if name not in others]
     more = f" and {len(names) - 3} more" if names[3:] else ""
     return ", ".join(map(repr, names[:3])) + more or "none"
-
-
-_TEXT, _TIME = (str, type(None)), (int, float, type(None))
-_PLAN_1 = {"device": str, "dtype": str, "rates": dict, "inputs": _TEXT, "layers": list}
-_PLAN_2 = {**_PLAN_1, "clock": _TEXT, "release": _TEXT}
-_PLAN = {1: _PLAN_1, 2: _PLAN_2, VERSION: {**_PLAN_2, "memory": _TIME}}
-_LAYER = {
-    "name": str,
-    "d_model": int,
-    "d_ff": int,
-    "gated": bool,
-    "profiled": int,
-    "neuron_counts": list,
-    "candidates": list,
-}
-_CANDIDATE_1 = {
-    "tokens": int,
-    "path": str,
-    "hot": int,
-    "predicted_us": (int, float),
-    "measured_us": _TIME,
-    "chosen": bool,
-    "why": str,
-}
-_CANDIDATE_2 = {**_CANDIDATE_1, "host_us": _TIME, "device_us": _TIME, "before_us": _TIME, "timed_on": _TEXT}
-_CANDIDATE = {1: _CANDIDATE_1, 2: _CANDIDATE_2, VERSION: _CANDIDATE_2}
-
-
-def _layer_from(content, version: int, where: str) -> LayerPlan:
-    content = saved.fields(content, _LAYER, where)
-    saved.widths(content, where)
-    length = len(content["neuron_counts"])  # which LayerPlan looks at
-    counts = saved.counts(content, "neuron_counts", length, content["profiled"], where, "'profiled', ")
-    weighed = enumerate(content["candidates"])
-    weighed = [saved.fields(each, _CANDIDATE[version], f"{where}, candidate {i}") for i, each in weighed]
-    try:
-        found = tuple(Candidate(**each) for each in weighed)
-        return LayerPlan(**{**content, "neuron_counts": tuple(counts), "candidates": found})
-    except InputError as error:
-        raise RecordError(f"{where}: {error}") from None

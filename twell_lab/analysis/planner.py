@@ -1,31 +1,20 @@
-"""The planner: for each layer and number of tokens, dense, TwELL or hot/cold, by predicted and measured time.
+"""The planner: for each layer and number of tokens the path that was measured to be the fastest, dense in doubt.
 
-The design, in ten points:
-1. Every candidate is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
-2. Within reach are dense and those predicted to take at most 1.5 times as long as the best; no others are timed.
-3. They are timed together, beside the layer as the model has it (analysis.trials): one trial, for one number of tokens.
-4. A layer of the same shape, dtype and device whose predictions are within 20% shares that trial: its own times are
-   those, scaled by its predictions. The plan says for each candidate on which layer it was timed.
-5. The caller's clock decides: the wall time of plain eager calls, or that of graph replays (`for_graphs=True`).
-6. A sparse path must be 3% faster than the layer as it was, and than our dense path (5% shared, 10% only predicted),
-7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
-   dense's: in a model that waits for the host, the time of a layer alone misleads. A host time that is at most half of
-   the path's own device time may be: a model of such layers waits for the GPU. Of paths that are as fast within 2%,
-   the one that splits no neurons is taken, which mostly needs fewer copies of weights.
-8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
-9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
-10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.
-
-Method of the split: neurons that fire on more than about 1% of the tokens cost less as columns of a dense GEMM than as
-rows read from the cache for each entry; where the line lies is for the rates to say.
-"""
+1. Every path is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
+2. Layers of one shape and kind whose predictions are alike share trials: the one that fires most is timed for all.
+3. Timed are the paths predicted to take at most _REACH times as long as the best, on copies of that layer, in turns,
+   beside the layer as torch computes it, for the caller's way of calling: "eager", "compiled" or "captured".
+4. A path is taken where it is MARGIN times as fast as both dense ones, at the largest count of its class, and at the
+   smallest is not slower; else the class is cut in two.
+5. Hot/cold puts a layer's neurons in another order, in which TwELL may overflow its first tiles. So it is timed
+   together with TwELL in that order, and taken where it is MARGIN_HOT times as fast as the best without, in some class,
+   and no other class loses by it.
+6. Layers that no path takes, or that cannot be timed, stay dense, and the plan says why."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,32 +24,26 @@ from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kept, known
 from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
-from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
+from ..layers.experts import Expert
 from ..layers.paths import PATHS, Path
-from ..layers.paths.hot_cold import STEP
-from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
+from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
 from ..layers.weights import Weights
-from ..ops import measure as clocks
-from . import costs
-from .costs import Firing, Rates, measure_rates
-from .judge import MARGIN, MARGIN_PREDICTED, MARGIN_SHARED, barred, expected, judge
+from ..ops import clock
+from .costs import Firing, Rates, by_choice, measure_rates
 from .plan import Plan, check_fits
 from .profile import FiringProfile, LayerProfile, captured
-from .room import Room, check_share
-from .trials import Subject, Trial, Trials, beside, check_clock
-
-__all__ = ["Candidate", "Choice", "LayerPlan", "Plan", "Rates", "measure_rates", "plan", "plan_layer"]
+from .trials import ROWS, Times, Trial
 
 TOKENS = (1, 64, 2048, 16384)
-_CUTS = 3  # times a class is cut in two at most
-_TIMED = 3  # sparse candidates of one class that are timed at most
-_ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
-_REACH = 1.5  # and only those predicted to take at most this many times the best prediction
-# microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
-_CPU_LONGEST = 3e4
-# Hot sizes that are weighed, in steps of 256; and the best predicted one.
-_HOT = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
+CALLS = ("eager", "compiled", "captured")
+MARGIN = 1.02  # how many times as fast as dense a path has to be, timed
+MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold has to be
+MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
+ALIKE = 1.3  # up to this ratio of their predictions layers share trials
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
+_REACH, _TIMED = 1.5, 3  # how far from the best prediction, and how many paths beside dense, are timed
+_CUTS = 3  # how often it is looked where in its class a path begins to be faster
 
 
 def plan(
@@ -68,350 +51,298 @@ def plan(
     model: nn.Module | None = None,
     *,
     tokens: Iterable[int] = TOKENS,
-    device: str | torch.device | None = None,
-    measure: bool = True,
+    calls: str = "eager",
+    paths: Iterable[str] | None = None,
     batches: Iterable | None = None,
+    measure: bool = True,
     rates: Rates | None = None,
     only: Only | None = None,
-    for_graphs: bool = False,
-    memory: float | None = None,
-    reorder: bool = False,
-    paths: Iterable[str] | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose a path for every layer of a profile and every class of token counts.
+    """Choose a path for every layer of a profile and every class of token counts; leaves the model as it was.
 
-    Needs no gradient and leaves the model as it was. How it is done is said at the top of this module.
+    How it is done is said at the top of this module.
 
     Args:
         profile: what `twell_lab.profile` counted.
-        model: the profiled one, dense or sparsified. Without it nothing is timed, and the choice rests on predictions.
+        model: the profiled one. Without it nothing is timed, and the choice rests on predictions.
         tokens: the largest count of each class (see LayerPlan).
-        device: where the layers will run, by default where the model is, or a GPU where there is one.
-        measure: whether to time candidates.
-        batches: inputs of the model, OTHER than the profiled ones, to time on; a class with more tokens than they hold,
-            or than 4,096, repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
-            each neuron fires as often as in the profile, though independently (the plan's `inputs` says which);
-            "two_four" and "blocks" are timed on the layer's own weights even then.
+        calls: how the model will be called: "eager", "compiled" (torch.compile) or, on a GPU, "captured" (CUDA graphs).
+        paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones
+            (twell_lab.sparsities) need the model: "two_four" and "blocks", for weights that are 2:4, or have empty
+            blocks; lossy ones, with the error of a layer's output beside its time: "int8", "fp8", "twell_int8",
+            "predicted" and "experts". A layer with thresholds on its inputs (TEAL) weighs "kept_inputs" and no other.
+        batches: inputs of the model, OTHER than the profiled ones, to time on. Without them the layers timed are drawn,
+            of the same shape, so that each neuron fires as often as in the profile.
+        measure: whether to time anything.
         rates: measure_rates of the device, if at hand.
         only: as it was for the profile.
-        for_graphs: decide by the time of CUDA graph replays, which the host does not hold up, instead of the wall time
-            of plain calls. For models that are captured; on a GPU alone.
-        memory: the share of the model's bytes that copies of weights may take once `sparsify` has swapped the model;
-            layers that find no room get the next best (twell_lab.analysis.room). `sparsify` then follows the plan as it
-            is. None: copies are not weighed, and `sparsify` does so.
-        reorder: whether `sparsify` will be told `reorder=True`, with which hot/cold needs no copies.
-        paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones, which need
-            the model (twell_lab.sparsities): "two_four" and "blocks", for layers whose weights are 2:4, or have empty
-            blocks; lossy ones, taken where they are faster, with the error of a layer's output beside its time: "int8",
-            "fp8", "twell_int8", "predicted" and "experts". A layer that a path does not take does without. A layer
-            with thresholds on its inputs (TEAL) weighs "kept_inputs" beside dense and no other, whatever is named.
-        progress: show a bar on stderr while layers are planned, if that is a terminal.
+        progress: show a bar on stderr while layers are timed, if that is a terminal.
 
     Raises:
         InputError: for a profile that does not fit the model, and other arguments that do not; for a path that no layer
             takes, the first layer's reason, of its own type.
-        DeviceError: for a device that is not there.
     """
     if not isinstance(profile, FiringProfile):
         raise InputError(
             f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
         )
     tokens = _classes(tokens)
-    check_share(memory, reorder)
-    if memory is not None and model is None:
-        raise InputError(f"memory is {memory!r} without a model, of whose bytes it would be a share; both are accepted")
-    names = _named(paths, model)
-    found = _matching(profile, model, only)
-    weight = next(iter(found.values())).up.weight if found else None
-    device = clocks.present_device(device if device is not None or weight is None else weight.device)
-    others = 0 if model is None or weight is None else beside(model, weight)
-    trials = Trials(check_clock(device, for_graphs), others)
-    if weight is not None:
-        if measure and device.type != weight.device.type:
-            raise InputError(
-                f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is "
-                "accepted"
-            )
-        if weight.dtype not in VALUE_DTYPES:
-            raise InputError(f"the model's weights are {weight.dtype}; bfloat16, float16 and float32 are accepted")
+    layers = {} if model is None else {layer.name: layer for layer in feed_forwards(model, only=only)}
+    if model is not None:
+        check_fits(layers.values(), profile.layers, "profile")
+    weight = next((layer.up.weight for layer in layers.values()), None)
+    device = clock.present_device(None if weight is None else weight.device)
+    if calls not in CALLS or calls == "captured" and device.type != "cuda":
+        raise InputError(f"calls is {calls!r:.80} on {device}; accepted: {', '.join(CALLS)} (the last on a GPU)")
+    if weight is not None and weight.dtype not in VALUE_DTYPES:
+        raise InputError(f"the model's weights are {weight.dtype}; bfloat16, float16 and float32 are accepted")
     batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
-    if batches is not None and not batches:
+    if batches == []:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
+    fitted = _fitted(_named(paths, model), [layers.get(layer.name) for layer in profile.layers])
     rates = rates or measure_rates(device, None if weight is None else weight.dtype)
-    fitted = _fitted(names, [found.get(layer.name) for layer in profile.layers])
-    weighers = [_Weigher(layer, rates, trials, paths=each) for layer, each in zip(profile.layers, fitted)]
-    if measure and model is not None:
-        _have_timed(weighers, found, tokens, model, batches)
-    layers = []
-    with tqdm(weighers, unit="layer", desc="plan", leave=False, disable=None if progress else True) as bar:
-        for weigher in bar:
-            bar.set_postfix_str(weigher.layer.name, refresh=False)
-            layers.append(weigher.plan(tokens))
-            weigher.subject = None  # its inputs and copies are not needed any more
-    if model is not None and (memory is not None or reorder):
-        room = Room(model, math.inf if memory is None else memory, reorder)
-        layers = room.fit_all([(found[each.name], each) for each in layers], rates)
-    timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
-    inputs = None if not timed else DRAWN if batches is None else CAPTURED
-    clock = trials.clock if timed else None
-    share = None if memory == math.inf else memory
-    return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs, clock, memory=share)
+    rows = [
+        _Weighed(layer, layers.get(layer.name), options, rates, tokens)
+        for layer, options in zip(profile.layers, fitted)
+    ]
+    timed = model is not None and measure
+    for row in rows if timed and batches is None else ():
+        if row.found is not None and row.found.cut is not None:
+            row.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
+    groups, inputs = _alike([row for row in rows if not row.reason]), {}
+    if timed and groups and batches is not None:
+        inputs = captured(model, batches, [group[0].layer.name for group in groups], min(ROWS, tokens[-1]))
+    beside = 0 if model is None else sum(p.nbytes for p in model.parameters())
+    made = {row.layer.name: row.dense() for row in rows if row.reason}
+    with tqdm(groups, unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
+        for first, *others in bar:
+            bar.set_postfix_str(first.layer.name, refresh=False)
+            x = inputs.pop(first.layer.name, None)
+            trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if timed else None
+            candidates = first.decide(trial)
+            made |= {row.layer.name: row.plan(candidates) for row in (first, *others)}
+    source = (DRAWN if batches is None else CAPTURED) if timed and groups else None
+    plans = [made[layer.name] for layer in profile.layers]
+    return Plan(plans, rates.device, rates.dtype, rates.as_dict(), calls, source)
 
 
-def plan_layer(
-    layer: LayerProfile,
-    rates: Rates,
-    tokens: Iterable[int] = TOKENS,
-    subject: Subject | None = None,
-    trials: Trials | None = None,
-    timed: Iterable[int] | None = None,
-    paths: Mapping[str, Path] = PATHS,
-) -> LayerPlan:
-    """The plan of one layer.
-
-    Args:
-        layer: its profile.
-        rates: of its device.
-        tokens: the largest count of each class.
-        subject: what candidates are timed on; None: nothing is.
-        trials: those of layers before, which this one may share; its own are kept there.
-        timed: the classes that are timed, by default all of them.
-        paths: those that are weighed.
-    """
-    return _Weigher(layer, rates, trials or Trials(), subject, paths).plan(_classes(tokens), timed)
-
-
-class _Weigher:
-    """Predicts, times and judges the candidates of one layer, from few tokens to many."""
-
-    def __init__(
-        self,
-        layer: LayerProfile,
-        rates: Rates,
-        trials: Trials,
-        subject: Subject | None = None,
-        paths: Mapping[str, Path] = PATHS,
-    ) -> None:
-        self.paths = paths
-        self.layer, self.rates, self.trials, self.subject = layer, rates, trials, subject
-        self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
-        self.known: dict[tuple[Choice, int], float] = {}  # predictions, each asked for often
-        self.last: Trial | None = None  # what was timed last for this layer, if anything was
-
-    def plan(self, tokens: list[int], timed: Iterable[int] | None = None) -> LayerPlan:
-        """The layer's plan. A class's choice is weighed at its largest count. Where it would lose to the dense path at
-        its smallest one, the class is cut in two, up to three times; what then still loses is dense (in the table with
-        the times of the class above it)."""
-        layer, timed = self.layer, {*(tokens if timed is None else timed)}
-        candidates, least = [], None  # nothing is said of counts below the first class
-        for most in tokens:
-            candidates += self._cut(least, most, most in timed)
-            least = most + 1
-        counts = tuple(layer.neuron_counts.tolist())
-        return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
-
-    def _cut(
-        self,
-        least: int | None,
-        most: int,
-        timed: bool,
-        cuts: int = _CUTS,
-        found: list[Candidate] | None = None,
-        below: int | None = None,
-    ) -> list[Candidate]:
-        """The candidates of the class from `least` (None: not looked at) to `most`, in one class or several.
-
-        found: what was weighed at `most`, if it was. below: a count just below `least` that was weighed, to look at
-        instead.
-        """
-        found = found or self._weigh(most, timed)
-        (chosen,) = [each for each in found if each.chosen]
-        timed = chosen.measured_us is not None  # what rests on predictions at its largest count does so throughout
-        at = below or least
-        if least is None or least >= most or chosen.choice == DENSE or self._holds(chosen.choice, at, timed):
-            return found
-        if not cuts:
-            return [_passed_over(each, at, most - 1) for each in found] + found
-        middle = max(least, min(most - 1, round((least * most) ** 0.5)))
-        lower = self._cut(least, middle, timed, cuts - 1, below=below)
-        return lower + self._cut(middle + 1, most, timed, cuts - 1, found, middle)
-
-    def _weigh(self, tokens: int, timed: bool) -> list[Candidate]:
-        predicted = self.weighed(tokens)
-        trial = self._trial(self.worth_timing(tokens), tokens) if timed else None
-        saved = costs.compiling_saves(self.firing, self.rates, tokens, self.itemsize)
-        saved = min(saved, predicted[DENSE] / 4)
-        if trial is None:
-            how = "predicted" if self.last is None else "predicted, as far off as it was where timed"
-            return judge(tokens, predicted, expected(predicted, self.last), MARGIN_PREDICTED, how, saved)
-        self.last = trial
-        predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
-        shared = trial.layer != self.layer.name
-        margin, how = (MARGIN_SHARED, f"measured on {trial.layer}") if shared else (MARGIN, "measured")
-        return judge(tokens, predicted, trial.times, margin, how, saved, trial.layer, trial.errors)
-
-    def _holds(self, choice: Choice, tokens: int, timed: bool) -> bool:
-        """Whether a choice of more tokens loses nothing to dense here, as far as clocks tell them apart."""
-        trial = self._trial([DENSE, choice], tokens, exact=True) if timed else None
-        predicted = {each: self.predicted(each, tokens) for each in (DENSE, choice)}
-        times = expected(predicted, self.last) if trial is None else trial.times
-        return barred(choice, times, 1 / MARGIN, 1 / MARGIN) is None
-
-    def worth_timing(self, tokens: int) -> list[Choice]:
-        """The dense path, and the best predicted other ones that are within reach; empty if there are none, or where a
-        CPU would take too long over it."""
-        predicted = self.weighed(tokens)
-        if self.subject is None or not self._takes_seconds(tokens):
-            return []
-        ranked = sorted((choice for choice in predicted if choice != DENSE), key=predicted.get)
-        best: dict[str, Choice] = {}
-        for choice in ranked:
-            best.setdefault(choice.path, choice)
-        reach = _REACH * min(predicted.values())
-        picked = [c for c in dict.fromkeys([*best.values(), *ranked]) if predicted[c] <= reach][:_TIMED]
-        return [DENSE, *picked] if picked else []
-
-    def _takes_seconds(self, tokens: int) -> bool:
-        """Whether timing this many tokens is a matter of seconds."""
-        return self.subject.weight.is_cuda or self.predicted(DENSE, tokens) <= _CPU_LONGEST
-
-    def weighed(self, tokens: int) -> dict[Choice, float]:
-        """Predicted microseconds of every path; of one that splits at hot sizes spread over d_ff, and at the best."""
-        found = {}
-        for path in self.paths.values():
-            if not path.helps(tokens, self.rates):
-                continue
-            each = {hot: self.predicted(Choice(path.name, hot), tokens) for hot in path.sizes(self.firing.d_ff)}
-            best = min(each, key=each.get, default=None)
-            found |= {Choice(path.name, hot): us for hot, us in each.items() if hot == best or hot // STEP in _HOT}
-        return found
-
-    def predicted(self, choice: Choice, tokens: int) -> float:
-        """Predicted microseconds of one call."""
-        if (choice, tokens) not in self.known:
-            path = self.paths.get(choice.path)
-            found = costs.predict(choice, self.firing, self.rates, tokens, self.itemsize, path)
-            self.known[choice, tokens] = found["total"]
-        return self.known[choice, tokens]
-
-    def _trial(self, choices: list[Choice], tokens: int, exact: bool = False) -> Trial | None:
-        """The trial of these choices, shared or run now; None where nothing is timed."""
-        if not choices or self.subject is None or not self._takes_seconds(tokens):
-            return None
-        predict = partial(self._at, tokens)
-        trial = self.trials.find(self.subject, tokens, choices, predict, exact)
-        trial = trial or self.trials.run(self.subject, tokens, choices, predict)
-        return trial.of(self.layer.name, predict)
-
-    def _at(self, tokens: int, choice: Choice) -> float:
-        return self.predicted(choice, tokens)
+# ---- which paths ----
 
 
 def _named(paths: Iterable[str] | None, model: nn.Module | None) -> list[str]:
-    """The names of the paths to weigh, dense among them."""
-    if paths is None:
-        return [*PATHS]
-    names, known = [paths] if isinstance(paths, str) else list(paths), PATHS.names()
+    """Return the names of the paths to weigh, dense among them."""
+    names = [*PATHS] if paths is None else [paths] if isinstance(paths, str) else list(paths)
     for name in names:
-        if name not in known:
-            raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, known))}")
+        if name not in PATHS.names():
+            raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, PATHS.names()))}")
         if model is None and name not in [*PATHS]:
             raise InputError(f"paths has {name!r}, which depends on a layer's weights; accepted with the model")
     return [*dict.fromkeys([DENSE.path, *names])]
 
 
-def _fitted(names: list[str], found: list[FeedForward | None]) -> list[dict[str, Path]]:
-    """For each layer the paths of these names that take it, fitted to its weights; the first one's refusal where none
-    does."""
-    fitted: list[dict[str, Path]] = [{} for _ in found]
-    cuts = [layer for layer in found if layer is not None and layer.cut is not None]
-    if found and not cuts and (wrong := [name for name in names if name in FOR_CUT]):
+def _fitted(names: list[str], layers: list[FeedForward | None]) -> list[dict[str, Path]]:
+    """Return for each layer the paths of these names that take it, fitted to its weights; the first refusal is raised
+    where one takes none of them. Layers with thresholds on their inputs have paths of their own."""
+    cuts = [layer is not None and layer.cut is not None for layer in layers]
+    if layers and not any(cuts) and (wrong := [name for name in names if name in FOR_CUT]):
         raise InputError(f"path {wrong[0]!r} {ONLY_CUT}; the model has none")
-    for name in dict.fromkeys([*names, *(FOR_CUT if cuts else ())]):
+    fitted: list[dict[str, Path]] = [{} for _ in layers]
+    for name in dict.fromkeys([*names, *(FOR_CUT if any(cuts) else ())]):
         refused = []
-        for at, layer in enumerate(found):
-            if name not in paths_for(layer, [*names]):
+        for options, layer, cut in zip(fitted, layers, cuts):
+            if name != DENSE.path and PATHS[name].cuts != cut:
                 continue
             try:
-                path = PATHS[name]
-                fitted[at][name] = path if layer is None else path.fitted(Weights.of(layer.gate, layer.up, layer.down))
+                weights = layer and Weights.of(layer.gate, layer.up, layer.down)
+                options[name] = PATHS[name].fitted(weights) if weights else PATHS[name]
             except TwellError as error:
-                refused.append(type(error)(f"path {name!r}, layer {'' if layer is None else layer.name!r}: {error}"))
-        if found and len(refused) == len(found):
+                refused.append(type(error)(f"path {name!r}, layer {layer.name if layer else ''!r}: {error}"))
+        if refused and not any(name in options for options in fitted):
             raise refused[0]
     return fitted
 
 
-def paths_for(layer: FeedForward | None, names: Iterable[str]) -> list[str]:
-    """Those of the paths of these names that are for such a layer; for one with thresholds on its inputs, where none is
-    but dense, all that there are for it."""
-    cut = layer is not None and layer.cut is not None
-    found = [name for name in names if name == DENSE.path or PATHS[name].cuts == cut]
-    return [*found, *FOR_CUT] if cut and found == [DENSE.path] else found
+@dataclass
+class _Weighed:
+    """A layer, what each path should take, and, once decided, what it does.
+
+    predicted: microseconds of each choice, by class; on a path that splits, of one hot size for all classes, since the
+    neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not."""
+
+    layer: LayerProfile
+    found: FeedForward | None
+    paths: dict[str, Path]
+    rates: Rates
+    tokens: list[int]
+    predicted: dict[int, dict[Choice, float]] = field(default_factory=dict)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self.reason = self._why_dense()
+        if not self.reason:
+            self.firing = Firing.of(self.layer)
+            self.hot = max(choice.hot for choice in by_choice(self.firing, self.rates, self.tokens[-1], self.paths))
+            self.predicted = {count: self.predict(count) for count in self.tokens}
+
+    def predict(self, tokens: int) -> dict[Choice, float]:
+        """Return microseconds that so many tokens should take on each path that helps there."""
+        return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
+
+    def _why_dense(self) -> str:
+        if not self.layer.tokens:
+            return "no token reached it in the profile"
+        if self.found is None:
+            return ""
+        if isinstance(self.found.module, Expert):
+            return "an expert: the model computes all of them together"
+        found, acts = self.found, self.found.acts or torch.relu
+        kernels = known(acts, found.gate is not None, found.both, cut=found.cut)
+        if kernels is None and kept(acts, found.both or found.gate is found.up, found.cut) is None:
+            return f"its activation ({kind_of(found.acts)}) has no other path"
+        return ""
+
+    @property
+    def kind(self) -> tuple:
+        """What layers must have in common to share trials."""
+        layer, found = self.layer, self.found
+        form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, tuple(self.paths)
+        if found is None:
+            return form
+        acts = str(known(found.acts or torch.relu, layer.gated, found.both) or found.acts)
+        bias = [projection.bias is None for projection in (found.up, found.down)]
+        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, *bias)
+
+    def apart(self, other: _Weighed) -> float:
+        """Return the largest ratio between predictions for the two, over paths and classes."""
+        ratios = [1.0]
+        for count, mine in self.predicted.items():
+            theirs = {choice.path: us for choice, us in other.predicted[count].items()}
+            ratios += [us / theirs[choice.path] for choice, us in mine.items() if choice.path in theirs]
+        return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+    def dense(self) -> LayerPlan:
+        """Return the plan of a layer that stays dense for its reason."""
+        return self.plan([Candidate(count, DENSE.path, 0, 0.0, None, True, self.reason) for count in self.tokens])
+
+    def plan(self, candidates: Iterable[Candidate]) -> LayerPlan:
+        """Return the layer's plan with these candidates, its own or those of a layer like it."""
+        layer, counts = self.layer, tuple(self.layer.neuron_counts.tolist())
+        return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
+
+    # ---- the decision ----
+
+    def decide(self, trial: Trial | None) -> list[Candidate]:
+        """Return the candidates of each class, from few tokens to many, one of each chosen."""
+        times = {count: self._times(trial, count) for count in self.tokens}
+        margin = MARGIN_PREDICTED if trial is None else MARGIN
+        plain = {count: _fastest(took.plain, took.dense, margin) for count, took in times.items()}
+        ordered = {count: _fastest(took.ordered, took.dense, margin) for count, took in times.items()}
+        hot = self._pays(times, plain, ordered, margin)
+        found, least = [], 1
+        for count, took in times.items():
+            choice = (ordered if hot else plain)[count]
+            rows = self._rows(count, took, choice, hot, trial)
+            start = self._start(trial, choice, hot, least, count) if count > self.tokens[0] else least
+            if start > least:
+                why = f"{choice} is slower than dense at {least:,} tokens"
+                found += [
+                    replace(row, tokens=start - 1, chosen=row.choice == DENSE, why=why if row.choice == DENSE else "")
+                    for row in rows
+                ]
+            found += rows if start <= count else []
+            least = count + 1
+        return found
+
+    def _times(self, trial: Trial | None, tokens: int) -> Times:
+        predicted = self.predicted[tokens]
+        if trial is None:
+            plain = {choice: us for choice, us in predicted.items() if not choice.hot}
+            ordered = {choice: us for choice, us in predicted.items() if PATHS[choice.path].packs or choice == DENSE}
+            return Times(plain[DENSE], plain, ordered)
+        reach = _REACH * min(predicted.values())
+        near = sorted((us, str(choice), choice) for choice, us in predicted.items() if us <= reach and choice != DENSE)
+        return trial.run(tokens, [choice for _, _, choice in near][:_TIMED])
+
+    @staticmethod
+    def _pays(times: dict[int, Times], plain: dict, ordered: dict, margin: float) -> bool:
+        """Return whether the neurons are put in the order of hot/cold."""
+        gains, loses = False, False
+        for count, took in times.items():
+            without, instead = took.plain[plain[count]], took.ordered[ordered[count]]
+            gains |= ordered[count].hot > 0 and instead * max(MARGIN_HOT, margin) <= without
+            loses |= instead > MARGIN * without
+        return gains and not loses
+
+    def _start(self, trial: Trial | None, choice: Choice, hot: bool, least: int, most: int) -> int:
+        """Return from how many tokens of its class on a choice is not slower than dense."""
+
+        def holds(tokens: int) -> bool:
+            if trial is None:
+                predicted = self.predict(tokens)
+                return predicted.get(choice, predicted[DENSE]) <= predicted[DENSE]
+            took = trial.run(tokens, [choice])
+            return (took.ordered if hot else took.plain)[choice] <= MARGIN * took.dense
+
+        if choice == DENSE or least >= most or holds(least):
+            return least
+        slower, faster = least, most
+        for _ in range(_CUTS):
+            middle = round((slower * faster) ** 0.5)
+            if not slower < middle < faster:
+                break
+            slower, faster = (slower, middle) if holds(middle) else (middle, faster)
+        return faster
+
+    def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
+        """Return the candidates of one class with their times."""
+        times = took.ordered if hot else took.ordered | took.plain
+        how = "predicted" if trial is None else "timed"
+        fastest, rows = min(times, key=lambda option: times[option]), []
+        for option, predicted in self.predicted[tokens].items():
+            us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
+            if us is None:
+                why = refused or f"not timed: predicted {predicted / self.predicted[tokens][DENSE]:.2f}x dense's time"
+            elif option != choice:
+                why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
+                why += ", its neurons in another order" if option.hot and not hot else ""
+            elif choice == DENSE and times[fastest] < took.dense:
+                why = f"{fastest} is {took.dense / times[fastest]:.2f}x dense, too little, {how}"
+            else:
+                why = f"fastest, {how}" if choice == DENSE else f"{took.dense / us:.2f}x dense, {how}"
+            off = None if trial is None else trial.errors.get(option)
+            why += f"; {LOSSY}: its output is {off:.2%} off" if off is not None else ""
+            row = Candidate(tokens, option.path, option.hot, predicted, None, option == choice, why)
+            timed = trial is not None and us is not None
+            rows.append(replace(row, measured_us=us, dense_us=took.torch, timed_on=self.layer.name) if timed else row)
+        return rows
 
 
-def _have_timed(
-    weighers: list[_Weigher], found: dict[str, FeedForward], tokens: list[int], model: nn.Module, batches: list | None
-) -> None:
-    """Give each layer a subject, with inputs if there is something to time."""
-    for weigher in weighers:
-        layer = found[weigher.layer.name]
-        if layer.cut is not None and batches is None:  # what is drawn has no such inputs
-            continue
-        subject = weigher.subject = Subject(weigher.layer, layer)
-        subject.most = min(_ROWS, max((each for each in tokens if weigher.worth_timing(each)), default=0))
-    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject and weigher.subject.most}
-    if batches is None or not wanted:
-        return
-    kept = captured(model, batches, wanted, max(weigher.subject.most for weigher in wanted.values()))
-    for name, weigher in wanted.items():
-        weigher.subject.rows = partial(kept.pop, name)
+def _fastest(times: dict[Choice, float], dense: float, margin: float) -> Choice:
+    """Return the fastest choice if it is `margin` times as fast as dense, else dense."""
+    best = min(times, key=lambda choice: times[choice])
+    return best if best == DENSE or times[best] * margin <= dense else DENSE
 
 
-def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
-    """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest
-    count."""
-    if candidate.chosen:
-        return replace(candidate, tokens=most, chosen=False, why=f"slower than dense at {least} tokens")
-    if candidate.choice == DENSE:
-        return replace(
-            candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on"
-        )
-    return replace(candidate, tokens=most)
+def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
+    """Group the layers that share trials, in each group the one first that should take longest."""
+    kinds: dict[tuple, list[_Weighed]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    groups = []
+    for layers in kinds.values():
+        layers.sort(key=lambda row: -sum(sum(took.values()) for took in row.predicted.values()))
+        while layers:
+            leader = layers[0]
+            groups.append([row for row in layers if leader.apart(row) <= ALIKE])
+            layers = [row for row in layers if leader.apart(row) > ALIKE]
+    return groups
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
+    """Return the classes of token counts, ascending; InputError for what is none."""
     classes = [tokens] if isinstance(tokens, int) else list(tokens)
-    if (
-        not classes
-        or not all(type(each) is int and 0 < each < WHOLE for each in classes)
-        or len(set(classes)) < len(classes)
-    ):
+    whole = all(type(count) is int and 0 < count < WHOLE for count in classes)
+    if not classes or not whole or len({*classes}) < len(classes):
         raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     return sorted(classes)
-
-
-def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None) -> dict[str, FeedForward]:
-    """The model's layers by name, each of the profile's shape."""
-    if model is None:
-        return {}
-    found = {each.name: each for each in feed_forwards(model, only=only)}
-    check_fits(found.values(), profile.layers, "profile")
-    for name, each in found.items():
-        if isinstance(each.module, SparseFFN) and each.module.reordered:
-            raise InputError(
-                f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
-                "order; accepted: twell_lab.densify first"
-            )
-        acts, squared = each.acts or torch.relu, each.gate is each.up
-        if (
-            known(acts, each.gate is not None, each.both, cut=each.cut)
-            is kept(acts, each.both or squared, each.cut)
-            is None
-        ):
-            raise InputError(
-                f"{name!r} has an activation ({kind_of(each.acts)}) that the dense path alone computes, so there is "
-                "nothing to plan; accepted: an `only` that leaves it out"
-            )
-    return found

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from .. import core, records
-from ..core import InputError, read_json
-from ..cuda import registry
+from ..core import InputError
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import fused
-from ..ops import decode, dispatch, measure
+from ..ops import clock, decode, dispatch
+from ..ops.pack import PACK
 from ..simulator import H100
-from . import costs
-from .costs import Firing, Rates
+from .costs import Firing, Rates, by_choice
+from .costs import predict as _parts
 from .profile import FiringProfile
 
 # What an H100 80GB HBM3 reaches: operations a second of torch's gate GEMM for 16,384 tokens ("part: gate GEMM" of the
@@ -33,6 +33,7 @@ from .profile import FiringProfile
 # Its memory and its L2 are those of simulator.H100.
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
+_HOPPER = (9, 0)  # whose compute capability has the instructions of the kernels that fuse
 _PASS = 32768  # tokens that are computed at once (ops.dispatch)
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
@@ -42,7 +43,7 @@ _TOKENS = (1, 16, 256, 2048, 16384)
 @dataclass(frozen=True)
 class Layer:
     """The layer that is asked about. nnz: how many of its d_ff neurons fire for a token, on average. kind: how often
-    each fires, as in ops.measure.firing_rates; they fire independently of each other. Raises InputError for sizes and
+    each fires, as in ops.clock.firing_rates; they fire independently of each other. Raises InputError for sizes and
     an nnz that are no numbers, or too large ones."""
 
     nnz: float
@@ -67,7 +68,7 @@ class Layer:
 @lru_cache(maxsize=256)
 def firing_of(layer: Layer) -> Firing:
     """How the layer fires. InputError for an nnz that no such layer has, and for a workload that is not known."""
-    frequency = measure.firing_rates(layer.d_ff, layer.nnz, layer.kind)
+    frequency = clock.firing_rates(layer.d_ff, layer.nnz, layer.kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):
         sums = _sums(tile)
@@ -90,36 +91,35 @@ def _sums(rates: Tensor) -> Tensor:
 
 
 def datasheets() -> list[dict]:
-    """The GPUs of data/gpus.json, as vendors describe them."""
-    return read_json(core.data_dir() / "gpus.json", "datasheet")["gpus"]
+    """Return the GPUs of data/gpus.json, as vendors describe them."""
+    return core.read_json(core.data_dir() / "gpus.json", "datasheet")["gpus"]
 
 
 def rates_of(gpu: str) -> Rates:
-    """The rates that a GPU should reach, by its name in data/gpus.json or its driver's name. InputError for another
-    name, and for a GPU that is too old for the kernels."""
-    known = {each["name"]: each for each in datasheets()}
-    by_driver = {name: each for each in known.values() for name in each["driver_names"]}
-    found = {name.lower(): each for name, each in {**by_driver, **known}.items()}.get(str(gpu).lower())
-    if found is None:
-        raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(known)}")
-    capability = tuple(map(int, found["capability"].split(".")))
-    if capability < registry.OLDEST:
+    """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name. InputError for
+    another name, and for a GPU that is too old for the kernels."""
+    sheets = {sheet["name"]: sheet for sheet in datasheets()}
+    by_driver = {name: sheet for sheet in sheets.values() for name in sheet["driver_names"]}
+    sheet = {name.lower(): sheet for name, sheet in {**by_driver, **sheets}.items()}.get(str(gpu).lower())
+    if sheet is None:
+        raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(sheets)}")
+    capability = tuple(map(int, sheet["capability"].split(".")))
+    if capability < PACK.oldest:
+        oldest = ".".join(map(str, PACK.oldest))
         raise InputError(
-            f"{found['name']} has compute capability {found['capability']}; {'.'.join(map(str, registry.OLDEST))} and "
-            "newer are accepted"
+            f"{sheet['name']} has compute capability {sheet['capability']}; {oldest} and newer are accepted"
         )
-    reached = known[_REACHED]
-    share = H100.memory_bytes_per_s / (reached["bandwidth_gb_s"] * 1e9)
-    bandwidth = found["bandwidth_gb_s"] * 1e9 * share
+    reached = sheets[_REACHED]
+    bandwidth = sheet["bandwidth_gb_s"] * H100.memory_bytes_per_s / reached["bandwidth_gb_s"]
     return Rates(
-        device=found["name"],
-        dtype=found["tensor_dtype"],
+        device=sheet["name"],
+        dtype=sheet["tensor_dtype"],
         bandwidth=bandwidth,
         l2=bandwidth * H100.l2_bytes_per_s / H100.memory_bytes_per_s,
-        matmul=found["tensor_tflops"] * 1e12 * _MATMUL / (reached["tensor_tflops"] * 1e12),
+        matmul=sheet["tensor_tflops"] * _MATMUL / reached["tensor_tflops"],
         launch=_LAUNCH,
-        cache=(found["l2_mb"] or reached["l2_mb"]) * 2**20,
-        fuses=registry.KERNELS["sm90_gate_pack"].runs_on(capability),
+        cache=(sheet["l2_mb"] or reached["l2_mb"]) * 2**20,
+        fuses=capability == _HOPPER,
     )
 
 
@@ -145,37 +145,36 @@ def predict(
         nnz: how many neurons fire for a token, on average.
         d_model, d_ff, gated: of the layer.
         tokens: how many at once.
-        kind: how often each neuron fires, as in ops.measure.firing_rates.
+        kind: how often each neuron fires, as in ops.clock.firing_rates.
 
     Raises:
         InputError: for a GPU that is not known, and sizes that no layer has.
     """
     rates, firing = rates_of(gpu), firing_of(Layer(nnz, d_model, d_ff, gated, kind))
-    itemsize, found = getattr(torch, rates.dtype).itemsize, []
+    itemsize, rows = getattr(torch, rates.dtype).itemsize, []
     row_mb = d_model * itemsize / 1e6
     for count in tokens:
         if type(count) is not int or count < 1:
             raise InputError(f"tokens is {count!r:.80}; whole numbers from 1 up are accepted")
-        dense = costs.predict(DENSE, firing, rates, count, itemsize)["total"]
-        for choice in _choices(firing, rates, count, itemsize):
-            parts = {name: us / 1e3 for name, us in costs.predict(choice, firing, rates, count, itemsize).items()}
-            total = parts.pop("total")
+        took = by_choice(firing, rates, count)
+        for choice, us in took.items():
+            parts = {name: part / 1e3 for name, part in _parts(choice, firing, rates, count, itemsize).items()}
             fired = (1 - (1 - firing.frequency[choice.hot :]) ** count).sum().item()  # neurons, by any of the tokens
             needed = choice.hot + fired if PATHS[choice.path].packs else d_ff  # rows of down, and of up behind a gate
-            found.append(
+            rows.append(
                 {
                     "gpu": rates.device,
                     "tokens": count,
                     "path": str(choice),
-                    "ms": total,
-                    "x_dense": dense / 1e3 / total,
+                    "ms": parts.pop("total"),
+                    "x_dense": took[DENSE] / us,
                     "parts": parts,
                     "weight_mb": (3 if gated else 2) * d_ff * row_mb,
                     "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb,
                     "between_mb": _between(choice, firing, rates, count, itemsize) / 1e6,
                 }
             )
-    return found
+    return rows
 
 
 def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
@@ -212,15 +211,6 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
     )
 
 
-def by_choice(firing: Firing, rates: Rates, tokens: int) -> dict[Choice, float]:
-    """Microseconds that a layer which fires so should take for so many tokens on each path, with the best hot size."""
-    itemsize = getattr(torch, rates.dtype).itemsize
-    return {
-        choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]
-        for choice in _choices(firing, rates, tokens, itemsize)
-    }
-
-
 def _first(profile: FiringProfile) -> str:
     """Of heavy first tokens, if there are any, as the end of a sentence."""
     if (heavy := profile.heavy_first) is None:
@@ -235,19 +225,6 @@ def _first(profile: FiringProfile) -> str:
     most = f" (in {heavy['worst']} {worst})" if len(profile.layers) > 1 else ""
     times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
     return f", and a sequence's {tokens} heavy: {times}{most}"
-
-
-def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:
-    """Every path; of one that splits, the hot size that is predicted to be best, where the hot neurons are computed
-    apart: the portable kernels pack them with the others (ops.dispatch)."""
-    found, apart = [], rates.fuses and tokens >= dispatch.LEAST_PACKED
-    for path in PATHS.values():
-        if path.splits and not apart:
-            continue
-        each = [Choice(path.name, hot) for hot in path.sizes(firing.d_ff)]
-        total = lambda choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]  # noqa: E731
-        found += [min(each, key=total)] if each else []
-    return found
 
 
 def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> int:
@@ -271,32 +248,23 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
     Rows: gpu, layers (how many were compared: those of drawn workloads in records of inference, on each path by itself,
     of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by
     default all."""
-    recorded = records.load_all() if recorded is None else recorded
-    names = {name: each["name"] for each in datasheets() for name in each["driver_names"]}
+    names = {name: sheet["name"] for sheet in datasheets() for name in sheet["driver_names"]}
     found: dict[str, dict[tuple, float]] = {}
-    for record in recorded:
+    for record in records.load_all() if recorded is None else recorded:
         for row in record.rows if record.name == "inference" else ():
             path, label = row["path"].removeprefix("forced "), row["workload"].removeprefix("independent, ")
-            if row["path"] == path or row["device"] not in names or label not in ("lognormal", "uniform"):
-                continue
             name, _, hot = path.partition(" ")
+            drawn = label in ("lognormal", "uniform") and row["device"] in names
+            if not drawn or row["path"] == path or not (not hot or hot.isdigit()):
+                continue
+            layer = Layer(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
+            choice, rates = Choice(name, int(hot or 0)), rates_of(row["device"])
+            us = _parts(choice, firing_of(layer), rates, row["tokens"], 2)["total"]
             key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), label, row["gated"], path
-            if not hot or hot.isdigit():
-                layer = Layer(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
-                rates = rates_of(row["device"])
-                choice = Choice(name, int(hot or 0))
-                us = costs.predict(choice, firing_of(layer), rates, row["tokens"], 2)["total"]
-                found.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
+            found.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
     rows = []
     for gpu, ratios in found.items():
         ratio = torch.tensor([*ratios.values()], dtype=torch.float64)
-        rows.append(
-            {
-                "gpu": gpu,
-                "layers": len(ratios),
-                "least": ratio.min().item(),
-                "median": ratio.median().item(),
-                "most": ratio.max().item(),
-            }
-        )
+        least, middle, most = ratio.min().item(), ratio.median().item(), ratio.max().item()
+        rows.append({"gpu": gpu, "layers": len(ratios), "least": least, "median": middle, "most": most})
     return rows

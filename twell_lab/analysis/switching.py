@@ -1,22 +1,19 @@
 """Which path each layer takes while a model is trained: the dense one, until so few of its neurons fire that the sparse
 one is faster.
 
-Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each path costs at
-a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.train):
+What each path costs at a token, with weights of d_model x d_ff and n neurons firing:
   dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
   sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down
-  forwards;
-          down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
+          forwards; down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and
+          gate)
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
-faster. A "lost" row, a token that the sparse path finishes from the dense weights, for want of room or because few
-tokens have so many entries, costs as much as if a share of the layer's neurons fired: LOST_TO_TENSOR_CORES of them for
-one of so many tokens as these take, LOST for the others. Only the sparse path counts its lost rows; but both see how
-many tokens are heavy, which is what few of them will be lost for. So few tokens with very many neurons do not keep a
-layer dense: they cost what lost rows do, and the others decide.
+faster. A "lost" row, a token that the sparse path finishes from the dense weights, costs as much as if a share of the
+layer's neurons fired: LOST_TO_TENSOR_CORES of them for one of so many tokens as these take, LOST for the others. Only
+the sparse path counts its lost rows; but both see how many tokens are heavy, which is what few of them will be lost
+for. So few tokens with very many neurons do not keep a layer dense.
 
 Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
-so that two graphs serve all of them. A model compiled as a whole needs one for each combination of paths, and torch
-gives up after eight."""
+so that two graphs serve all of them; torch gives up on a whole model after eight combinations."""
 
 from __future__ import annotations
 
@@ -44,7 +41,8 @@ _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy
 
 
 def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) -> float:
-    """Neurons firing at a token, below which a training step of this layer is faster on the sparse path; 0 if never."""
+    """Return the neurons firing at a token below which a training step of this layer is faster on the sparse path; 0 if
+    it never is."""
     size = getattr(torch, rates.dtype).itemsize
     gemm = 2 * d_model * d_ff / rates.matmul
     gemms, values, rows = (9, 11, 7) if gated else (6, 5, 5)
@@ -55,8 +53,7 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
-    """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens were lost on
-    the sparse path. Reads the terms' numbers, which waits for the device.
+    """Set the training path of every SparseFFN of the model by what fired; reading the terms waits for the device.
 
     Args:
         model: whose layers are set. A layer without a term stays as it is; one whose `learning` is None counts as
@@ -64,12 +61,8 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
         terms: of one forward pass (twell_lab.layers.terms.layer_terms).
         below: the break-even, one number or one for each layer, in neurons firing at a token.
 
-    Returns:
-        {layer: new path} of the layers whose path changed.
-
-    Raises:
-        InputError: for a break-even that is no number from 0 up.
-    """
+    Returns {layer: new path} of the layers whose path changed. Raises InputError for a break-even that is no number
+    from 0 up."""
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
     for term in terms:
@@ -89,7 +82,7 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
 
 
 def cost(term: LayerTerm, weight: Tensor) -> float:
-    """What a token costs on the sparse path, in neurons firing, for a layer with this up projection."""
+    """Return what a token costs on the sparse path, in neurons firing, for a layer with this up projection."""
     most = 1 / train_lost.TOKENS_A_ROW
     lost = 0.0 if term.lost is None else float(term.lost)
     entries, fast = float(term.nnz), min(lost, most)
@@ -104,12 +97,10 @@ class Switch:
     The dense path does not see lost tokens. So a layer that goes back to it because of them gets what a token seemed to
     cost without them as its new break-even, and tries the sparse path again when it is less.
 
-    below: a break-even for every layer instead, in neurons firing at a token.
-    """
+    below: a break-even for every layer instead, in neurons firing at a token."""
 
-    def __init__(self, model: nn.Module, below: float | None = None) -> None:
-        self.model = model
-        self.below = below
+    def __init__(self, model: nn.Module, below: float | dict[str, float] | None = None) -> None:
+        self.model, self.below = model, below
 
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
         """Set the layers' paths by the terms of one forward pass; returns the changes, as `switch` does."""
@@ -117,22 +108,21 @@ class Switch:
             self.below = self.measure()
         terms = list(terms)
         changes = switch(self.model, terms, below=self.below)
-        for term in terms:
-            if changes.get(term.name) == DENSE and term.lost is not None and float(term.lost):
-                weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
-                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(weights, self.below)
+        lost = [term for term in terms if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0]
+        if lost:
+            weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
+            self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(weights, self.below)
+            for term in lost:
                 unseen = cost(term._replace(lost=None), weights[term.name])
                 self.below[term.name] = min(self.below[term.name], unseen)
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:
-        """The break-even of each layer, from rates measured on its device now.
+        """Return the break-even of each layer, from rates measured on its device now.
 
         It is at most the number for which the kernels have room (survivors.capacity_for), which is less in wide
-        layers. It is 0, for never, where the kernels do not take the layer (on a CPU, in float32): there the sparse
-        path is torch's own operations, with the gate computed twice, and slower however few neurons fire.
-
-        tokens: how many a forward pass of training has. Raises InputError for tokens below 1."""
+        layers, and 0, for never, where the kernels do not take the layer (on a CPU, in float32). tokens: how many a
+        forward pass of training has. Raises InputError for tokens below 1."""
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InputError(f"tokens is {tokens!r}; a whole number from 1 up is accepted")
         layers = feed_forwards(self.model)

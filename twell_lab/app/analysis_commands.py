@@ -66,18 +66,10 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--predict-only", action="store_true", help="time none of the candidates")
     parser.add_argument(
-        "--for-graphs",
-        action="store_true",
-        help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
-    )
-    parser.add_argument(
-        "--memory",
-        type=float,
-        metavar="SHARE",
-        help="the share of the model's bytes that copies of weights may take, such as 0.02 [any]",
-    )
-    parser.add_argument(
-        "--reorder", action="store_true", help="plan for tl.sparsify(model, plan, reorder=True), which needs no copies"
+        "--calls",
+        choices=["eager", "compiled", "captured"],
+        default="eager",
+        help="how the model will be called: as it is, by torch.compile or, on a GPU, in CUDA graphs [%(default)s]",
     )
     parser.add_argument(
         "--paths",
@@ -171,7 +163,7 @@ def profile(options: argparse.Namespace) -> Answer:
 def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
     """How much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a token as
     text."""
-    from ..plots.data import share
+    from ..plots import share
 
     rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
     places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
@@ -218,7 +210,7 @@ def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> P
 
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..ops.measure import dtype_for, present_device
+    from ..ops.clock import dtype_for, present_device
 
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else dtype_for(device)
@@ -228,12 +220,9 @@ def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> P
         profile(model, windows[::2].split(32)),
         model,
         tokens=options.tokens,
-        device=device,
         measure=not options.predict_only,
         batches=windows[1::2].split(32) if len(windows) > 1 else None,
-        for_graphs=options.for_graphs,
-        memory=options.memory,
-        reorder=options.reorder,
+        calls=options.calls,
         paths=options.paths,
     )
 

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> Answer:
     from ..models.relufy import relufy
     from ..models.report import report
     from ..models.swap import sparsify
-    from ..ops.measure import present_device
+    from ..ops.clock import present_device
 
     if (options.out / "config.json").exists():
         raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> Answer:
         model.to(device, getattr(torch, made.dtype)).requires_grad_(False)
         how = f"as {options.plan} says"
     dense = _logits(model, ids)
-    sparsify(model, made, reorder=options.reorder)
+    sparsify(model, made)
     off = _off(_logits(model, ids), dense)
     told = report(model)
     del model, dense
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> Answer:
         f"sparsify: the logits of {ids.numel():,} other tokens are off the dense {'ReLU ' * options.relufy}model's by "
         f"{off:.2g} of their norm",
         f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python: "
-        f"tl.sparsify({loaded}, {str(options.out)!r}{', reorder=True' * options.reorder})",
+        f"tl.sparsify({loaded}, {str(options.out)!r})",
     ]
     value = {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows}
     return Answer({**value, "relufy_changed": changed}, "\n".join(lines))

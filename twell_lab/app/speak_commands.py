@@ -70,7 +70,7 @@ def sample(options: argparse.Namespace) -> Answer:
     """Continue the prompt; with --sparse by the dense model and the swapped one in turn."""
     import torch
 
-    from ..ops.measure import present_device
+    from ..ops.clock import present_device
 
     device = present_device(options.device)
     model, words = _speaker(options.model)

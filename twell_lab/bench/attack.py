@@ -6,7 +6,7 @@ infinity, views with odd strides, values near the ends of their dtype, and integ
 path computes the layer twice, which must give the same bits; on a GPU the second call often runs on a side stream with
 an input that comes late, and memory that torch allocates is often filled with NaN before. Results are judged by
 accuracy.Exact; gradients may have twice the dense layer's error. `twell-lab record attack` runs this for minutes;
-tests/attack runs some of it, and shows that it notices a layer that is wrong."""
+tests/nightly/attack runs some of it, and shows that it notices a layer that is wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..core import TwellError
 from ..cuda import launcher
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights

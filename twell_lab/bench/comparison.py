@@ -25,12 +25,15 @@ from torch.nn.functional import linear, rms_norm
 from .. import core
 from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel
-from ..ops import accuracy, block_linear, measure, packed_down, spmm
-from ..sparsities import blocks, microtiles, two_four
+from ..ops import accuracy, packed_down, spmm
+from ..ops import blocks as block_kernels
+from ..ops import clock as clocks
+from ..sparsities import blocks, microtiles, semi_structured
 from ..sparsities.experts import WAYS, ExpertsLayer
-from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
+from ..sparsities.microtiles import find_microtiles
+from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.weights import PRODUCTS, SparseLinear
 from ..training.text import source
 from . import rows
@@ -81,11 +84,11 @@ class Method:
 
 
 def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
-    return lambda a: two_four.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
+    return lambda a: semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
 def _searched(a: Tensor) -> Tensor:
-    return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1])
+    return semi_structured.searched(_semi_structured("cusparselt")(a), a.shape[1])
 
 
 def _turned_apart(held: Any, x: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def _versions() -> list[Method]:
 def _blocks(version: int) -> Method:
     return Method(
         f"blocks_v{version}",
-        lambda a: block_linear.BlockOperand(blocks.to_bsr(a, 32)),
+        lambda a: block_kernels.BlockOperand(blocks.to_bsr(a, 32)),
         lambda held, x: held(x, None, version),
         (SCATTERED, BLOCKS) if version == 1 else (SCATTERED, BLOCKS, NESTED),
         0.9 if version == 1 else 0.0,
@@ -155,7 +158,7 @@ METHODS: tuple[Method, ...] = (
     *_versions(),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
     *map(_pruned, PRODUCTS),
-    *map(_blocks, block_linear.VERSIONS),
+    *map(_blocks, block_kernels.VERSIONS),
     Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS, NESTED)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
@@ -163,11 +166,17 @@ METHODS: tuple[Method, ...] = (
     Method(
         "2:4 (cuSPARSELt, searched, called at once)",
         _searched,
-        lambda held, x: two_four.product(x, held),
+        lambda held, x: semi_structured.product(x, held),
         (TWO_FOUR,),
         turned=True,
     ),
-    Method(FUSED, _semi_structured("cusparselt"), lambda held, x: two_four.product(x, held), (TWO_FOUR,), turned=True),
+    Method(
+        FUSED,
+        _semi_structured("cusparselt"),
+        lambda held, x: semi_structured.product(x, held),
+        (TWO_FOUR,),
+        turned=True,
+    ),
     Method(APART, _semi_structured("cusparselt"), _turned_apart, (TWO_FOUR,), turned=True),
     Method(TILED, find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely
@@ -247,8 +256,7 @@ def product_rows(
     a = patterned(pattern, shape.m, shape.k, sparsity, dtype=shape.dtype, device=device)
     generator = torch.Generator(device).manual_seed(1)
     bs = [
-        torch.randn(shape.k, shape.n, generator=generator, device=device).to(shape.dtype)
-        for _ in range(measure.ROTATED)
+        torch.randn(shape.k, shape.n, generator=generator, device=device).to(shape.dtype) for _ in range(clocks.ROTATED)
     ]
     chosen = METHODS if methods is None else methods
     chosen = [each for each in chosen if each.measured(pattern, sparsity, device.type)]
@@ -284,13 +292,13 @@ def _timed(a: Tensor, bs: list[Tensor], methods: Iterable[Method], said: dict, s
         facts[method.name] = {"error_over_allowed": round(ratio, 4)}
         conversions[f"part: {method.name}, conversion"] = functools.partial(_again, method, a)
     if device.type == "cuda":
-        samples, bursts = rows.clock_gpu(calls, max(len(bs[0].t()), measure.GRAPH_TOKENS + 1))
-        samples |= measure.time_cuda(conversions, rounds=CONVERSIONS, warm=1) if conversions else {}
+        samples, bursts = rows.clock_gpu(calls, max(len(bs[0].t()), clocks.GRAPH_TOKENS + 1))
+        samples |= clocks.time_cuda(conversions, rounds=CONVERSIONS, warm=1) if conversions else {}
     else:
         samples, bursts = clock_cpu(calls, seconds)
         samples |= clock_cpu(conversions, seconds / 2)[0] if conversions else {}
     shared = {
-        "device": measure.device_name(device),
+        "device": clocks.device_name(device),
         "dtype": str(a.dtype).removeprefix("torch."),
         "tokens": len(a),
         "d_model": bs[0].shape[1],
@@ -380,7 +388,7 @@ class Batch:
     def shared(self, kind: str, tokens: int, d_ff: int, workload: str) -> dict:
         """What rows say of it."""
         sizes = {"tokens": tokens, "d_model": self.d_model, "d_ff": d_ff}
-        device, dtype = measure.device_name(torch.device(self.device)), str(self.dtype).removeprefix("torch.")
+        device, dtype = clocks.device_name(torch.device(self.device)), str(self.dtype).removeprefix("torch.")
         return {"kind": kind, "device": device, "dtype": dtype, **sizes, "workload": workload}
 
     def timed(self, calls: rows.Calls) -> tuple[dict[str, list[float]], rows.Bursts]:
@@ -411,9 +419,9 @@ def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict
     after the last, but for finding the tokens, which a model does once; and on as many tokens that lie side by side
     before and after (`ALONE`), which nothing that removes padding can beat. Rows of kind "padding".
 
-    Rows say how many tokens are `real`, and `layers`. Raises measure.WrongResult where a real token's result differs
+    Rows say how many tokens are `real`, and `layers`. Raises clocks.WrongResult where a real token's result differs
     from that of the same layers on all tokens."""
-    layer, inputs = measure.workload(
+    layer, inputs = clocks.workload(
         batch.sequences * batch.length, batch.d_model, batch.d_ff, 29, "lognormal", batch.dtype, batch.device
     )
     stack = Residual([layer, *(copy.deepcopy(layer) for _ in range(layers - 1))])
@@ -429,7 +437,7 @@ def padding_rows(share: float, layers: int, batch: Batch = Batch()) -> list[dict
     pairs = ((removed(xs[0], layer), layer(xs[0])), (removed(xs[0])[real], stack(xs[0][real])))
     for ours, dense in ((pairs[0][0][real], pairs[0][1][real]), pairs[1]):
         if len(ours) and not float((ours.float() - dense.float()).norm()) <= 0.02 * float(dense.float().norm()):
-            raise measure.WrongResult("the layers give other results without padding: nothing was timed")
+            raise clocks.WrongResult("the layers give other results without padding: nothing was timed")
     alone = [found.gather(x) for x in xs]
     samples, bursts = batch.timed(
         {DENSE: rows.over(stack, xs), REMOVED: rows.over(removed, xs), ALONE: rows.over(stack, alone)}
@@ -445,12 +453,12 @@ def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
     """A mixture of so many experts, in every way that computes it, and one dense layer of all their neurons (`WHOLE`),
     which a token would go through if nothing chose; rows of kind "experts". Others are compared with the loop over
     dense layers. Rows say `experts` and the `density`, the share of the neurons that a token's experts have. Raises
-    measure.WrongResult where ways differ by more than 2%."""
+    clocks.WrongResult where ways differ by more than 2%."""
     torch.manual_seed(0)
     tokens = batch.sequences * batch.length
     sizes = (batch.d_model, batch.expert_d_ff, experts, batch.top_k)
     layer = ExpertsLayer(*sizes, device=batch.device, dtype=batch.dtype)
-    xs = [torch.randn(tokens, batch.d_model, device=batch.device).to(batch.dtype) for _ in range(measure.ROTATED)]
+    xs = [torch.randn(tokens, batch.d_model, device=batch.device).to(batch.dtype) for _ in range(clocks.ROTATED)]
     routed = [(x, *layer.route(x)) for x in xs]
     gate_up, down = layer.experts.gate_up_proj.unflatten(1, (2, -1)), layer.experts.down_proj
     gate, up = (gate_up[:, which].flatten(0, 1) for which in (0, 1))
@@ -475,7 +483,7 @@ def experts_rows(experts: int, batch: Batch = Batch()) -> list[dict]:
     for way, right in wanted.items():
         made = (whole(few) if way == WHOLE else through(way)(routed[0])).float()
         if float((made - right).norm()) > 0.02 * float(right.norm()):
-            raise measure.WrongResult(f"experts by {way!r} differ from the loop: nothing was timed")
+            raise clocks.WrongResult(f"experts by {way!r} differ from the loop: nothing was timed")
         calls[way] = rows.over(whole, xs) if way == WHOLE else rows.over(through(way), routed)
     samples, bursts = batch.timed(calls)
     shared = batch.shared("experts", tokens, batch.expert_d_ff, f"{experts} experts, {batch.top_k} a token")

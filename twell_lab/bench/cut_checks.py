@@ -33,10 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..layers.anatomy import FeedForward, is_threshold
+from ..layers.activations import is_threshold
+from ..layers.find import FeedForward
 from ..layers.lossy import ThresholdedActivation
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import accuracy, measure, reference
+from ..ops import accuracy, clock, reference
 from .causal import Causal
 from .workloads import MARGIN, SLACK, Models, Tokens, Workload, compared_part, is_compiled
 
@@ -73,7 +74,7 @@ class CutLayer:
         """The worst error of sparse(x) for these inputs [..., d_model], over what is allowed: at most 1.0 where the
         layer is right. Of many tokens _ROWS are looked at, the first and the last among them.
 
-        Raises measure.WrongResult where the dense layer itself is not, since its error is what is allowed."""
+        Raises clock.WrongResult where the dense layer itself is not, since its error is what is allowed."""
         worst = 0.0
         for x in xs:
             entered: list[Tensor] = []
@@ -99,7 +100,7 @@ class CutLayer:
         own = hidden != 0
         off = dense.double() - self._result(worth, own)
         if not off.norm() <= 0.05 * dense.double().norm():  # 16-bit values make a few thousandths
-            raise measure.WrongResult(f"{self.layer.name}: the dense layer itself is off: nothing was timed")
+            raise clock.WrongResult(f"{self.layer.name}: the dense layer itself is off: nothing was timed")
         exact = ~(decides.abs() < self._bound(x.dtype))
         starts = torch.where(doubtful, own, exact), exact
         return max(
@@ -189,7 +190,7 @@ def model_ratio(
 
     A token is the last of `cached`, and the keys and values of the others are those of the model `cache`, the same for
     all models; `batch` tokens are computed at a time. head, compiled: as Causal.stepper takes them. Raises
-    measure.WrongResult where MOST tokens, or all that the text has, do not decide."""
+    clock.WrongResult where MOST tokens, or all that the text has, do not decide."""
 
     def found() -> Iterator[list[float]]:
         ours, theirs = sparse.stepper(head, compiled=compiled), dense.stepper(head)
@@ -245,7 +246,7 @@ def _decided(found: Iterator[list[float]], least: int, what: str) -> tuple[float
             return math.inf, len(read)
         if len(read) >= least and abs(mean - math.log(MARGIN)) >= ERRORS * error:
             return math.exp(mean) / MARGIN, len(read)
-    raise measure.WrongResult(
+    raise clock.WrongResult(
         f"{len(read):,} {what} do not say whether the logits are right: on average they are "
         f"{math.exp(mean):.3g} times as far off as the dense model's, give or take {error:.2g}; {MARGIN} is allowed"
     )
@@ -330,7 +331,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, work: Workload, path: str) -> dict:
-        """What the row of this path says of the checks. Raises measure.WrongResult where it is not right."""
+        """What the row of this path says of the checks. Raises clock.WrongResult where it is not right."""
         compiled, sparse = is_compiled(path), self.models.model_of(path)
         facts = {}
         if not compiled and (worst := self._layers(work, sparse.model)) is not None:
@@ -344,7 +345,7 @@ class Judge:
             ratio, read = forward_ratio(*given, self.models.tokens, work.sequences, work.length, **how)
         what = "tokens" if work.kind == "model_decode" else "sequences"
         if not ratio <= 1.0:
-            raise measure.WrongResult(
+            raise clock.WrongResult(
                 f"the logits of {read:,} {what} are off by {ratio:.3g} times what is allowed on average"
             )
         return facts | {"error_over_allowed": round(ratio, 4), f"compared_{what}": read}
@@ -363,7 +364,7 @@ class Judge:
             seen.add(name)
             ratio = judges[name].ratio(swapped[name], [x, *(hard_inputs(layer, x) if first else ())])
             if not ratio <= 1.0:
-                raise measure.WrongResult(f"{name} is off by {ratio:.3g} times what is allowed")
+                raise clock.WrongResult(f"{name} is off by {ratio:.3g} times what is allowed")
             worst.append(ratio)
 
         seen: set[str] = set()

@@ -13,8 +13,8 @@ from torch.nn.functional import embedding_bag
 
 from ..core import InputError
 from ..formats.classic import ELL
-from ..ops import measure
-from ..records.record import Record
+from ..ops import clock as clocks
+from ..records import Record
 from .rows import row
 
 Samples = dict[str, list[float]]
@@ -43,7 +43,7 @@ def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: 
     """
     timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     with torch.inference_mode():
-        return measure.time_cuda(timed) if device == "cuda" else measure.time_cpu(timed, seconds)
+        return clocks.time_cuda(timed) if device == "cuda" else clocks.time_cpu(timed, seconds)
 
 
 def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -99,7 +99,7 @@ def against_density(
         if "CSR" in calls:
             calls["CSR + conversion"] = lambda a=a: a.to_sparse_csr() @ b
         times = clock(calls, device, seconds)
-        dense = measure.quartiles(times["dense"])[0]
+        dense = clocks.quartiles(times["dense"])[0]
         shared = {"density": per_row / columns, "nnz": per_row}
         table += [row(shared, path, samples, dense) for path, samples in times.items()]
     return table

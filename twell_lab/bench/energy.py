@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..ops import measure
+from ..ops import clock
 
 SECONDS = 1.0  # of one measurement, at least
 CALLS = 3  # of one measurement, at least: of calls that take a second, a single one says little
@@ -102,5 +102,5 @@ def facts(found: list[float], tokens: int) -> dict:
     if not found:
         return {}
     each = [one / tokens for one in found]
-    median, spread = measure.quartiles(each)
+    median, spread = clock.quartiles(each)
     return {"mj_per_token": median, "mj_spread": spread, "mj_samples": [round(one, 6) for one in each]}

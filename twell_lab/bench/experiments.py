@@ -9,7 +9,7 @@ import torch
 
 from ..core import DeviceError, TwellError
 from ..models.tiny import LanguageModel, ModelConfig
-from ..ops import measure
+from ..ops import clock
 from ..sparsities.adapters import switching
 from ..sparsities.dropout import loss_effect, product_times, verdict
 from ..sparsities.two_four_training import step_times
@@ -40,14 +40,14 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
     """Switching on and off once, in place, and fusing and unfusing a LoRA of as many parameters; of random weights.
 
     `worst_error`: the largest difference from the weights of before, once it is off again."""
-    device = measure.present_device(shape.device)
+    device = clock.present_device(shape.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
         model = LanguageModel(shape.model).to(dtype).requires_grad_(False)
     shared = {
         "kind": "adapters",
-        "device": measure.device_name(device),
+        "device": clock.device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "d_model": shape.model.d_model,
         "d_ff": shape.model.d_ff,

@@ -15,17 +15,11 @@ from torch.nn.functional import linear
 
 from ..core import TwellError
 from ..layers.choice import Choice
-from ..ops import int8_products, measure
-from ..sparsities.quantised import (
-    Bitmap,
-    Rows,
-    fp8_linear,
-    int8_linear,
-    output_error,
-    packed_two_four,
-    quantise,
-    two_four_int8,
-)
+from ..ops import clock, int8
+from ..sparsities.bitmap import Bitmap
+from ..sparsities.fp8 import fp8_linear
+from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
+from ..sparsities.quantised import Rows, output_error, quantise
 from ..sparsities.two_four import two_four_mask
 from . import rows
 from .comparison import Batch
@@ -57,10 +51,10 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
     the gate's product in several ways: dense; of INT8 rows, x rounded in the call, scaled within the product and by
     operations of its own; of weights that were pruned to two of four, as INT8, and expanded from a bitmap in the call.
 
-    The dense row has `left_out`, {path: why}: what does not run here. Raises measure.WrongResult for an output that is
+    The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output that is
     further off than MOST_OFF says, and where ways to compute one product differ."""
     device = torch.device(batch.device)
-    layer, xs = measure.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
+    layer, xs = clock.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
     calls: rows.Calls = {DENSE: rows.over(layer, xs)}
@@ -79,7 +73,7 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
         off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
         for what, by in off.items():
             if not by <= MOST_OFF[name]:
-                raise measure.WrongResult(
+                raise clock.WrongResult(
                     f"{what} of {name} is off by {by:.4%} of what it should be, more than {MOST_OFF[name]:.0%}: "
                     "nothing was timed"
                 )
@@ -106,7 +100,7 @@ def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Cal
         EXPANDED: lambda x: linear(x, held.dense()),
     }
     wanted = {EXPANDED: linear(x, pruned)}
-    if x.is_cuda and int8_products.takes(x.to(torch.int8), int8_products.Weight(*gate), x.dtype):
+    if has_kernel(x.to(torch.int8), int8.Weight(*gate), x.dtype):
         parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), parts[APART](x)
     else:
         left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
@@ -121,7 +115,7 @@ def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Cal
         parts.pop(TWO_FOUR, None), wanted.pop(TWO_FOUR, None)
     for name, right in wanted.items():
         if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
-            raise measure.WrongResult(
+            raise clock.WrongResult(
                 f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
             )
     return parts

@@ -1,4 +1,4 @@
-"""One layer's forward pass, dense beside sparse: checked first, then timed (ops.measure)."""
+"""One layer's forward pass, dense beside sparse: checked first, then timed (ops.clock)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.functional import linear
 
 from ..core import InputError
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import ampere, dispatch, measure, portable
-from ..ops.measure import ROTATED, WrongResult, workload
-from ..plots.data import OTHER_KERNELS
-from ..records.record import Record
+from ..ops import ampere, clock, dispatch, portable
+from ..ops.clock import ROTATED, WrongResult, workload
+from ..plots import OTHER_KERNELS
+from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 
 
@@ -48,7 +48,7 @@ def ffn(
         dtype: bfloat16, float16 or float32; by default bfloat16 on a GPU, float16 on one that is older than
             it (below sm_80), float32 on a CPU.
         device: by default a GPU where there is one.
-        workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.measure.firing_rates).
+        workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.clock.firing_rates).
         compiled: also time torch.compile of the dense layer.
         others: on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
         seconds: how long to measure on a CPU.
@@ -62,8 +62,8 @@ def ffn(
         WrongResult: where a result does not agree with float64; then nothing is timed.
     """
     _check_seconds(seconds)
-    device = measure.present_device(device)
-    dtype = dtype or measure.dtype_for(device)
+    device = clock.present_device(device)
+    dtype = dtype or clock.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
 
@@ -100,13 +100,13 @@ def _compare(
         torch._dynamo.reset()
         calls[COMPILED] = over(torch.compile(dense), inputs)
     if not x.is_cuda:
-        samples = measure.time_cpu(calls, seconds / 2)
-        samples |= {f"{name} (cold)": each for name, each in measure.time_cpu(calls, seconds / 2, cold=True).items()}
+        samples = clock.time_cpu(calls, seconds / 2)
+        samples |= {f"{name} (cold)": each for name, each in clock.time_cpu(calls, seconds / 2, cold=True).items()}
         rows = [each | _on_the_wall(each) for each in table(shared, samples)]
     else:
         with torch.cuda.device(x.device):
             samples, bursts = clock_gpu(calls, x.shape[0], parts=_parts(sparse, inputs))
-            memory = {name: {"peak_bytes": measure.peak_bytes(call)} for name, call in calls.items()}
+            memory = {name: {"peak_bytes": clock.peak_bytes(call)} for name, call in calls.items()}
         rows = [each | memory.get(each["path"], {}) for each in table(shared, samples, bursts=bursts)]
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
 
@@ -200,4 +200,4 @@ def kernel_versions(
                 name, right = f"{each.__name__}_v{v}", f"v{newest[each]}"
                 raise WrongResult(f"{name} differs from {right} by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
-    return [row(shared, path, samples) for path, samples in measure.time_cuda(calls).items()]
+    return [row(shared, path, samples) for path, samples in clock.time_cuda(calls).items()]

@@ -2,7 +2,7 @@
 
 Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it
 with float64, all of it with the dense layer. Times are device events with a cold L2 cache and rotated inputs, the paths
-in turns (ops.measure.time_cuda), and the wall time of plain calls (rows.clock_gpu); for few tokens, and at each of
+in turns (ops.clock.time_cuda), and the wall time of plain calls (rows.clock_gpu); for few tokens, and at each of
 COUNTS, also those of CUDA-graph replays. The planner sees other tokens than those that are timed.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -21,11 +20,12 @@ from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import ampere, hopper_pack, measure, portable
+from ..ops import ampere, hopper_pack, portable
+from ..ops import clock as clocks
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
 from .rows import COMPILED, DENSE, check, over
@@ -69,7 +69,7 @@ def compare(
     replays of CUDA graphs, which few tokens have anyway."""
     plan = plan_for(layer, seen)
     chosen = plan.layers[0].choice(inputs[0].shape[0])
-    planned = sparsify(copy.deepcopy(layer), plan, memory=math.inf)  # one layer, whatever it copies
+    planned = sparsify(copy.deepcopy(layer), plan)
     torch._dynamo.reset()
     # Both compiled alike: a call of what was compiled with fullgraph=True takes the host longer (docs/calls.md).
     calls = {
@@ -100,7 +100,7 @@ def _usual_hot(layer: nn.Module) -> int:
 
 
 def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
-    """What the planner predicted and measured for each candidate, the GPU's time, as rows of kind "plan"."""
+    """What the planner predicted and measured for each candidate, as rows of kind "plan"."""
     found = []
     for entry in plan.layers[0].table():
         if entry["measured_us"] is None:
@@ -111,7 +111,7 @@ def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
                 **shared,
                 "kind": "plan",
                 "path": path,
-                "ms": (entry["device_us"] or entry["measured_us"]) / 1e3,
+                "ms": entry["measured_us"] / 1e3,
                 "predicted_ms": entry["predicted_us"] / 1e3,
                 "chosen": bool(entry["chosen"]),
                 "dense_ms": None,
@@ -140,8 +140,8 @@ def drawn(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ):
-    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.measure.workload); plain if not gated."""
-    layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cuda", seed=seed)
+    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.clock.workload); plain if not gated."""
+    layer, seen = clocks.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cuda", seed=seed)
     generator = torch.Generator("cuda").manual_seed(seed + 1000)
     inputs = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in seen]
     for x, like in zip(inputs, seen):
@@ -233,7 +233,7 @@ def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
 
     shared = _describe(stack[0][0], stack[0][1], "independent, lognormal")
     suffix = f" (graph of {layers} layers)"
-    samples = measure.time_cuda({name + suffix: measure.graphed(through(calls)) for name, calls in ways.items()})
+    samples = clocks.time_cuda({name + suffix: clocks.graphed(through(calls)) for name, calls in ways.items()})
     return rows.table(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
 
 
@@ -270,7 +270,7 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         for name, call in calls.items():
             if name != "gate GEMM (torch)":
                 _same_counts(name, call(inputs[0]), want)
-        samples = measure.time_cuda({name: over(call, inputs) for name, call in calls.items()})
+        samples = clocks.time_cuda({name: over(call, inputs) for name, call in calls.items()})
         shared = _describe(layer, inputs, "independent, lognormal") | {"kind": "gate"}
         for each in (rows.row(shared, path, values) for path, values in samples.items()):
             found.append(each | {"tflops": round(2e-9 * tokens * D_MODEL * D_FF / each["ms"], 1)})
@@ -282,7 +282,7 @@ def _same_counts(name: str, got, want: Tensor) -> None:
     packed = got[0] if isinstance(got, tuple) else got
     off = (packed[..., 0].long() != want[..., 0].long()).double().mean().item()
     if off > 0.01:
-        raise measure.WrongResult(
+        raise clocks.WrongResult(
             f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed"
         )
 

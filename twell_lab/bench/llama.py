@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ..analysis.costs import measure_rates
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import STEP, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import measure
+from ..ops import clock
 from . import drawn, rows
 from .causal import Causal, Head
 from .drawn import LLAMA, Shape
@@ -104,7 +104,7 @@ class _Clocks(Clocks):
     of: list[str] = []
 
     def reads_energy(self, path: str, tokens: int) -> bool:
-        return path.removesuffix(" (graph)") in self.of and (tokens > measure.GRAPH_TOKENS or path.endswith("(graph)"))
+        return path.removesuffix(" (graph)") in self.of and (tokens > clock.GRAPH_TOKENS or path.endswith("(graph)"))
 
 
 @torch.no_grad()

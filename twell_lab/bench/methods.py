@@ -7,7 +7,6 @@ says."""
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
-from ..ops import measure
-from ..ops.measure import dtype_for
+from ..ops import clock
+from ..ops.clock import dtype_for
 from ..ops.reference import GatedFeedForward
 from ..sparsities import experts, microtiles
-from ..sparsities.predictors import LowRank, PredictedFFN
+from ..sparsities.low_rank import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
 from .workloads import clock_cpu
@@ -59,8 +57,8 @@ def sizes_for(device: str) -> Sizes:
 def drawn(share: float, device: str, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
     """A gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
     sizes = sizes_for(device)
-    rates = measure.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
-    layer, inputs = measure.drawn(
+    rates = clock.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
+    layer, inputs = clock.drawn(
         rates, tokens or sizes.many, sizes.d_model, dtype_for(device), device, shrink=(share * sizes.d_ff) ** 0.5
     )
     return layer, inputs[0]
@@ -70,7 +68,7 @@ def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
     """The layer with this choice, on the same weights."""
     held = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
     held.load_state_dict(layer.state_dict(), assign=True)
-    return sparsify(nn.Sequential(held.requires_grad_(False).eval()), choice, memory=math.inf)
+    return sparsify(nn.Sequential(held.requires_grad_(False).eval()), choice)
 
 
 def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -115,7 +113,7 @@ def hold(name: str, y: Tensor, wanted: Tensor) -> None:
     """WrongResult unless a method gave what the dense layer gives."""
     error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
     if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
-        raise measure.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
+        raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
 
 
 def held(
@@ -147,7 +145,7 @@ def map_rows(share: float, device: str = "cuda") -> list[dict]:
             rows.DENSE if name == DENSE else name: (lambda turn, call=call: call()) for name, call in calls.items()
         }
         if device == "cuda":
-            samples, bursts = rows.clock_gpu(turned, measure.GRAPH_TOKENS + 1, rounds=10)
+            samples, bursts = rows.clock_gpu(turned, clock.GRAPH_TOKENS + 1, rounds=10)
         else:
             samples, bursts = clock_cpu(turned, 0.3)
         facts = {GROUPED: {"error": output_error(calls[GROUPED](), calls[DENSE]())}}

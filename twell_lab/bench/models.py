@@ -17,14 +17,15 @@ from ..analysis.plan import Plan
 from ..analysis.profile import FiringProfile
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
-from ..layers import hooks
-from ..layers.anatomy import check_model, family_of, feed_forwards
 from ..layers.choice import Choice
+from ..layers.find import check_model, feed_forwards, survey
+from ..layers.parts import parts_of
 from ..layers.paths import PATHS
+from ..layers.probe import raise_all
 from ..layers.sparse_ffn import SparseFFN
 from ..models.tiny import ModelConfig
-from ..ops import measure
-from ..records.record import Record
+from ..ops import clock as timing
+from ..records import Record
 from . import drawn
 from .causal import Causal
 from .cut_checks import Judge, has_thresholds
@@ -98,7 +99,7 @@ def model(
         cached: tokens of each sequence in a step of decoding, the new one among them; by default 512, or the context.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
             of each path is read, by default 3; 0 for no energy.
-        device, dtype: of a drawn model; by default a GPU where there is one, and the dtype of ops.measure.dtype_for.
+        device, dtype: of a drawn model; by default a GPU where there is one, and the dtype of ops.clock.dtype_for.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
@@ -147,7 +148,7 @@ def model(
         judge = Judge(models) if any(map(has_thresholds, models.layers)) else None
         models.exact = None
         if given is not None:
-            models.follow(PLANNED if isinstance(given, Plan) else f"{FORCED}{given}", given, reorder=on_gpu)
+            models.follow(PLANNED if isinstance(given, Plan) else f"{FORCED}{given}", given)
         else:
             models.plan({*counts, *steps})
             if graphs and on_gpu:
@@ -238,14 +239,14 @@ def _subject(model, device, dtype, firing, copies: int) -> _Subject:
         if firing is not None:
             raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
         first = next(model.parameters())
-        place = first.device if device is None else measure.present_device(device)
+        place = first.device if device is None else timing.present_device(device)
         for name, told, own in (("device", place, first.device), ("dtype", dtype or first.dtype, first.dtype)):
             if told != own and (name == "dtype" or told.type != own.type or told.index is not None):
                 raise InputError(f"{name} is {told}, and the model's is {own}: move it first; None is accepted")
         length = min(causal.context, LONGEST)
         return _Subject(type(model).__name__, first.device, length, causal.vocabulary, lambda: causal)
-    place = measure.present_device(device)
-    dtype = dtype or measure.dtype_for(place)
+    place = timing.present_device(device)
+    dtype = dtype or timing.dtype_for(place)
     if isinstance(firing, (str, os.PathLike)):
         firing = FiringProfile.load(firing)
     if firing is not None and not isinstance(firing, FiringProfile):
@@ -297,7 +298,7 @@ def _checked(model) -> Causal:
         feed_forwards(model)
     except InputError as error:
         raise InputError(f"{error}{_density(causal)}") from None
-    hooks.refuse_obstacles(model, None)
+    raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
     return causal
 
 
@@ -306,9 +307,7 @@ def _density(causal: Causal) -> str:
     """What share of a model's activations is not zero: what to add where none of its layers has a ReLU. "" where that
     cannot be counted."""
     found: list[tuple[float, int]] = []
-    acts = {
-        id(act): act for each in causal.model.modules() if (family := family_of(each)) for act in [family.acts(each)]
-    }
+    acts = {id(parts.acts): parts.acts for each in causal.model.modules() if (parts := parts_of(each))}
     seen = [
         act.register_forward_hook(lambda _, __, out: found.append((out.count_nonzero().item(), out.numel())))
         for act in acts.values()

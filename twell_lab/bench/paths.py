@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from .. import core
 from ..core import TwellError
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY as SAID
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..models.swap import sparsify
 from ..models.thresholds import thresholds
 from ..models.tiny import LanguageModel
-from ..ops import measure
+from ..ops import clock
 from ..sparsities.blocks import block_mask
 from ..sparsities.two_four import two_four_mask
 from ..training.text import source
@@ -134,17 +133,17 @@ class Measured:
 def _cut(models: Models) -> None:
     """Give `models` a copy of the dense model with thresholds, on the path that they allow.
 
-    Raises measure.WrongResult where one of its layers computes something else, for a token, than densely with the same
+    Raises clock.WrongResult where one of its layers computes something else, for a token, than densely with the same
     thresholds (bench.cut_checks)."""
     tokens, length = models.tokens, models.length
     seen = tokens.windows(tokens.PROFILED, drawn.windows_of(length), length)
     cut = thresholds(models.dense.model, [seen], CUT, method="teal").apply(copy.deepcopy(models.dense.model))
-    sparse = sparsify(copy.deepcopy(cut), Choice(KEPT), memory=math.inf)
+    sparse = sparsify(copy.deepcopy(cut), Choice(KEPT))
     for layer in feed_forwards(cut):
         x = models.inputs[layer.name][:1]
         ratio = CutLayer(layer).ratio(sparse.get_submodule(layer.name), [x, *hard_inputs(layer, x)])
         if not ratio <= 1.0:
-            raise measure.WrongResult(f"{layer.name} is off by {ratio:.3g} times what is allowed: nothing was timed")
+            raise clock.WrongResult(f"{layer.name} is off by {ratio:.3g} times what is allowed: nothing was timed")
     models.sparse[called(KEPT)] = Causal(sparse)
     models.judge(called(KEPT))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +19,9 @@ from ..analysis.profile import profile
 from ..layers.choice import Choice
 from ..models.swap import sparsify
 from ..models.thresholds import LossChange, calibrate
-from ..ops import measure
-from ..sparsities.predictors import core_neurons, predict, remove
+from ..ops import clock
+from ..sparsities.core_neurons import core_neurons, remove
+from ..sparsities.predictors import predict
 from ..training.config import TrainConfig
 from ..training.loop import train
 from ..training.text import source
@@ -118,7 +118,7 @@ def _lossy(trained: Trained) -> dict[str, tuple[float, Callable[[nn.Module], nn.
             )
             made[f"lossy: {method.upper()} {sparsity:.0%}, computed densely"] = spared, found.apply, None
             if method == "teal":
-                swapped = lambda held, found=found: sparsify(found.apply(held), Choice("kept_inputs"), memory=math.inf)
+                swapped = lambda held, found=found: sparsify(found.apply(held), Choice("kept_inputs"))
                 made[f"lossy: TEAL {sparsity:.0%}, forced kept_inputs"] = spared, swapped, None
     return made
 
@@ -128,7 +128,7 @@ def chosen_rows(trained: Trained) -> list[dict]:
     """A step of decoding at batch 1 on every path. Each row has the `loss`, its `loss_change` against the dense model
     without L1 (low, mean, high; nats a token), and `sparsity`, the share that is not computed.
 
-    Raises measure.WrongResult where the lossless path gives other logits than the model it was made of."""
+    Raises clock.WrongResult where the lossless path gives other logits than the model it was made of."""
     shape, windows = trained.shape, trained.windows
     base = second_halves(trained.plain, windows)
     dtype = torch.bfloat16 if trained.device.type == "cuda" else torch.float32
@@ -142,7 +142,7 @@ def chosen_rows(trained: Trained) -> list[dict]:
     quiet = second_halves(trained.sparse, windows)
     density = _density(trained.sparse, trained.batches)
     models["trained with L1, dense"] = copy.deepcopy(trained.sparse).to(dtype)
-    models[LOSSLESS] = sparsify(copy.deepcopy(models["trained with L1, dense"]), Choice("twell"), memory=math.inf)
+    models[LOSSLESS] = sparsify(copy.deepcopy(models["trained with L1, dense"]), Choice("twell"))
     facts["trained with L1, dense"] = facts[LOSSLESS] = _says(base, quiet, windows, 1 - density)
     causal = {path: Causal(model) for path, model in models.items()}
     tokens = Tokens(plain.config.vocabulary, trained.device, trained.held_out.long())
@@ -150,7 +150,7 @@ def chosen_rows(trained: Trained) -> list[dict]:
     calls = {path: work.makes(model, False) for path, model in causal.items()}
     dense, sparse = (calls[path](0).float() for path in ("trained with L1, dense", LOSSLESS))
     if not (dense - sparse).norm() <= (0.02 if dtype == torch.bfloat16 else 1e-3) * dense.norm():
-        raise measure.WrongResult(f"{LOSSLESS}: other logits than the dense model's: nothing was timed")
+        raise clock.WrongResult(f"{LOSSLESS}: other logits than the dense model's: nothing was timed")
     timed = (
         clock_cpu(calls, shape.seconds)
         if trained.device.type == "cpu"
@@ -159,7 +159,7 @@ def chosen_rows(trained: Trained) -> list[dict]:
     sizes = plain.config
     shared = {
         "kind": KIND,
-        "device": measure.device_name(trained.device),
+        "device": clock.device_name(trained.device),
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": 1,
         "d_model": sizes.d_model,

@@ -9,7 +9,7 @@ import torch
 
 from ..analysis.profile import profile
 from ..models.tiny import LanguageModel, ModelConfig
-from ..ops import measure
+from ..ops import clock
 from ..training.presets import named
 from . import rows
 
@@ -34,7 +34,7 @@ def small() -> Shape:
 def profiling_rows(shape: Shape, device: str | torch.device | None = None) -> list[dict]:
     """Two rows, of the plain forward and of the profile: milliseconds on the wall, in turns, bfloat16 on a GPU; there
     with the peak of memory, and the bytes of it beyond the forward's."""
-    device = measure.present_device(device)
+    device = clock.present_device(device)
     on_gpu, sizes = device.type == "cuda", shape.config
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)
@@ -53,12 +53,12 @@ def profiling_rows(shape: Shape, device: str | torch.device | None = None) -> li
         found[:] = [profile(model, batches)]
 
     calls = {"plain forward": plain, "profile": counted}
-    timed = measure.time_bursts(calls, rows.drain, rounds=5, count=1)
-    peaks = {path: measure.peak_bytes(call) for path, call in calls.items()} if on_gpu else {}
+    timed = clock.time_bursts(calls, rows.drain, rounds=5, count=1)
+    peaks = {path: clock.peak_bytes(call) for path, call in calls.items()} if on_gpu else {}
     layers = found[0].layers
     shared = {
         "kind": PROFILING,
-        "device": measure.device_name(device),
+        "device": clock.device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": 2 * shape.sequences * sizes.context,
         "d_model": sizes.d_model,
@@ -68,10 +68,10 @@ def profiling_rows(shape: Shape, device: str | torch.device | None = None) -> li
         "nnz": round(sum(layer.mean_nnz for layer in layers) / len(layers), 2),
         "workload": f"2 x {shape.sequences} x {sizes.context:,} random tokens, random weights",
     }
-    plain_ms = measure.quartiles(timed["plain forward"][1])[0]
+    plain_ms = clock.quartiles(timed["plain forward"][1])[0]
     made = []
     for path, (_, wall) in timed.items():
-        facts = {"times_plain": round(measure.quartiles(wall)[0] / plain_ms, 4)}
+        facts = {"times_plain": round(clock.quartiles(wall)[0] / plain_ms, 4)}
         if peaks:
             facts |= {"peak_bytes": peaks[path], "extra_bytes": peaks[path] - peaks["plain forward"]}
         made.append(rows.row(shared, path, wall, plain_ms, **facts))

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..ops import measure
+from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
+from ..sparsities.magnitude import magnitude_mask
+from ..sparsities.prune import proximal_step, prune, table
 from ..sparsities.two_four import two_four_mask
-from ..sparsities.weights import magnitude_mask, proximal_step, prune, table
 from ..training.config import TrainConfig
 from ..training.loop import autocast, train
 from ..training.objective import bits_per_byte, cross_entropy
@@ -149,7 +150,7 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
     sizes = trained.shape.config
     shared = {
         "kind": KIND,
-        "device": measure.device_name(trained.device),
+        "device": clock.device_name(trained.device),
         "dtype": sizes.dtype,
         "tokens": sizes.batch * sizes.context,
         "d_model": sizes.d_model,

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from ..formats import twell
 from ..layers.anatomy import feed_forwards
-from ..ops import measure
+from ..ops import clock as clocks
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
 BURSTS = 5  # samples of the wall time of a call
@@ -60,7 +60,7 @@ def row(
 ) -> dict:
     """One row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the dense
     layer and as the compiled one, where their medians are given. facts: what else the row says."""
-    ms, spread = measure.quartiles(samples)
+    ms, spread = clocks.quartiles(samples)
     beside = {"dense_ms": dense_ms, "x_dense": None if dense_ms is None else dense_ms / ms}
     if compiled_ms is not None:
         beside["x_compiled"] = compiled_ms / ms
@@ -84,7 +84,7 @@ def table(
         bursts: times of plain calls, for the paths that have them. Their rows get `wall_ms`, `wall_spread`,
             `wall_samples`, `dense_wall_ms` and `host_us`.
     """
-    medians = {path: measure.quartiles(values)[0] for path, values in samples.items()}
+    medians = {path: clocks.quartiles(values)[0] for path, values in samples.items()}
     made = []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
@@ -101,12 +101,12 @@ def _walls(bursts: Bursts, path: str, dense: str) -> dict:
     if path not in bursts:
         return {}
     host, wall = bursts[path]
-    median, spread = measure.quartiles(wall)
+    median, spread = clocks.quartiles(wall)
     return {
         "wall_ms": median,
         "wall_spread": spread,
-        "dense_wall_ms": measure.quartiles(bursts[dense][1])[0],
-        "host_us": 1e3 * measure.quartiles(host)[0],
+        "dense_wall_ms": clocks.quartiles(bursts[dense][1])[0],
+        "host_us": 1e3 * clocks.quartiles(host)[0],
         "wall_samples": [round(each, 6) for each in wall],
     }
 
@@ -126,7 +126,7 @@ def clock_gpu(
     rounds: int | None = None,
     most: int = MOST,
 ) -> tuple[dict[str, list[float]], Bursts]:
-    """Milliseconds of each call by device events (measure.time_cuda), and in bursts of plain calls, the calls in turn.
+    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn.
 
     For few tokens also "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
 
@@ -143,8 +143,8 @@ def clock_gpu(
         The samples of the device, and the bursts; both by the name of the call.
     """
     samples, bursts = _clock(calls, parts or {}, rounds, most)
-    if graphs or tokens <= measure.GRAPH_TOKENS:
-        capture = measure.graphed if tokens <= LARGE else functools.partial(measure.graphed, inputs=1)
+    if graphs or tokens <= clocks.GRAPH_TOKENS:
+        capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
         replays = {
             f"{name} (graph)": capture(call) for name, call in calls.items() if compiled or "compiled" not in name
         }
@@ -155,10 +155,10 @@ def clock_gpu(
 
 def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[dict[str, list[float]], Bursts]:
     both = {**calls, **parts}
-    samples = measure.time_cuda(both) if rounds is None else measure.time_cuda(both, rounds=rounds)
-    longest = max(measure.quartiles(samples[name])[0] for name in calls)
+    samples = clocks.time_cuda(both) if rounds is None else clocks.time_cuda(both, rounds=rounds)
+    longest = max(clocks.quartiles(samples[name])[0] for name in calls)
     count = min(most, max(1, round(BURST_MS / longest)))
-    return samples, measure.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+    return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
 def drain() -> None:
@@ -171,17 +171,17 @@ def drain() -> None:
 def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor], *, every_row: bool = True) -> float:
     """Check `call` before it is timed; returns the worst ratio of error to what is allowed.
 
-    64 rows of each input are compared with float64 (measure.check); every_row: also all rows of the first input with
-    the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises measure.WrongResult where
+    64 rows of each input are compared with float64 (clocks.check); every_row: also all rows of the first input with
+    the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where
     the ratio is above 1, or a row differs from the dense layer's by more than 5% of its norm."""
     found = feed_forwards(layer)[0]
-    worst = max(measure.check(layer, found, each, call=call) for each in inputs)
+    worst = max(clocks.check(layer, found, each, call=call) for each in inputs)
     if every_row:
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
         off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
         if not off <= 0.05:
-            raise measure.WrongResult(
+            raise clocks.WrongResult(
                 f"a row differs from the dense layer's by {off:.3g} of its norm: nothing was timed"
             )
     return worst

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..core import InputError, TwellError
-from ..ops import measure
+from ..ops import clock
 from ..training.config import TrainConfig
 from ..training.loop import train
 from ..training.parallel import joined
@@ -143,7 +143,7 @@ def _row(config: TrainConfig, how: How, late: list[dict], dense: list[dict], dev
         "compiled": config.compile,
     }
     facts = {
-        "tokens_per_s": round(1e3 * tokens / measure.quartiles(samples)[0]),
+        "tokens_per_s": round(1e3 * tokens / clock.quartiles(samples)[0]),
         "nnz": round(mean("nnz"), 2),
         "nnz_layers": [round(each, 1) for each in last["nnz_layers"]],
         "ce": round(mean("ce"), 4),
@@ -151,7 +151,7 @@ def _row(config: TrainConfig, how: How, late: list[dict], dense: list[dict], dev
         "seconds": round(last["seconds"], 1),
         **({"peak_bytes": last["peak_bytes"]} if "peak_bytes" in last else {}),
     }
-    return row(shared, how.path, samples, measure.quartiles(of_dense)[0], **facts)
+    return row(shared, how.path, samples, clock.quartiles(of_dense)[0], **facts)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..models.swap import sparsify
 from ..models.thresholds import Calibration, LossChange, Thresholds, calibrate
 from ..models.tiny import LanguageModel, ModelConfig
-from ..ops import measure
+from ..ops import clock
 from ..training.text import source
 from . import rows
 from .causal import Causal
@@ -119,13 +119,13 @@ def cut_rows(
     without; each row of the former says what they cost, and with "teal" the density of hidden values.
 
     refused: where the kernels compute something else than the dense layers (bench.cut_checks), why is put here, and the
-    rows of that path are missing; without it, measure.WrongResult is raised."""
+    rows of that path are missing; without it, clock.WrongResult is raised."""
     shape, path = trained.shape, SPARSE[method]
     found, cost = trained.cut(sparsity, method)
     exact = Causal(found.apply(copy.deepcopy(trained.model)))
     plain = copy.deepcopy(trained.model).bfloat16()
     cut = found.apply(copy.deepcopy(plain))
-    sparse = sparsify(copy.deepcopy(cut), Choice(path.rpartition(" ")[2]), memory=math.inf)
+    sparse = sparsify(copy.deepcopy(cut), Choice(path.rpartition(" ")[2]))
     models = {DENSE: Causal(plain), CUT: Causal(cut), path: Causal(sparse)}
     tokens = Tokens(shape.model.vocabulary, trained.device, trained.held_out.long())
     says = {
@@ -143,9 +143,9 @@ def cut_rows(
         try:
             facts[path] |= _checked(models, path, exact, layers, tokens, batch, shape.cached)
             ways.append(path)
-        except measure.WrongResult as error:
+        except clock.WrongResult as error:
             if refused is None:
-                raise measure.WrongResult(f"{label}: {error}") from None
+                raise clock.WrongResult(f"{label}: {error}") from None
             refused[f"{label}, {path}"] = str(error)
         (work,) = decode(tokens, models[DENSE], batch, shape.cached, (True,))
         calls = {name: work.makes(models[name], False) for name in ways}
@@ -157,7 +157,7 @@ def cut_rows(
 def _checked(
     models: dict[str, Causal], path: str, exact: Causal, layers: list[CutLayer], tokens: Tokens, batch: int, cached: int
 ) -> dict:
-    """What a row says of the checks that a path passed; measure.WrongResult for one that it did not."""
+    """What a row says of the checks that a path passed; clock.WrongResult for one that it did not."""
     ids = tokens.windows(tokens.MEASURED, STEPS * batch, cached).split(batch)
     steps = [(some[:, -1:], models[DENSE].keep(some[:, :-1])) for some in ids]
     step = models[CUT].stepper()
@@ -167,11 +167,11 @@ def _checked(
         xs = entered[each.layer.name]
         ratio = each.ratio(models[path].model.get_submodule(each.layer.name), [*xs, *hard_inputs(each.layer, xs[0])])
         if not ratio <= 1.0:
-            raise measure.WrongResult(f"{each.layer.name} is off by {ratio:.3g} times what is allowed")
+            raise clock.WrongResult(f"{each.layer.name} is off by {ratio:.3g} times what is allowed")
         worst = max(worst, ratio)
     ratio, read = model_ratio(exact, models[CUT], models[path], models[DENSE], tokens, batch, cached)
     if not ratio <= 1.0:
-        raise measure.WrongResult(
+        raise clock.WrongResult(
             f"the logits of {read:,} tokens are off by {ratio:.3g} times what is allowed on average"
         )
     return {"layer_over_allowed": round(worst, 4), "error_over_allowed": round(ratio, 4), "compared_tokens": read}
@@ -188,7 +188,7 @@ def _shared(trained: Trained, batch: int, workload: str, density: list[float]) -
     sizes = trained.shape.model
     return {
         "kind": KIND,
-        "device": measure.device_name(trained.device),
+        "device": clock.device_name(trained.device),
         "dtype": "bfloat16",
         "tokens": batch,
         "d_model": sizes.d_model,

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..analysis.profile import profile
 from ..core import TwellError, finite
 from ..models.thresholds import LossChange
-from ..ops import measure
+from ..ops import clock
 from ..training import sweep
 from ..training.config import TrainConfig
 from ..training.presets import named
@@ -205,7 +205,7 @@ class Trained:
         sizes = self.shape.config
         return {
             "kind": kind,
-            "device": measure.device_name(self.device),
+            "device": clock.device_name(self.device),
             "dtype": sizes.dtype if kind == RUN else str(self.dtype).removeprefix("torch."),
             "tokens": tokens,
             "d_model": sizes.d_model,
@@ -369,7 +369,7 @@ class _Clocks(Clocks):
     few tokens wait for the host, so does their energy."""
 
     def reads_energy(self, path: str, tokens: int) -> bool:
-        return tokens > rows.LARGE or path.endswith("(graph)") and tokens <= measure.GRAPH_TOKENS
+        return tokens > rows.LARGE or path.endswith("(graph)") and tokens <= clock.GRAPH_TOKENS
 
 
 def _alone(step: Callable[[], list[dict]]) -> Callable[[], list[dict]]:

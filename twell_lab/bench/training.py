@@ -3,7 +3,7 @@ model.
 
 Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
 before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
-events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.measure.time_cuda), and
+events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.clock.time_cuda), and
 the wall time of plain calls (rows.clock_gpu). peak_bytes: the most that one call holds beyond what was there before,
 its output and all gradients included."""
 
@@ -23,7 +23,8 @@ from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
 from ..layers.weights import Weights
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, ModelConfig
-from ..ops import measure, train
+from ..ops import clock as clocks
+from ..ops import train
 from . import inference, rows
 from .rows import COMPILED, DENSE
 
@@ -75,14 +76,14 @@ def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
 def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[str, float]:
     """For y and each gradient, the norm of our error (from `right`, float64) over twice that of torch's dense layer.
 
-    Raises measure.WrongResult for a ratio above 1.
+    Raises clocks.WrongResult for a ratio above 1.
     """
     names = NAMES if len(right) == len(NAMES) else [name for name in NAMES if name != "dgate"]
     ratios = {}
     for name, a, b, e in zip(names, ours, dense, right):
         ratios[name] = round(rows.error_over_allowed(a, b, e, 1e-12 * e.norm()), 4)
         if not ratios[name] <= 1.0:
-            raise measure.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
+            raise clocks.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
     return ratios
 
 
@@ -137,7 +138,7 @@ def compare(
         result = call(0)  # compiles and loads what is needed
         notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(result, base, right).values())}
         del result
-        notes[name]["peak_bytes"] = measure.peak_bytes(call)
+        notes[name]["peak_bytes"] = clocks.peak_bytes(call)
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
@@ -240,9 +241,9 @@ def model_rows(
     }
     losses = {name: float(call(0)) for name, call in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
-        raise measure.WrongResult(f"the losses differ: {losses}; nothing was timed")
+        raise clocks.WrongResult(f"the losses differ: {losses}; nothing was timed")
     notes = {
-        name: {"peak_bytes": measure.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
+        name: {"peak_bytes": clocks.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
     }
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
         notes[path]["choice"] = choice
@@ -342,9 +343,9 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
 
 def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
     """What to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token, float32
-    [d_ff]: quantiles of the products, at drawn rates that are lognormal (measure.firing_rates), or at the given rates
+    [d_ff]: quantiles of the products, at drawn rates that are lognormal (clocks.firing_rates), or at the given rates
     [d_ff] of the neurons."""
-    rates = nnz if isinstance(nnz, Tensor) else measure.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
+    rates = nnz if isinstance(nnz, Tensor) else clocks.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
     rates = rates.to(products.device)
     place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
     found = products.sort(0).values.gather(0, place[None])[0]

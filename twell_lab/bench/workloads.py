@@ -14,31 +14,29 @@ waits for the host hold the waiting too.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
-from ..analysis import planner
+from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import captured, profile
-from ..analysis.room import SHARE
 from ..analysis.switching import Switch
 from ..core import InputError, TwellError
 from ..layers.anatomy import feed_forwards
-from ..layers.choice import LOSSY, Choice
+from ..layers.choice import LOSSY, Choice, LayerPlan
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import layer_terms
 from ..models.swap import sparsify
-from ..ops import measure
+from ..ops import clock as timing
 from . import drawn, energy, rows
 from .causal import Causal, Head
 from .rows import COMPILED, DENSE
@@ -82,8 +80,8 @@ class Tokens:
 
     def inputs(self, sequences: int, length: int) -> Tensor:
         """What is measured: int64 [ROTATED, sequences, length]."""
-        found = self.windows(self.MEASURED, measure.ROTATED * sequences, length)
-        return found.view(sequences, measure.ROTATED, length).transpose(0, 1)
+        found = self.windows(self.MEASURED, timing.ROTATED * sequences, length)
+        return found.view(sequences, timing.ROTATED, length).transpose(0, 1)
 
 
 @dataclass
@@ -212,8 +210,6 @@ class Models:
         """Plan the layers for these token counts, and swap those of a copy."""
         on_gpu, name = self.device.type == "cuda", FOR_GRAPHS if for_graphs else PLANNED
         seen = self.tokens.windows(self.tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
-        # Next to no copies of weights: where hot/cold is taken, the layers' own neurons are put in its order.
-        how = {"memory": SHARE, "reorder": True} if on_gpu else {}
         rows.drain()
         start = time.perf_counter()
         made = planner.plan(
@@ -221,25 +217,22 @@ class Models:
             self.dense.model,
             tokens=sorted(set(classes)),
             batches=list(seen.split(max(1, len(seen) // 2))),
-            for_graphs=for_graphs and on_gpu,
+            calls="captured" if for_graphs and on_gpu else "eager",
             progress=False,
-            **how,
         )
         rows.drain()
         self.seconds[name] = time.perf_counter() - start
-        self.follow(name, made, **how)
+        self.follow(name, made)
 
     def force(self, path: str, classes: Iterable[int]) -> str:
         """Have the layers of a copy take this path, whatever it is worth; returns what rows call that. On one that
         splits neurons, with as many hot ones in each of these classes of token counts as should be fastest.
 
         Raises a TwellError where layers do not take the path."""
-        how = {"reorder": True} if self.device.type == "cuda" else {}
         if not PATHS[path].splits:
-            self.follow(name := f"{FORCED}{(choice := Choice(path))}", choice, **how)
+            self.follow(name := f"{FORCED}{(choice := Choice(path))}", choice)
         else:
-            plan = self._split(path, sorted(set(classes)), **how)
-            self.follow(name := f"{FORCED}{path}", plan, memory=math.inf, **how)
+            self.follow(name := f"{FORCED}{path}", self._split(path, max(classes)))
         self.judge(name)
         return name
 
@@ -248,23 +241,18 @@ class Models:
         if (off := self._layers_off(self.sparse[name])) is not None:
             self.off[name] = off
 
-    def _split(self, path: str, counts: list[int], **how) -> Plan:
-        """A plan of this path for every class, each with the number of hot neurons that is predicted to be best."""
-        made = planner.plan(
-            self.firing, self.dense.model, tokens=counts, measure=False, paths=[path], progress=False, **how
-        )
+    def _split(self, path: str, tokens: int) -> Plan:
+        """A plan of this path, with the number of hot neurons that is predicted to be best for so many tokens."""
+        rates = costs.measure_rates(self.device, self.dtype)
         layers = []
-        for layer in made.layers:
-            best = {
-                each.tokens: each
-                for each in sorted(layer.candidates, key=lambda each: -each.predicted_us)
-                if each.path == path
-            }
-            if not best:
+        for layer in self.firing.layers:
+            firing = costs.Firing.of(layer)
+            choices = [Choice(path, hot) for hot in PATHS[path].sizes(layer.d_ff)]
+            if not choices:
                 raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
-            asked = (replace(each, chosen=True, why="asked for by name") for each in best.values())
-            layers.append(replace(layer, candidates=tuple(asked)))
-        return Plan(layers, made.device, made.dtype, made.rates)
+            us = [costs.predict(choice, firing, rates, tokens, self.dtype.itemsize)["total"] for choice in choices]
+            layers.append(LayerPlan.forced(layer, choices[us.index(min(us))]))
+        return Plan(layers, rates.device, rates.dtype, rates.as_dict())
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -284,9 +272,9 @@ class Models:
             off.append((sparse.module(x).double() - right).norm() / right.norm().clamp(min=1e-30))
         return float(torch.stack(off).mean())
 
-    def follow(self, name: str, plan, **how) -> None:
+    def follow(self, name: str, plan) -> None:
         """Swap the layers of a copy by this plan (whatever `sparsify` takes) and call it so."""
-        swapped = sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan, **how)
+        swapped = sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan)
         self.sparse[name] = Causal(swapped)
 
     def model_of(self, path: str) -> Causal:
@@ -300,7 +288,7 @@ class Models:
         first = self.layers[0]
         return {
             "kind": kind,
-            "device": measure.device_name(self.device),
+            "device": timing.device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "tokens": tokens,
             "d_model": first.up.weight.shape[1],
@@ -385,13 +373,13 @@ class Clocks:
                 if left_out is None or isinstance(error, TwellError):
                     raise
                 left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
-        return rows.clock_gpu(calls, max(tokens, measure.GRAPH_TOKENS + 1), rounds=rounds)
+        return rows.clock_gpu(calls, max(tokens, timing.GRAPH_TOKENS + 1), rounds=rounds)
 
     def peak(self, path: str, calls: rows.Calls) -> dict:
         """The peak memory of this path, which a row says where it is no graph."""
         if not self.watched or path.endswith(" (graph)"):
             return {}
-        return {"peak_bytes": measure.peak_bytes(calls[path])}
+        return {"peak_bytes": timing.peak_bytes(calls[path])}
 
     def reads_energy(self, path: str, tokens: int) -> bool:
         """Whether the energy of this path is read, if any is."""
@@ -404,7 +392,7 @@ class Clocks:
         timed = {}
         for path in [each for each in paths if self.reads_energy(each, tokens)]:
             name, graph, _ = path.partition(" (graph)")
-            timed[path] = measure.graphed(calls[name], inputs=1) if graph else calls[name]
+            timed[path] = timing.graphed(calls[name], inputs=1) if graph else calls[name]
         found = energy.millijoules(self.meter, timed, rows.drain, max(1, round(self.seconds)))
         return {path: energy.facts(each, tokens) for path, each in found.items()}
 
@@ -418,7 +406,7 @@ def clock_cpu(calls: rows.Calls, seconds: float) -> tuple[dict[str, list[float]]
     turn = time.perf_counter() - start
     warm = turn < seconds
     count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
-    bursts = measure.time_bursts(calls, rows.drain, rounds=count, count=1, warm=warm)
+    bursts = timing.time_bursts(calls, rows.drain, rounds=count, count=1, warm=warm)
     return {name: wall for name, (_, wall) in bursts.items()}, bursts
 
 
@@ -427,7 +415,7 @@ def is_compiled(path: str) -> bool:
     return path == COMPILED or path.endswith(COMPILED_TOO)
 
 
-Judged = Callable[[Workload, str], dict]  # of a path: what its row says of the checks, or measure.WrongResult
+Judged = Callable[[Workload, str], dict]  # of a path: what its row says of the checks, or timing.WrongResult
 
 
 @torch.no_grad()
@@ -469,7 +457,7 @@ def _check(
     calls: dict, work: Workload, facts: dict[str, dict], left_out: dict[str, str] | None, judge: Judged | None = None
 ) -> dict[str, dict]:
     """Compare the results of all calls with float32. Returns the facts of those that ran, with their error and loss,
-    and the ratio of error to what is allowed. Raises measure.WrongResult where a path that is not lossy exceeds that,
+    and the ratio of error to what is allowed. Raises timing.WrongResult where a path that is not lossy exceeds that,
     and where one that is gives what is no number.
     """
     assert work.right is not None  # Workload.expect came before
@@ -488,11 +476,11 @@ def _check(
             if judge is not None and not lossy:
                 try:
                     facts[name] |= judge(work, name)
-                except measure.WrongResult as error:
-                    raise measure.WrongResult(f"{work.label}: {name}: {error}: nothing was timed") from None
+                except timing.WrongResult as error:
+                    raise timing.WrongResult(f"{work.label}: {name}: {error}: nothing was timed") from None
                 continue
             if not ratio <= (sys.float_info.max if lossy else 1.0):
-                raise measure.WrongResult(
+                raise timing.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
                     "what is allowed: nothing was timed"
                 )
@@ -517,7 +505,7 @@ def right_ones(models: Models, work: Workload, paths: Iterable[str], left_out: d
             _check(calls, work, models.facts(work.tokens), None)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TwellError) as error:  # measure.WrongResult among them
+        except (RuntimeError, TwellError) as error:  # timing.WrongResult among them
             left_out[f"{models.about}, {work.label}, {path}"] = f"{str(error).partition(chr(10))[0]:.200}"
         else:
             found.append(path)
@@ -561,7 +549,7 @@ def training_rows(
         calls |= {COMPILED: _step(dense, ids, True), PLANNED + COMPILED_TOO: _step(twin, ids, True)}
     losses = {name: float(loss) for name, loss in _first(calls, "training", left_out)}
     if not max(losses.values()) - min(losses.values()) <= 0.02 * abs(losses[DENSE]):
-        raise measure.WrongResult(f"training: the losses differ: {losses}; nothing was timed")
+        raise timing.WrongResult(f"training: the losses differ: {losses}; nothing was timed")
     facts: dict[str, dict] = {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
     for name in set(calls) - {DENSE, COMPILED}:
         facts[name]["choice"] = _counted(learns)

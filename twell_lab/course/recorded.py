@@ -8,7 +8,7 @@ import torch
 
 from .. import records
 from ..core import TwellError
-from ..ops import measure
+from ..ops import clock
 
 LOGNORMAL = "independent, lognormal"
 GRAPH = " (graph)"
@@ -101,7 +101,7 @@ def rows_of(
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[dict]:
     """Rows like a record's from milliseconds measured on this machine's GPU: one for each path, with "dense eager"."""
-    device, (dense, _) = torch.cuda.get_device_name(), measure.quartiles(samples["dense eager"])
+    device, (dense, _) = torch.cuda.get_device_name(), clock.quartiles(samples["dense eager"])
     shared = {
         "kind": kind,
         "device": device,
@@ -118,5 +118,5 @@ def rows_of(
     return [
         {**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
         for path, values in samples.items()
-        for ms, spread in [measure.quartiles(values)]
+        for ms, spread in [clock.quartiles(values)]
     ]

@@ -339,7 +339,9 @@ class Call:
 
         for kernel, grid, arguments in self._launches:
             given = [tensor(a) if isinstance(a, Buffer) else a for a in arguments]
-            program.launch(kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given)
+            program.launch(
+                kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given, kernel.shared
+            )
         result = tuple(made[n] if n else None for n in self._result or ())
         return result if self._several else result[0] if result else None
 
@@ -359,38 +361,45 @@ def _takes(letter: str, given) -> bool:
 
 def run(operation: Callable, *arguments, **how) -> Any:
     """Run an operation once: operation(call, *arguments, **how), where each tensor among the arguments, also inside of
-    named tuples, comes as a Buffer. Returns its result as tensors; buffers inside named tuples come back as such."""
+    named tuples, comes as a Buffer. Returns its result as tensors; buffers inside named tuples come back as such.
+
+    The call is kept for further runs on tensors of the same layouts. All other arguments have to be hashable."""
     tensors: list[Tensor] = []
 
-    def collect(given):
+    def layouts(given):
         if isinstance(given, Tensor):
             tensors.append(given)
-        elif isinstance(given, tuple):
-            for one in given:
-                collect(one)
+            return layout(given)
+        return _mapped(given, layouts) if isinstance(given, tuple) else given
 
-    for given in (*arguments, *how.values()):
-        collect(given)
+    given = tuple([layouts(one) for one in arguments])
+    named = tuple([(name, layouts(one)) for name, one in how.items()])
     if not tensors:
         raise InputError("an operation was given no tensor; at least one is accepted")
-    call = Call(tensors[0].device)
+    call, kind = _written(operation, tensors[0].device, given, named)
+    found = call(*tensors)
+    return found[0] if kind is None else kind(found)
+
+
+@lru_cache(maxsize=256)
+def _written(operation: Callable, device: torch.device, arguments: tuple, how: tuple) -> tuple[Call, Callable | None]:
+    """The call of an operation for tensors of these layouts, and what its results are put into; None: it has one."""
+    call = Call(device)
 
     def buffers(given):
-        if isinstance(given, Tensor):
+        if isinstance(given, Layout):
             return call.input(given)
-        if isinstance(given, tuple):
-            parts = [buffers(one) for one in given]
-            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
-        return given
+        return _mapped(given, buffers) if isinstance(given, tuple) else given
 
-    given = [buffers(one) for one in arguments]
-    made = operation(call, *given, **{name: buffers(one) for name, one in how.items()})
-    parts = made if isinstance(made, tuple) else (made,)
-    call.returns(parts)
-    found = call(*tensors)
-    if not isinstance(made, tuple):
-        return found[0]
-    return type(made)(*found) if hasattr(made, "_fields") else found
+    made = operation(call, *map(buffers, arguments), **{name: buffers(one) for name, one in how})
+    several = isinstance(made, tuple)
+    call.returns(made if several else (made,))
+    return call, None if not several else type(made)._make if hasattr(made, "_fields") else tuple
+
+
+def _mapped(parts: tuple, change: Callable) -> tuple:
+    made = [change(one) for one in parts]
+    return type(parts)(*made) if hasattr(parts, "_fields") else tuple(made)
 
 
 # ---- on a GPU

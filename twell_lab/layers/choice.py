@@ -1,5 +1,5 @@
-"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that makes it, with what was
-weighed."""
+"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that has one for each class of token
+counts, with what was weighed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .. import records
 from ..core import InputError
-from ..records import record
 from .paths import PATHS
-from .paths.hot_cold import STEP, hot_first
+from .paths.twell import STEP, hot_first
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Choice:
             raise InputError(f"hot is {self.hot} on path {self.path!r}; {accepted} is accepted")
 
     def check(self, d_ff: int) -> None:
-        """InputError if a layer of d_ff neurons cannot be split in this way."""
+        """Raise InputError if a layer of d_ff neurons cannot be split in this way."""
         if not PATHS[self.path].accepts(d_ff, self.hot):
             accepted = f"a multiple of {STEP} below {d_ff}" if d_ff > STEP else f"a layer of more than {STEP} neurons"
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; {accepted} is accepted")
@@ -47,20 +47,9 @@ class Choice:
 LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
 DENSE = Choice("dense")  # what every other choice is compared with
 
-# In compiled code, as shares of dense's host time in eager code.
-# One layer among others: what is left of that time, and what calling a sparse layer's operator adds to its own. Each
-# further layer in stacks of 1 and 9, with a residual each, at 1 to 1,024 tokens, on an H100 with torch 2.11,
-# 2026-11-23, not recorded: 0.49 to 0.65, and 0.02 to 0.18.
-_COMPILED, _OPERATOR = 0.65, 0.15
-# A layer alone, where torch's wrapper comes to both: what dense then takes, and what a sparse layer's operator adds to
-# its own; gated, and plain. inference-20261126T022258Z.json (medians; tests/layers/ffn/test_compiled.py).
-ALONE = {True: (1.45, 0.97), False: (1.9, 1.6)}
-_DEVICE_COMPILED = 0.92  # what is left there of dense's device time, whose activation and product torch fuses
-_CLOCK = 1.03  # by how much two times may differ that count as the same
-
 
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
-    """A choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
+    """List a choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
     sizes = {path: hot if path.splits else 0 for path in PATHS.values()}
     return [Choice(path.name, size) for path, size in sizes.items() if path.accepts(d_ff, size)]
 
@@ -69,9 +58,8 @@ def one_of_each(d_ff: int, hot: int) -> list[Choice]:
 class Candidate:
     """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed.
 
-    measured_us: by the plan's clock; host_us: until the call returns; device_us: the GPU's work. before_us: the layer
-    as it was before it was swapped, timed beside the choice by the plan's clock. timed_on: the layer that was timed,
-    this one or one like it (twell_lab.analysis.trials)."""
+    measured_us: of a call on the plan's clock; dense_us: of the layer as torch computes it, timed beside. timed_on: the
+    layer that was timed, this one or one like it."""
 
     tokens: int
     path: str
@@ -80,13 +68,12 @@ class Candidate:
     measured_us: float | None
     chosen: bool
     why: str
-    host_us: float | None = None
-    device_us: float | None = None
-    before_us: float | None = None
+    dense_us: float | None = None
     timed_on: str | None = None
 
     @property
     def choice(self) -> Choice:
+        """The path, with its hot neurons."""
         return Choice(self.path, self.hot)
 
 
@@ -97,7 +84,8 @@ class LayerPlan:
     profiled: at how many tokens its neurons were watched; neuron_counts: at how many of them each of the d_ff neurons
     fired. candidates: what was weighed; of each class of token counts exactly one is chosen. A class is named by its
     largest count: classes 1, 64 and 2048 hold 1, 2 to 64, and 65 to 2048 tokens, and the last one all beyond.
-    """
+
+    Raises InputError for other numbers of counts and of chosen candidates, and for a choice that does not fit d_ff."""
 
     name: str
     d_model: int
@@ -112,20 +100,20 @@ class LayerPlan:
             raise InputError(
                 f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted"
             )
-        classes = [each.tokens for each in self.candidates]
-        chosen = [each.tokens for each in self.candidates if each.chosen]
-        if not chosen or sorted(chosen) != sorted(set(classes)):
+        classes = {row.tokens for row in self.candidates}
+        chosen = [row.tokens for row in self.candidates if row.chosen]
+        if not chosen or sorted(chosen) != sorted(classes):
             raise InputError(
-                f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(set(classes))}; "
-                "one for each is accepted"
+                f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(classes)}; one for each is "
+                "accepted"
             )
-        for each in self.candidates:
-            each.choice.check(self.d_ff)
+        for row in self.candidates:
+            row.choice.check(self.d_ff)
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """A plan of one choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that
-        says how often the neurons fire."""
+        """Make a plan of one choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan
+        that says how often the neurons fire."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
@@ -134,29 +122,20 @@ class LayerPlan:
     @property
     def choices(self) -> dict[int, Choice]:
         """Class of token counts -> what is done there, classes ascending."""
-        found = {each.tokens: each.choice for each in self.candidates if each.chosen}
-        return dict(sorted(found.items()))
+        return dict(sorted((row.tokens, row.choice) for row in self.candidates if row.chosen))
 
     def choice(self, tokens: int) -> Choice:
-        """What is done with this many tokens at once."""
-        return next((each for most, each in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
+        """Return what is done with this many tokens at once."""
+        return next((choice for most, choice in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
 
-    def pays_compiled(self, tokens: int) -> bool:
-        """Whether what is done in this class of token counts is worth it in compiled code, too, which takes less of the
-        host's time for a dense layer, and more for a sparse one: among other layers, and for a layer alone. Where no
-        host time is known, it is."""
-        of_class = [each for each in self.candidates if each.tokens == tokens]
-        chosen = next(each for each in of_class if each.chosen)
-        dense = next((each for each in of_class if each.choice == DENSE), chosen)
-        if dense.host_us is None or chosen.host_us is None:
-            return True
-        device = dense.device_us or 0.0
-        among = chosen.host_us + _OPERATOR * dense.host_us
-        if among > max(_COMPILED * dense.host_us, device):
-            return False
-        left, added = ALONE[self.gated]
-        alone = chosen.host_us + added * dense.host_us
-        return alone <= _CLOCK * max(left * dense.host_us, _DEVICE_COMPILED * device)
+    @property
+    def hot(self) -> int:
+        """How many neurons are hot, of those that `order` puts first: the most of any choice, 0 where none splits."""
+        return max(choice.hot for choice in self.choices.values())
+
+    def order(self, hot: int) -> Tensor:
+        """Return the neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
+        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
 
     @property
     def nnz(self) -> float:
@@ -164,24 +143,19 @@ class LayerPlan:
         return self.packed_nnz(Choice())
 
     def packed_nnz(self, choice: Choice) -> float:
-        """How many firing neurons of a token the packed part of a choice is expected to hold: none, all, or the cold
-        ones. NaN where no token was profiled."""
+        """Return how many firing neurons of a token the packed part of a choice is expected to hold: none, all, or the
+        cold ones. NaN where no token was profiled."""
         if not PATHS[choice.path].packs:
             return 0.0
         rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
         return sum(rest) / self.profiled if self.profiled else math.nan
 
-    def order(self, hot: int) -> Tensor:
-        """The neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
-        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
-
     def table(self) -> list[dict]:
-        """One row a candidate: its fields by name."""
-        return [dict(vars(each)) for each in self.candidates]
+        """List one row a candidate: its fields by name."""
+        return [dict(vars(row)) for row in self.candidates]
 
     def __str__(self) -> str:
         rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
-        columns = {name: name.replace("_", " ") for name in rows[0]}
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
-        return f"{head}\n{record.table(rows, columns)}"
+        return f"{head}\n{records.table(rows, {name: name.replace('_', ' ') for name in rows[0]})}"

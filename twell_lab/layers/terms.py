@@ -23,9 +23,11 @@ from torch.autograd.function import FunctionCtx
 
 from ..core import InputError
 from ..ops.activation import RELU
+from ..ops.checks import all_finite
 from ..ops.train import PATHS, train
-from .anatomy import firing_layers
-from .paths.dense import by_torch, hides_host
+from .find import firing_layers
+from .parts import owner_of
+from .paths.dense import hides_host
 
 DENSE, SPARSE = PATHS
 # A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
@@ -79,55 +81,27 @@ def layer_nnz(h: Tensor) -> Tensor:
 # ---- a SparseFFN that learns, and reports
 
 
-def tell(layer: nn.Module, told: list[Told] | None, without_gradients: bool = False) -> None:
-    """Have a SparseFFN append to `told` at each forward pass with gradients, or at every one; None: stop.
-
-    Each layer gets a list of its own. Under FSDP2 layers are compiled one by one, and share a graph as long as they do
-    not differ in anything, such as a name or the length of a common list; a graph for each layer would exceed
-    torch.compile's limit. Raises InputError for a layer that is split over processes: its gradients are computed by
-    what split it."""
-    if told is not None and layer.splits:
-        raise InputError(
-            "the layer is split over several processes (tp_plan), and its terms with it; accepted: a model that is "
-            "whole, or terms of the dense model"
-        )
-    layer._told, layer._tells_always = told, without_gradients
-    layer._reports |= told is not None
-
-
-def reports(layer: nn.Module) -> bool:
-    """Return whether a SparseFFN has to report this forward pass, whose weights and input may need no gradient."""
-    return layer._told is not None and (layer._tells_always or torch.is_grad_enabled())
-
-
-def report_hidden(layer: nn.Module, h: Tensor) -> Tensor:
-    """Report what enters the down projection of a SparseFFN, h [..., d_ff], where somebody asks; returns it."""
-    if reports(layer):
-        layer._told.append(_of_hidden(h))
-    return h
-
-
 def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     """Compute a SparseFFN's output for x [..., d_model] where gradients are needed, or a report is asked for.
 
     weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
     was given none. Kernels have gradients of the ReLU alone. Once asked to report, a layer always takes the operator
     that can: a forward that is recomputed (checkpointing) must save what the first one saved."""
-    if layer.acts != RELU:
-        return by_torch(x, weights, lambda h: report_hidden(layer, h), **layer.formula)
     way = layer.learning or path.learns
-    if way == DENSE and weights[1].is_cuda and not layer._reports and not hides_host(x):
-        return by_torch(x, weights)
+    short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
+    if layer.acts != RELU or layer.gate is layer.up or short:
+        return layer.dense(x)
     y, l1, kept, lost = train(x, *weights[:6], path=way)
-    if reports(layer):
+    if layer.told is not None:
         _refuse_reentrant()
         share = None if lost is None else lost[0].float() / kept.numel()
         numbers = light_and_heavy(kept, weights[1].shape[0])
-        layer._told.append(Told(l1.mean(), kept.float().mean(), share, *numbers))
+        layer.told.append(Told(l1.mean(), kept.float().mean(), share, *numbers))
     return y
 
 
-def _of_hidden(h: Tensor) -> Told:
+def of_hidden(h: Tensor) -> Told:
+    """Return the report of a layer whose hidden values are h [..., d_ff]."""
     _refuse_reentrant()
     return Told(layer_l1(h), layer_nnz(h.detach()))
 
@@ -183,11 +157,8 @@ class LayerTerms(Sequence[LayerTerm]):
         together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
         loss; kernels that skip silent neurons never read it."""
         parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
-        weights = {id(p): p.detach() for part in parts for p in part.parameters()}.values()
-        largest = [
-            torch.linalg.vector_norm(w, torch.inf).float() for w in weights if w.numel()
-        ]  # no number exceeds NaN
-        return torch.stack([norm.to(largest[0].device, non_blocking=True) for norm in largest]).isfinite().all()
+        owned = {id(p): p.detach() for part in parts for p in owner_of(part).parameters() if p.numel()}
+        return all_finite([*owned.values()])
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"
@@ -206,20 +177,20 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
-    sparse = [layer for layer in layers if hasattr(layer.module, "_told")]
+    sparse = [layer for layer in layers if hasattr(layer.module, "told")]
     hooks = [
         layer.down.register_forward_pre_hook(
-            lambda module, args, told=told[layer.name]: told.append(_of_hidden(args[0]))
+            lambda module, args, told=told[layer.name]: told.append(of_hidden(args[0]))
         )
         for layer in layers
-        if not hasattr(layer.module, "_told")
+        if not hasattr(layer.module, "told")
     ]
     try:
         for layer in sparse:
-            tell(layer.module, told[layer.name], without_gradients=True)
+            layer.module.tell(told[layer.name])
         yield LayerTerms(told, layers)
     finally:
         for hook in hooks:
             hook.remove()
         for layer in sparse:
-            tell(layer.module, None)
+            layer.module.tell(None)

@@ -92,7 +92,7 @@ def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
     shape = x.shape if isinstance(x, Tensor) else None
     if not _plain(x, *weights):
-        x, *weights = check_layer(x, *weights[:3], weights[3:])
+        x, *weights = check_layer(x, *weights)
         made = _checked(_rows(x), *weights, path=path)
     else:
         made = _Train.apply(path, _rows(x), *weights)

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ..core import InputError
-from ..layers.anatomy import FeedForward, firing_layers
+from ..layers.find import FeedForward, firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import Told, layer_l1, layer_nnz, tell
+from ..layers.terms import Told, layer_l1, layer_nnz
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -105,7 +105,7 @@ class Objective(nn.Module):
         self.hooks = ExitStack()
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
-                tell(layer.module, seen)
+                layer.module.tell(seen)
                 self.hooks.callback(tell, layer.module, None)
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))

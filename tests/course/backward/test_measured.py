@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import record
-from twell_lab import records
 from twell_lab.bench import training
 from twell_lab.course.backward import measured
 from twell_lab.course.roofline.data import LOGNORMAL, Rates
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
@@ -198,7 +197,7 @@ def test_where_there_is_no_gpu_nothing_is_timed():
 
 def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
     """Real layers on the CPU, and a clock that makes up its times."""
-    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
     times = {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]}
     rows = measured.step_rows(layer, inputs, 8, lambda calls: times, lambda call: len(call(0)) * 2**20)
     assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
@@ -211,7 +210,7 @@ def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
 
 def largest_gradient(rates: torch.Tensor, tokens: int, shrink: torch.Tensor) -> float:
     """Of torch's dense layer in float32, with neurons of these firing rates; shrink: what divides each one's `down`."""
-    layer, (x, *_) = measure.drawn(rates, tokens, measured.D_MODEL, torch.float16, "cpu", shrink=1.0)
+    layer, (x, *_) = clocks.drawn(rates, tokens, measured.D_MODEL, torch.float16, "cpu", shrink=1.0)
     weights = [part.weight.float() for part in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     weights[2] /= shrink
     dy = measured.SIZE * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
@@ -224,7 +223,7 @@ def test_no_gradient_of_your_own_steps_is_more_than_float16_holds():
     """Of all tokens the busiest neurons, whose weights' gradients are the largest; of few tokens all neurons, for dx.
     Where torch's dense layer gives infinity, nothing is timed."""
     nnzs, room = (8.0, 29.0, 120.0), torch.finfo(torch.float16).max
-    rates = [measure.firing_rates(measured.D_FF, nnz) for nnz in nnzs]
+    rates = [clocks.firing_rates(measured.D_FF, nnz) for nnz in nnzs]
     busiest = torch.cat([each.topk(16).values for each in rates])
     most = largest_gradient(busiest, measured.TOKENS, torch.tensor(nnzs).sqrt().repeat_interleave(16))
     for nnz, each in zip(nnzs, rates, strict=True):
@@ -236,48 +235,6 @@ def test_no_gradient_of_your_own_steps_is_more_than_float16_holds():
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
     dense = training.dense_layer
     monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: dense(x, gate, up, 2 * down))
-    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
-    with pytest.raises(measure.WrongResult, match="a gradient is off by"):
+    layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    with pytest.raises(clocks.WrongResult, match="a gradient is off by"):
         measured.step_rows(layer, inputs, 8, clock=lambda calls: pytest.fail("it was timed"))
-
-
-def test_the_newest_record_holds_what_training_promises():
-    """Times as fast as torch's eager dense layer, memory and errors: a record that falls behind is noticed where it is
-    added. A section that it left out for want of time, and says so, is looked for in the record before."""
-    stored = sorted((each for each in records.load_all() if each.name == "training"), key=lambda each: each.date)
-    newest = stored[-1]
-    rows = [
-        each for each in newest.rows if each["tokens"] == measured.TOKENS or each["workload"].startswith(measured.WHOLE)
-    ]
-    mib = {
-        name: [each["peak_bytes"] / 2**20 for each in rows if each["path"] == name]
-        for name in ("forced twell", "dense eager")
-    }
-    for nnz, least in ((8, 2.65), (29, 1.95), (60, 1.45), (120, 1.0)):
-        found = [
-            each["x_dense"]
-            for each in rows
-            if each["path"] == "planned" and each["workload"] == LOGNORMAL and abs(each["nnz"] / nnz - 1) < 0.1
-        ]
-        assert len(found) == 1 and found[0] >= least, (nnz, found)
-    assert all(each["x_dense"] >= 0.97 for each in rows if each["path"] == "planned")
-    assert all(each["x_compiled"] >= 0.97 for each in rows if each["path"] == "planned compiled")
-    assert 0 < min(mib["forced twell"]) and max(mib["forced twell"]) <= 400 < min(mib["dense eager"])
-
-    def of(section, workload):
-        having = [record for record in stored if any(each["workload"] == workload for each in record.rows)][-1]
-        assert having is newest or section in newest.notes["left_out"]
-        return [each for each in having.rows if each["workload"] == workload]
-
-    for heavy in (64, 512):
-        if (workload := f"heavy rows: {heavy}") not in {each["workload"] for each in rows}:
-            rows += of("heavy rows", workload)
-    assert sum("error_over_allowed" in each for each in rows) > 50
-    assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
-
-    steps = {each["path"]: each["ms"] for each in of("whole step", "whole step, 8 layers")}
-    assert steps["dense compiled"] / steps["planned compiled"] >= 1.15
-    swept = of("whole step, the sweep's model", "whole step, the sweep's model")
-    assert {each["path"] for each in swept} >= {"dense compiled", "planned compiled", "forced twell compiled"} and len(
-        {each["nnz"] for each in swept}
-    ) == 2

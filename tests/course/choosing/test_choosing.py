@@ -10,8 +10,8 @@ import torch
 from twell_lab.bench import methods
 from twell_lab.course.choosing import checks, data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import measure
-from twell_lab.records.record import Record
+from twell_lab.ops import clock as clocks
+from twell_lab.records import Record
 from twell_lab.sparsities import predictors
 
 WHERE = "yours, now, on CPU"
@@ -318,7 +318,7 @@ def test_times_of_calls_here():
 
 def test_a_wrong_method_is_not_timed(monkeypatch):
     monkeypatch.setattr(methods, "by_stripes", lambda layer, down_t, x: layer(x) * 1.01)
-    with pytest.raises(measure.WrongResult, match="micro-tiles 32 x 1 is off by 0.01"):
+    with pytest.raises(clocks.WrongResult, match="micro-tiles 32 x 1 is off by 0.01"):
         data.map_rows("cpu", (1 / 8,))
 
 

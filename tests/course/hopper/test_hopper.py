@@ -7,7 +7,7 @@ from tests.course.recorded_rows import compared, everything, gates, record, row
 from twell_lab.analysis.planner import plan
 from twell_lab.analysis.profile import profile
 from twell_lab.course.hopper import data as hopper
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 
 def test_all_rows_are_of_the_newest_record_that_times_the_gate(keep):
@@ -43,7 +43,7 @@ def test_without_a_gpu_nothing_is_measured():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_gpu_measures_has_the_form_of_the_record(my_gpu, dtype):
     """Real layers on the CPU, and a clock that makes up its times."""
-    layer, inputs = measure.workload(4, 32, 512, 8, "lognormal", dtype, "cpu")
+    layer, inputs = clocks.workload(4, 32, 512, 8, "lognormal", dtype, "cpu")
     planned = plan(profile(layer, inputs[:1]), layer, tokens=4, batches=inputs[1:2])
     clock = lambda calls: {name: [4.0, 4.0] if name == "dense eager" else [2.0, 2.0] for name in calls}  # noqa: E731
     rows = hopper.layer_rows(layer, inputs, planned, 8, clock)
@@ -58,9 +58,9 @@ def test_a_readers_gpu_is_measured_in_its_own_type_on_other_inputs_than_planned(
     """All of `yours` but the GPU: what it draws, plans on and times."""
     seen = {}
     monkeypatch.setattr(hopper, "dtype_for", lambda device: torch.float16)
-    drawn = measure.workload
+    drawn = clocks.workload
     monkeypatch.setattr(
-        measure, "workload", lambda tokens, *rest: drawn(tokens, 32, 512, rest[2], rest[3], torch.float32, "cpu")
+        clocks, "workload", lambda tokens, *rest: drawn(tokens, 32, 512, rest[2], rest[3], torch.float32, "cpu")
     )
     from twell_lab.analysis import costs, planner
 
@@ -74,7 +74,7 @@ def test_a_readers_gpu_is_measured_in_its_own_type_on_other_inputs_than_planned(
         hopper, "layer_rows", lambda layer, inputs, plan, nnz: seen.update(timed=inputs) or [row(nnz=nnz)]
     )
     assert [each["nnz"] for each in hopper.yours((8, 29), tokens=4)] == [8, 29]
-    assert seen["dtype"] == torch.float16 and len(seen["timed"]) == measure.ROTATED
+    assert seen["dtype"] == torch.float16 and len(seen["timed"]) == clocks.ROTATED
     assert not any(torch.equal(x, other) for x in seen["timed"] for other in seen["planned"])
     assert all(torch.equal(x[:, 0], other[:, 0]) for x in seen["timed"] for other in seen["planned"])
 

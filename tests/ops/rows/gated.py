@@ -11,7 +11,15 @@ from twell_lab.ops import down, gated
 from twell_lab.ops.activation import RELU, Activation
 from twell_lab.ops.reference import relu
 
-SHAPES = [(37, 2048, 1000), (5, 768, 600), (9, 64, 257), (4, 4096, 512), (3, 5120, 300), (6, 100, 300), (2, 12290, 256)]
+SHAPES = [
+    (37, 2048, 1000),
+    (5, 1032, 600),
+    (9, 64, 257),
+    (4, 4096, 512),
+    (3, 5120, 300),
+    (6, 100, 300),
+    (2, 12290, 256),
+]
 SHAPES += [(1, 8, 1), (0, 64, 300)]
 TYPES = (BF16, FP16, FP32)
 NO_TAIL = (None, None, None)
@@ -59,19 +67,19 @@ def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, s
         operation,
         reference,
         tolerance=gated.TOLERANCE,
-        large=rows > 1000 or (d_model > 4096 and dtype != BF16),
+        large=rows * d_model * d_ff > 10**7,
     )
 
 
 def _versions(name, newest):
     one = partial(case, name)
     versions = range(1, newest + 1)
-    yield from (one("sparse", v, dtype, SHAPES[i]) for v in versions for dtype in TYPES for i in (0, 5))
+    yield from (one("sparse", v, dtype, SHAPES[i]) for v in versions for dtype in TYPES for i in (0, 2, 5))
     yield from (one("some over", v, BF16, shape, tail) for v in versions for shape in SHAPES for tail in (False, True))
     patterns = ("dense", "silent", "all", "full tiles", "one over")
-    yield from (one(pattern, v, FP16, SHAPES[0], v % 2 == 1) for v in versions for pattern in patterns)
+    yield from (one(p, v, FP16, SHAPES[i], v % 2 == 1) for v in versions for p in patterns for i in (0, 1))
     geometries = [(256, 64), (256, 128), (128, 9), (64, 65), (1000, 2)]
-    yield from (one("some over", v, BF16, (33, 768, 1500), False, *g) for v in versions for g in geometries)
+    yield from (one("some over", v, BF16, (9, 1032, 900), False, *g) for v in versions for g in geometries)
     yield from (one("dense", v, dtype, SHAPES[1], signed=True) for v in versions for dtype in TYPES)
     yield one("sparse", None, BF16, (6, 64, 520), how="shifted")
     yield from (one("some over", v, BF16, (70_001, 64, 264)) for v in (None,))
@@ -80,7 +88,7 @@ def _versions(name, newest):
 CASES = [
     *_versions("gated", 4),
     *_versions("down", 3),
-    *(case("gated", "dense", v, dtype, SHAPES[0], both=True) for v in (1, 2, 3, 4) for dtype in TYPES),
+    *(case("gated", "dense", v, dtype, SHAPES[1], both=True) for v in (1, 2, 3, 4) for dtype in TYPES),
     *(
         case("gated", "some over", v, dtype, (12, d, 700), how="spoilt")
         for v in (1, 2, 4)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import twell_lab as tl
 from twell_lab.analysis import predict
 from twell_lab.core import InputError
-from twell_lab.ops import measure
+from twell_lab.ops import clock
 from twell_lab.sparsities.experts import WAYS, Experts, ExpertsLayer, routed_by_firing, takes_grouped
 
 
@@ -221,7 +221,7 @@ def test_a_finer_grain_is_never_more_work():
 
 def test_groups_of_a_drawn_layer_move_more_than_they_spare():
     """What the file says of it, which is why no path does this exactly, and little is gained by one that is lossy."""
-    rates = measure.firing_rates(5632, 29).sort(descending=True).values
+    rates = clock.firing_rates(5632, 29).sort(descending=True).values
     needed = 1 - (1 - rates).view(-1, 64).prod(1)  # of each group, by how many of the tokens
     assert round(float(needed.mean()), 2) == 0.17 and round(float(needed.sum())) == 15
     rows = 16384 * float(needed.sum())

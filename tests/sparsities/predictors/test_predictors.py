@@ -11,7 +11,7 @@ from torch import nn
 
 from twell_lab import core
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.thresholds import losses
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -8,7 +8,6 @@ from torch import nn
 from torch.sparse import _semi_structured_conversions as conversions
 
 from twell_lab.analysis.costs import Rates
-from twell_lab.analysis.predict import rates_of
 from twell_lab.core import DeviceError, InputError
 from twell_lab.sparsities import two_four
 from twell_lab.sparsities.two_four import (
@@ -380,14 +379,6 @@ def test_turning_the_result_apart_reads_and_writes_it_once_more():
         assert apart == pytest.approx(took(products, False) / (took(products, True) + 2 * 2 * turned))
         assert apart < bound(products, rates)
     assert bound([weights], rates, fused=False) == 1  # which is not sparse
-
-
-def test_what_fusing_gains_on_an_h100_is_what_the_page_says():
-    y = linear_products(4096, 4096, 4096)[:1]
-    rates = rates_of("H100 SXM")
-    assert f"{bound(y, rates, fused=False):.2f} times as fast as dense are then left of {bound(y, rates):.2f}," in (
-        " ".join(two_four.__doc__.split())
-    )
 
 
 def test_a_row_says_what_was_counted():

@@ -189,7 +189,7 @@ def test_steps_are_checked_before_they_are_timed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(two_four_training, "tensor_kind", lambda *_: None)
     monkeypatch.setattr(
-        two_four_training.measure,
+        two_four_training.clock,
         "time_cuda",
         lambda calls, rounds: {name: [1.0, 2.0] for name, call in calls.items() if call(0) is None or "chosen" in name},
     )
@@ -198,5 +198,5 @@ def test_steps_are_checked_before_they_are_timed(monkeypatch):
     assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
     assert all(row["d_ff"] == 256 and row["d_model"] == 64 and row["ms"] == 1.5 for row in rows.values())
     monkeypatch.setattr(two_four_training.F, "linear", lambda x, weight, bias=None: 2 * x @ weight.t())
-    with pytest.raises(two_four_training.measure.WrongResult, match="nothing was timed"):
+    with pytest.raises(two_four_training.clock.WrongResult, match="nothing was timed"):
         step_times(128, 256, 64, dtype=torch.float32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import records
-from ...ops import measure
+from ...ops import clock as clocks
 from ..notebook import sixteen_bits
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, rows_of, same, short, timed_here
 
@@ -213,13 +213,13 @@ def step_rows(
     layer,
     inputs: list[Tensor],
     nnz: float,
-    clock: Callable = measure.time_cuda,
-    peak_bytes: Callable = measure.peak_bytes,
+    clock: Callable = clocks.time_cuda,
+    peak_bytes: Callable = clocks.peak_bytes,
 ) -> list[dict]:
     """The training step of one gated layer, dense and sparse, checked and then timed: rows as in the record.
 
     inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
-    ops.measure.time_cuda does. peak_bytes: the peak memory of a call, as ops.measure.peak_bytes. Raises WrongResult if
+    ops.clock.time_cuda does. peak_bytes: the peak memory of a call, as ops.clock.peak_bytes. Raises WrongResult if
     a gradient is off by 5% of its norm or more.
     """
     from ...bench import training as tables
@@ -233,7 +233,7 @@ def step_rows(
         mine, theirs = mine.detach().double(), theirs.detach().double()
         off = float((mine - theirs).norm() / theirs.norm())
         if not off < 0.05:
-            raise measure.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
+            raise clocks.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: peak_bytes(call) for path, call in calls.items()}
     d_ff, d_model = layer.gate_proj.weight.shape
     rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz, layer.gate_proj.weight.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...formats.twell import TILE, WORDS, TwELL, fires, join_words, split_words
-from ...ops import measure
+from ...ops import clock
 from ...simulator.counts import SECTOR
 
 SLOTS = WORDS - 1
@@ -123,7 +123,7 @@ def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
 def counted() -> Case:
     """The launch whose sectors are counted: the same on every machine."""
     generator = torch.Generator().manual_seed(0)
-    rates = measure.firing_rates(D_FF, NNZ).clamp(min=1e-12)
+    rates = clock.firing_rates(D_FF, NNZ).clamp(min=1e-12)
     order = (torch.rand(COUNTED, D_FF, generator=generator, dtype=torch.float64).log() / rates).argsort(descending=True)
     size = torch.rand(COUNTED, D_FF, generator=generator) + 0.01
     fired = torch.zeros(COUNTED, D_FF, dtype=torch.bool).scatter_(1, order[:, :NNZ], True)

@@ -21,7 +21,8 @@ from ...analysis.predict import rates_of
 from ...core import CompileError, InputError, StackError, TwellError
 from ...formats.twell import TILE, WORDS
 from ...layers.paths.cost import CACHE_USED
-from ...ops import measure, portable
+from ...ops import clock as clocks
+from ...ops import portable
 from ...simulator import Counts, Fault, faults
 from ...simulator.counts import SECTOR
 from ..recorded import device_and_day
@@ -223,7 +224,7 @@ def predicted(counts: Counts, device: str | None = None) -> Predicted:
     grown = counts.scaled(TIMED / COUNTED, same_size=[weights])
     touched = grown.footprints.values()
     l2_bytes = SECTOR * (sum(at.block_read_sectors for at in touched) + grown.global_writes.sectors)
-    often = measure.firing_rates(D_FF, NNZ).numpy()
+    often = clocks.firing_rates(D_FF, NNZ).numpy()
     simulated = _as_simulated(rates)
     bounds = simulator.predicted_time(grown, simulated, {weights: often})
     memory_bytes = round(bounds.bounds["device memory"] * simulated.memory_bytes_per_s)
@@ -314,7 +315,7 @@ def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
         rows = gpu.timed(mine)
     except CompileError as error:
         return f"The simulator takes it, but CUDA's own compiler does not:\n{error}", []
-    except measure.WrongResult as error:
+    except clocks.WrongResult as error:
         return f"On {here}: {error}", []
     except (TwellError, RuntimeError) as error:  # too little memory is a RuntimeError
         return f"Not run on {here}: {error}", []

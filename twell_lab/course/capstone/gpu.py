@@ -13,7 +13,8 @@ from ...core import CompileError, StackError
 from ...cuda import cubins
 from ...cuda.macros import VALUE
 from ...formats.twell import TILE, WORDS
-from ...ops import measure, portable
+from ...ops import clock as clocks
+from ...ops import portable
 from . import cases
 from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
@@ -94,9 +95,9 @@ def wrong(mine: Mine, threads: int) -> str | None:
 def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     """Rows of kind "capstone": the reader's kernel and each version of the library's, cold, in turn.
 
-    Raises measure.WrongResult, before any clock starts, for one whose rows are not as in float64."""
+    Raises clocks.WrongResult, before any clock starts, for one whose rows are not as in float64."""
     dtype = dtype_here()
-    dense, inputs = measure.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
+    dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()
     gates = [linear(x, dense.gate_proj.weight) for x in inputs]
     packs = [portable.pack(gate, TILE, WORDS) for gate in gates]
@@ -121,7 +122,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     for name, call in calls.items():
         y.fill_(torch.nan)
         if not cases.agrees(call(0)[rows], exact, size).all():
-            raise measure.WrongResult(f"{name} is not as in float64 on {tokens:,} tokens: nothing was timed")
+            raise clocks.WrongResult(f"{name} is not as in float64 on {tokens:,} tokens: nothing was timed")
     shared = {
         "kind": KIND,
         "device": torch.cuda.get_device_name(),
@@ -133,7 +134,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
         "workload": "independent, lognormal",
     }
     found = []
-    for name, samples in measure.time_cuda(calls, rounds).items():
-        ms, spread = measure.quartiles(samples)
+    for name, samples in clocks.time_cuda(calls, rounds).items():
+        ms, spread = clocks.quartiles(samples)
         found.append({**shared, "path": name, "ms": ms, "spread": spread})
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import core, records
 from ...analysis import predict as predicting
+from ...analysis.costs import by_choice
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
@@ -35,12 +36,13 @@ from ...bench.methods import (
 )
 from ...bench.workloads import clock_cpu
 from ...layers.choice import Choice
-from ...layers.paths.hot_cold import STEP
+from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
-from ...ops import measure
-from ...ops.measure import dtype_for
-from ...sparsities import experts, microtiles
-from ...sparsities.predictors import Predictors, core_neurons, remove
+from ...ops import clock
+from ...ops.clock import dtype_for
+from ...sparsities import experts, microtiles, padding, routed
+from ...sparsities.core_neurons import core_neurons, remove
+from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, device_and_day, newest
 
@@ -175,11 +177,11 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
     for share in shares:
         lengths = torch.full((8,), round(share * x.shape[1]), device=device)
         real = torch.arange(x.shape[1], device=device) < lengths[:, None]
-        call = functools.partial(microtiles.unpadded, layer, x, real)
+        call = functools.partial(padding.unpadded, layer, x, real)
         methods.hold("padding removed", call(), layer(x) * real[..., None])
         at = float(real.double().mean())
         calls[at, comparison.REMOVED] = call
-        calls[at, comparison.ALONE] = functools.partial(layer, microtiles.remove_padding(x, real)[0])
+        calls[at, comparison.ALONE] = functools.partial(layer, padding.remove_padding(x, real)[0])
     took = _clock(calls, device, 1.0)
     dense = took.pop("padded")
     took = {(real, "padded"): dense for real, _ in took} | took
@@ -272,12 +274,12 @@ def hot_sentence(rows: list[dict]) -> str:
 @torch.no_grad()
 def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
     """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
-    tokens for which one of theirs fires (sparsities.experts.routed_by_firing)."""
-    layer, (x, *_) = measure.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
+    tokens for which one of theirs fires (sparsities.routed.routed_by_firing)."""
+    layer, (x, *_) = clock.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
     weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     made, wanted = [], layer(x)
     for grain in sizes:
-        found = experts.routed_by_firing(x, *weights, hot=hot, grain=grain)
+        found = routed.routed_by_firing(x, *weights, hot=hot, grain=grain)
         error = float((found.y - wanted).norm() / wanted.norm())
         made.append({"grain": grain, "groups": len(found.routed), "work": found.work, "error": error})
     return made
@@ -406,7 +408,7 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
                 made.append({**said, "ms": ms, "exact": method not in INEXACT})
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
-        dense = measure.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
+        dense = clock.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
         for row in mine:
             row["ms"] = dense if row["method"] == DENSE else row["ms"]
             row["x_dense"] = dense / row["ms"]
@@ -499,7 +501,7 @@ def predicted_sentence(
     said = []
     for gpu in gpus:
         firing, rates = predicting.firing_of(predicting.Layer(nnz)), predicting.rates_of(gpu)
-        took = [predicting.by_choice(firing, rates, count) for count in tokens]
+        took = [by_choice(firing, rates, count) for count in tokens]
         times = "/".join(f"{each[Choice(DENSE)] / min(each.values()):.1f}" for each in took)
         said.append(f"{gpu.removesuffix(' SXM').removesuffix(' 80 GB')} {times}")
     best = [
@@ -541,12 +543,12 @@ def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, lis
     timed many in a row."""
     turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     if device == "cuda":
-        return measure.time_cuda(turned, rounds=10)
+        return clock.time_cuda(turned, rounds=10)
     start = time.perf_counter()
     for call in calls.values():
         call()
     short = time.perf_counter() - start < 0.02
-    return measure.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+    return clock.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
 
 
 def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -562,4 +564,4 @@ def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
 
 
 def _here(device: str) -> str:
-    return f"yours, now, on {measure.device_name(torch.device(device))}"
+    return f"yours, now, on {clock.device_name(torch.device(device))}"

@@ -23,7 +23,7 @@ from ...bench.density import Samples, scattered
 from ...core import InputError
 from ...formats.classic import CSR
 from ...formats.matrix import rows_of
-from ...ops.measure import quartiles, time_bursts, time_cuda
+from ...ops.clock import quartiles, time_bursts, time_cuda
 from ..measure.data import as_fast, median, ms, relative_error
 
 SIZES = {"cpu": (2048, 2048, 256), "cuda": (4096, 4096, 1024)}  # outputs, inputs, tokens of the layer that is timed

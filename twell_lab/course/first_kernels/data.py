@@ -18,8 +18,9 @@ from ...bench import forward
 from ...core import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
-from ...ops import measure, portable
-from ...records.evidence import noise
+from ...ops import clock as clocks
+from ...ops import portable
+from ...bench.evidence import noise
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
@@ -70,7 +71,7 @@ def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
 
     Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
     """
-    rates = np.maximum(measure.firing_rates(d_ff, nnz).numpy(), 1e-12)
+    rates = np.maximum(clocks.firing_rates(d_ff, nnz).numpy(), 1e-12)
     draw = np.log((noise((rows, d_ff), 5) + 1) / 2 + 1e-12) / rates
     fires = np.zeros((rows, d_ff), bool)
     np.put_along_axis(fires, np.argsort(-draw, axis=1)[:, :nnz], True, axis=1)
@@ -189,7 +190,7 @@ def gpu_here() -> Gpu | None:
 
 def _rows(counts: Counts) -> dict[str, np.ndarray]:
     """How often each row of the weights is read that a launch on a `Layer` reads: as its neurons fire."""
-    often = measure.firing_rates(D_FF, NNZ).numpy()
+    often = clocks.firing_rates(D_FF, NNZ).numpy()
     return {name: often for name in ("up", "down_t") if name in counts.footprints}
 
 

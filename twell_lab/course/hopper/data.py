@@ -7,15 +7,14 @@ Data in, data out, nothing drawn. Rows are those of the "inference" record (twel
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from ... import records
-from ...ops import measure
-from ...ops.measure import dtype_for
+from ...ops import clock as clocks
+from ...ops.clock import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, sources, timed_here
 from ..roofline.data import floors, peaks, work
 
@@ -53,7 +52,7 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
 
     def rows(nnz: float) -> list[dict]:
         dtype = dtype_for("cuda")
-        layer, seen = measure.workload(tokens, D_MODEL, D_FF, nnz, "lognormal", dtype, "cuda")
+        layer, seen = clocks.workload(tokens, D_MODEL, D_FF, nnz, "lognormal", dtype, "cuda")
         inputs = [torch.randn_like(x) for x in seen]  # others than those that are planned on
         for x in inputs:
             x[:, 0] = seen[0][0, 0]
@@ -64,12 +63,12 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
     return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
 
 
-def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = measure.time_cuda) -> list[dict]:
+def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = clocks.time_cuda) -> list[dict]:
     """One gated layer, as torch computes it, planned, and on the dense and the TwELL path, checked and then timed: rows
     as in the record.
 
     inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
-    ops.measure.time_cuda does. The row of the dense path says by `fuses` whether this GPU has the kernels for it.
+    ops.clock.time_cuda does. The row of the dense path says by `fuses` whether this GPU has the kernels for it.
     """
     from ...bench import inference
     from ...layers.choice import Choice, LayerPlan
@@ -85,7 +84,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
 
     calls = {
         TORCH: layer,
-        PLANNED: sparsify(copy.deepcopy(layer), plan, memory=math.inf),
+        PLANNED: sparsify(copy.deepcopy(layer), plan),
         FUSED: forced("dense"),
         TWELL: forced("twell"),
     }

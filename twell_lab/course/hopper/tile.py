@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core import InputError
 from ...cuda import sources
-from ...formats import pool
+from ...formats import packed_and_pool
 from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
 
 FILE = "sm90_gate_pack.cu"
@@ -132,7 +132,7 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
         gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01
     gate = gate.to(dtype)
     x, up, down_t = (torch.randn(rows, d_model).to(dtype) for rows in (POOL_ROWS, TILE, TILE))
-    packed, shared, _ = pool.packed_and_pool(gate)
+    packed, shared, _ = packed_and_pool(gate)
     listed, their_x = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
     y = portable.gated_pooled(x, packed, shared, up, down_t, None, None, None, listed, their_x, None)
     lost = sorted(portable.listed_rows(listed).tolist())

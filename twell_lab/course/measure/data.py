@@ -15,8 +15,8 @@ from ...core import InputError
 from ...formats.classic import CSR
 from ...models.thresholds import calibrate
 from ...models.tiny import LanguageModel
-from ...ops import measure
-from ...records.record import flat_rows, is_cpu, load_all
+from ...ops import clock as clocks
+from ...records import flat_rows, is_cpu, load_all
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
 
@@ -25,12 +25,12 @@ from ..recorded import LOGNORMAL, newest
 
 def median(samples: list[float]) -> float:
     """The middle of the samples."""
-    return measure.quartiles(samples)[0]
+    return clocks.quartiles(samples)[0]
 
 
 def compare(samples: Samples, name: str, base: str) -> str:
     """One sentence on whether `name` is faster than `base`; a difference within the samples' spread counts as none."""
-    (new, new_spread), (old, old_spread) = measure.quartiles(samples[name]), measure.quartiles(samples[base])
+    (new, new_spread), (old, old_spread) = clocks.quartiles(samples[name]), clocks.quartiles(samples[base])
     sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
     # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
     if abs(new - old) <= (new_spread + old_spread) / 2 or 0.95 <= old / new <= 1.05:

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core import InputError
-from ...ops.measure import quartiles
+from ...ops.clock import quartiles
 from ..drawing import row_at
 from .data import ms
 

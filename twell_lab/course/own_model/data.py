@@ -19,12 +19,13 @@ from ...analysis import costs, predict
 from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
 from ...core import InputError
-from ...layers.anatomy import feed_forwards
+from ...layers.find import feed_forwards
 from ...layers.choice import DENSE
+from ...layers.find import feed_forwards
 from ...layers.paths.cost import Firing
 from ...models import published
 from ...models.tiny import LanguageModel
-from ...ops.measure import dtype_for
+from ...ops.clock import dtype_for
 from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
 from ..sweep.data import checkpoints
@@ -165,7 +166,7 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
     for gpu in gpus:
         rates = predict.rates_of(gpu)
         for count in tokens:
-            took = [predict.by_choice(layer, rates, count) for layer in layers]
+            took = [costs.by_choice(layer, rates, count) for layer in layers]
             best = [min(each, key=lambda choice, each=each: each[choice]) for each in took]
             dense = sum(each[DENSE] for each in took)
             us = sum(each[choice] for each, choice in zip(took, best, strict=True))

@@ -1,0 +1,216 @@
+"""Plans as data: choices and their limits, the order of the neurons, files."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twell_lab.analysis.plan import Plan, chosen
+from twell_lab.core import InputError, RecordError
+from twell_lab.layers.choice import Candidate, Choice, LayerPlan
+from twell_lab.layers.paths.twell import hot_first
+
+
+def candidate(tokens=64, path="dense", hot=0, chosen=True, measured=None):
+    timed = {"dense_us": 2 * measured, "timed_on": "layers.0.mlp"} if measured else {}
+    return Candidate(tokens, path, hot, 10.0, measured, chosen, "a test's", **timed)
+
+
+def layer_plan(*candidates, d_ff=600, name="layers.0.mlp"):
+    counts = tuple(range(d_ff))
+    return LayerPlan(name, 32, d_ff, True, 1000, counts, candidates or (candidate(),))
+
+
+@pytest.fixture
+def plan():
+    first = layer_plan(
+        candidate(1, "twell"),
+        candidate(64, chosen=False),
+        candidate(64, "hot_cold", 256, measured=2.5),
+        candidate(1, chosen=False),
+    )
+    return Plan(
+        [first, layer_plan(name="layers.1.mlp")], "CPU", "float32", {"launch": 1e-6}, inputs="captured from the batches"
+    )
+
+
+# ---- choices ----
+
+
+@pytest.mark.parametrize(
+    "path, hot, named",
+    [
+        ("sparse", 0, "'dense', 'twell', 'hot_cold'"),
+        ("hot_cold", 100, "multiple of 256"),
+        ("hot_cold", 0, "above 0"),
+        ("hot_cold", -256, "multiple of 256"),
+        ("twell", 256, "0 is accepted"),
+        ("hot_cold", True, "multiple of 256"),
+    ],
+)
+def test_a_wrong_choice_is_refused(path, hot, named):
+    with pytest.raises(InputError, match=named):
+        Choice(path, hot)
+
+
+@pytest.mark.parametrize("hot", [512, 768])
+def test_a_hot_part_that_leaves_no_cold_one_is_refused(hot):
+    with pytest.raises(InputError, match=f"hot is {hot} of 512 neurons"):
+        layer_plan(candidate(1, "hot_cold", hot), d_ff=512)
+
+
+def test_one_choice_for_each_class():
+    for wrong in (
+        [candidate(1), candidate(1, "twell")],
+        [candidate(1), candidate(64, chosen=False)],
+        [candidate(1, chosen=False)],
+    ):
+        with pytest.raises(InputError, match="one for each is accepted"):
+            layer_plan(*wrong)
+    with pytest.raises(InputError, match="3 neuron_counts"):
+        LayerPlan("", 32, 4, True, 9, (1, 2, 3), (candidate(),))
+
+
+def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
+    layer = plan.layers[0]
+    assert [str(layer.choice(tokens)) for tokens in (0, 1, 2, 64, 65, 9999)] == [
+        "twell",
+        "twell",
+        *["hot_cold 256"] * 4,
+    ]
+    assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)} and layer.hot == 256
+    assert plan.choice("layers.0.mlp", 1) == Choice("twell") and plan.layers[1].hot == 0
+    assert plan.dense_layers == ["layers.1.mlp"]
+
+
+def test_what_is_packed():
+    layer = layer_plan()
+    assert layer.nnz == pytest.approx(sum(range(600)) / 1000)
+    assert layer.packed_nnz(Choice("hot_cold", 512)) == pytest.approx(sum(range(88)) / 1000)
+    assert layer.packed_nnz(Choice("dense")) == 0
+    unseen = LayerPlan("", 32, 600, True, 0, (0,) * 600, (candidate(),))
+    assert math.isnan(unseen.nnz)
+
+
+# ---- the order ----
+
+
+@given(d_ff=st.integers(1, 1500), steps=st.integers(0, 5), most=st.integers(0, 3), seed=st.integers(0, 99))
+def test_the_order_is_a_permutation_with_the_hot_neurons_first(d_ff, steps, most, seed):
+    hot = min(256 * steps, d_ff // 256 * 256)
+    counts = torch.randint(0, most + 1, (d_ff,), generator=torch.Generator().manual_seed(seed))
+    order = hot_first(counts, hot)
+    assert order.dtype == torch.int64 and torch.equal(order.sort().values, torch.arange(d_ff))
+    assert torch.equal(order[:hot], counts.argsort(descending=True, stable=True)[:hot])
+
+
+def test_cold_neurons_that_fire_most_are_spread_over_the_tiles():
+    counts = (1e6 / torch.arange(1, 5633).double() ** 1.5).long()[
+        torch.randperm(5632, generator=torch.Generator().manual_seed(0))
+    ]
+    cold = counts[hot_first(counts, 512)[512:]].view(-1, 256).sum(1).double()
+    assert cold.max() / cold.min() < 1.2
+    by_count = counts.sort(descending=True).values[512:].view(-1, 256).sum(1).double()
+    assert by_count.max() / by_count.min() > 10
+
+
+# ---- shown and saved ----
+
+
+def test_tables(plan):
+    rows = plan.layers[0].table()
+    assert rows[2] == {
+        "tokens": 64,
+        "path": "hot_cold",
+        "hot": 256,
+        "predicted_us": 10.0,
+        "measured_us": 2.5,
+        "chosen": True,
+        "why": "a test's",
+        "dense_us": 5.0,
+        "timed_on": "layers.0.mlp",
+    }
+    assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
+    assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
+    assert "measured us" in str(plan.layers[0]) and "mean nnz 179.7" in str(plan.layers[0])
+
+
+def test_a_summary_says_which_paths_what_they_gain_and_what_stayed_dense(plan):
+    assert plan.summary().splitlines() == [
+        "up to 1 token: 1 twell, 1 dense; 1.00x dense together",
+        "up to 64 tokens: 1 hot_cold, 1 dense; 1.20x dense together",
+        "dense throughout: layers.1.mlp: a test's",
+        "for CPU, float32; timed, eager calls",
+    ]
+    assert chosen(plan.layers[0])[1] == {
+        "layer": "layers.0.mlp",
+        "nnz": plan.layers[0].nnz,
+        "tokens": 64,
+        "choice": "hot_cold 256",
+        "us": 2.5,
+        "dense_us": 5.0,
+        "x_dense": 2.0,
+        "how": "measured",
+        "why": "a test's",
+    }
+
+
+def test_a_plan_goes_through_a_file(plan, tmp_path):
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+    with pytest.raises(RecordError, match="cannot write"):
+        plan.save(tmp_path / "plan.json" / "below")
+    plan.rates["launch"] = math.nan
+    with pytest.raises(RecordError, match="JSON"):
+        plan.save(tmp_path / "other.json")
+
+
+def broken(content, where, value):
+    *path, last = where
+    for step in path:
+        content = content[step]
+    if value is KeyError:
+        del content[last]
+    else:
+        content[last] = value
+
+
+@pytest.mark.parametrize(
+    "where, value, named",
+    [
+        (["format"], "twell-lab firing profile", "it says 'twell-lab firing profile'"),
+        (["version"], 3, "version 3"),
+        (["layers"], 5, "not iterable"),
+        (["note"], "x", "note"),
+        (["layers", 1], 5, "holds no plan"),
+        (["layers", 0, "d_ff"], KeyError, "d_ff"),
+        (["layers", 0, "d_ff"], 601, "600 neuron_counts"),
+        (["layers", 0, "neuron_counts", 3], -1, "neuron_counts"),
+        (["layers", 0, "neuron_counts", 3], 1001, "from 0 to 'profiled'"),
+        (["layers", 0, "extra"], 1, "extra"),
+        (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
+        (["layers", 0, "candidates", 2, "path"], "fast", "path is 'fast'"),
+        (["layers", 0, "candidates", 2, "tokens"], 0, "whole number from 1 up"),
+        (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),
+        (["rates", "launch"], math.nan, "NaN"),
+        (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted"),
+    ],
+)
+def test_a_broken_file_is_refused(plan, tmp_path, where, value, named):
+    path = plan.save(tmp_path / "plan.json")
+    content = json.loads(path.read_text())
+    broken(content, where, value)
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match=named) as refused:
+        Plan.load(path)
+    assert "plan.json" in str(refused.value)
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "plan.json").write_text("{")
+    for name in ("plan.json", "missing.json"):
+        with pytest.raises(RecordError, match="cannot be read"):
+            Plan.load(tmp_path / name)

@@ -1,0 +1,279 @@
+"""Choosing: the fastest by what was timed, dense in doubt; who shares trials; and what is timed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import twell_lab as tl
+from twell_lab.analysis import planner, trials
+from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.analysis.trials import Copied, Times, Trial
+from twell_lab.core import InputError
+from twell_lab.layers.anatomy import FeedForward, feed_forwards
+from twell_lab.layers.choice import DENSE, Choice
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import clock
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+
+TWELL, HOT = Choice("twell"), Choice("hot_cold", 256)
+
+
+@pytest.fixture
+def fused(rates, monkeypatch):
+    """Rates of a GPU that computes hot neurons apart, and every path within reach of being timed."""
+    monkeypatch.setattr(planner, "_REACH", 1e9)
+    return replace(rates, fuses=True)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """timed(table): have trials take {tokens: (dense, twell, hot_cold, twell in the order of hot/cold)} microseconds, for
+    other counts what the next larger one takes; returns a list of (layer, tokens) that were timed."""
+
+    def read(table):
+        asked = []
+
+        def run(self, tokens, choices):
+            asked.append((self.layer.name, tokens))
+            dense, twell, hot, ordered = table[min(count for count in table if count >= tokens)]
+            plain = {DENSE: dense, **{choice: twell for choice in choices if choice == TWELL}}
+            order = {DENSE: dense, TWELL: ordered, **{choice: hot for choice in choices if choice.hot}}
+            return Times(dense, plain, order if self.hot else {DENSE: dense}, dense)
+
+        monkeypatch.setattr(Trial, "run", run)
+        return asked
+
+    return read
+
+
+# ---- the decision ----
+
+
+@pytest.mark.parametrize(
+    "table, expected",
+    [
+        ({4096: (100, 50, 60, 70)}, ["twell"]),
+        ({4096: (100, 99, 99, 99)}, ["dense"]),
+        ({4096: (100, 97, 200, 200)}, ["twell"]),
+        ({4096: (100, 50, 49, 55)}, ["twell"]),  # hot/cold has to gain 5%
+        ({4096: (100, 50, 47, 55)}, ["hot_cold"]),
+        ({4096: (100, 120, 94, 130)}, ["hot_cold"]),  # also over dense
+        ({4096: (100, 120, 96, 130)}, ["dense"]),
+        (
+            {2048: (100, 50, 80, 70), 4096: (100, 80, 50, 90)},
+            ["twell", "twell"],
+        ),  # its order costs the other class more
+        ({2048: (100, 50, 80, 51), 4096: (100, 80, 50, 90)}, ["twell", "hot_cold"]),
+        ({2048: (100, 120, 130, 150), 4096: (100, 80, 50, 90)}, ["dense", "hot_cold"]),
+        ({1: (10, 5, 9, 5), 4096: (100, 120, 130, 150)}, ["twell", "dense"]),
+    ],
+)
+def test_the_fastest_by_one_margin_and_hot_cold_by_another(profiled, layer, fused, timed, table, expected):
+    timed(table)
+    plan = tl.plan(profiled, layer[0], tokens=[*table], rates=fused, batches=layer[1][1:])
+    found = plan.layers[0]
+    assert [found.choice(tokens).path for tokens in table] == expected
+    for row in found.candidates:
+        assert row.why and row.timed_on == (None if row.measured_us is None else "")
+        assert row.dense_us == (None if row.measured_us is None else table[row.tokens][0])
+    assert found.hot == (256 if "hot_cold" in expected else 0) or found.hot == 512
+    assert plan.inputs == planner.CAPTURED and plan.calls == "eager"
+
+
+@pytest.mark.parametrize("first", [1, 6, 7, 20, 50, 64])
+def test_a_class_is_cut_where_its_choice_begins_to_be_faster(profiled, layer, rates, timed, first):
+    asked = timed({4: (100, 50, 0, 0), first - 1: (100, 200, 0, 0), 64: (100, 50, 0, 0)})
+    plan = tl.plan(profiled, layer[0], tokens=(4, 64), rates=rates, batches=layer[1][1:]).layers[0]
+    assert plan.choice(4) == plan.choice(64) == TWELL
+    assert all(plan.choice(tokens) == DENSE for tokens in range(5, first))
+    assert all(plan.choice(tokens) == TWELL for tokens in range(min(64, int(1.5 * first)), 99))
+    assert len(asked) <= 6 and len(plan.choices) <= 3
+
+
+def test_reasons(profiled, layer, fused, timed):
+    def why(*times, chosen=True):
+        timed({4096: times})
+        plan = tl.plan(profiled, layer[0], tokens=4096, rates=fused, batches=layer[1][1:]).layers[0]
+        return [row.why for row in plan.candidates if row.chosen == chosen]
+
+    assert why(100, 50, 60, 70) == ["2.00x dense, timed"]
+    assert why(100, 99, 120, 120) == ["twell is 1.01x dense, too little, timed"]
+    assert why(100, 150, 120, 120) == ["fastest, timed"]
+    assert "1.20x the time of the choice, timed, its neurons in another order" in why(100, 50, 60, 70, chosen=False)
+
+
+def test_without_a_model_or_without_timing_predictions_decide(profiled, layer, rates):
+    fused = replace(rates, fuses=True)
+    for model in (None, layer[0]):
+        plan = tl.plan(profiled, model, rates=fused, tokens=(1, 16384), measure=False)
+        assert plan.inputs is None and all(row["measured_us"] is None for row in plan.table())
+        assert {row["path"] for row in plan.table()} == {"dense", "twell", "hot_cold"}
+        assert plan.rates == fused.as_dict() and plan.device == rates.device
+        for row in plan.table():
+            dense = next(r for r in plan.table() if (r["tokens"], r["path"]) == (row["tokens"], "dense"))
+            if row["chosen"] and row["path"] != "dense":
+                assert row["predicted_us"] * planner.MARGIN_PREDICTED <= dense["predicted_us"]
+    narrow = GatedFeedForward(16, 40)
+    plan = tl.plan(profile(narrow, [torch.randn(9, 16)]), narrow, rates=fused, tokens=(4096,), measure=False)
+    assert {row["path"] for row in plan.table()} == {"dense", "twell"}
+
+
+# ---- who shares trials, and who has none ----
+
+
+def test_layers_that_fire_alike_share_the_trials_of_the_one_that_fires_most(rates, timed):
+    layers, stack = [], nn.Module()
+    for number, nnz in enumerate((20, 22, 90, 21)):
+        stack.add_module(f"layer{number}", clock.workload(4, 512, 600, nnz, "uniform", torch.float32, "cpu")[0])
+        x = clock.workload(4000, 512, 600, nnz, "uniform", torch.float32, "cpu")[1][0]
+        layers.append(replace(profile(getattr(stack, f"layer{number}"), x).layers[0], name=f"layer{number}"))
+    asked = timed({64: (100, 50, 0, 0)})
+    fast = replace(rates, launch=0.0)
+    plan = tl.plan(FiringProfile(layers), stack, tokens=64, rates=fast)
+    assert asked == [("layer2", 64), ("layer1", 64)] and plan.inputs == planner.DRAWN
+    assert [plan.layer(f"layer{n}").candidates[0].timed_on for n in range(4)] == [
+        "layer1",
+        "layer1",
+        "layer2",
+        "layer1",
+    ]
+    assert plan.layers[0].neuron_counts == tuple(layers[0].neuron_counts.tolist())
+
+
+def test_what_cannot_be_planned_is_dense_and_says_why(profiled, layer, rates, timed):
+    timed({64: (100, 50, 0, 0)})
+    silent = FiringProfile([replace(profiled.layers[0], tokens=0)])
+    (row,) = tl.plan(silent, layer[0], rates=rates, tokens=64).layers[0].candidates
+    assert (row.path, row.why) == ("dense", "no token reached it in the profile")
+    teal = copy.deepcopy(layer[0])
+    tl.thresholds(teal, layer[1][:1], 0.5, method="teal").apply(teal)
+    seen = profile(teal, layer[1][:1])
+    (row,) = tl.plan(seen, teal, rates=rates, tokens=64).layers[0].candidates
+    assert row.path == "dense" and "it is timed on batches" in row.why
+    plan = tl.plan(seen, teal, rates=replace(rates, device="a GPU"), tokens=1, batches=layer[1][1:])
+    assert {row["path"] for row in plan.table()} == {"dense", "kept_inputs"}
+
+
+# ---- really timed ----
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_plan_is_what_the_clock_said(profiled, layer, rates, batches):
+    module, inputs = layer
+    before = copy.deepcopy(module.state_dict())
+    plan = tl.plan(profiled, module, tokens=(1, 90), rates=rates, batches=inputs[1:] if batches else None)
+    assert plan.inputs == (planner.CAPTURED if batches else planner.DRAWN) and plan.dtype == "float32"
+    for row in plan.table():
+        if row["chosen"] and row["path"] != "dense":
+            assert row["measured_us"] * planner.MARGIN <= row["dense_us"]
+    assert any(row["measured_us"] is not None for row in plan.table())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert type(module) is GatedFeedForward
+
+
+def test_compiled_calls_are_timed_compiled(profiled, layer, rates, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda module, **how: compiled.append((type(module), how)) or module)
+    plan = tl.plan(profiled, layer[0], tokens=4, rates=rates, batches=layer[1][1:], calls="compiled")
+    assert plan.calls == "compiled" and len(compiled) >= 2 and all(how == {"dynamic": False} for _, how in compiled)
+
+
+@pytest.mark.parametrize("path", ["int8", "twell_int8"])
+def test_a_lossy_path_says_how_far_off_it_is(profiled, layer, rates, monkeypatch, path):
+    monkeypatch.setattr(planner, "_REACH", 1e9)
+    plan = tl.plan(profiled, layer[0], tokens=8, rates=rates, batches=layer[1][1:], paths=[path])
+    (why,) = [row["why"] for row in plan.table() if row["path"] == path]
+    assert "; lossy: its output is " in why and why.endswith("% off")
+
+
+def test_in_the_order_of_hot_cold_every_count_takes_the_path_that_is_timed(profiled, layer):
+    trial = Trial(profiled.layers[0], feed_forwards(layer[0])[0], 256, "eager", layer[1][1], 0)
+    assert trial._make(TWELL, True) and trial._make(TWELL, False) and trial._make(HOT, True)
+    plan = trial.ways[TWELL, True].plan
+    assert plan.choice(1) == plan.choice(10**6) == TWELL and plan.hot == 256
+    assert trial.ways[TWELL, False].plan.hot == 0
+    for way in trial.ways.values():
+        torch.testing.assert_close(way(layer[1][0]), layer[0](layer[1][0]), rtol=1e-4, atol=1e-4)
+
+
+def both(gated):
+    module = GatedFeedForward(8, 20)
+    module.forward = lambda x: module.down_proj(module.gate_proj(x).relu() * module.up_proj(x).relu())
+    return FeedForward("", module, module.gate_proj, module.up_proj, module.down_proj, both=True)
+
+
+def teal(module):
+    tl.thresholds(module, torch.randn(50, 8), 0.5, method="teal").apply(module)
+    return feed_forwards(module)[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: feed_forwards(GatedFeedForward(8, 20))[0],
+        lambda: feed_forwards(PlainFeedForward(8, 20))[0],
+        lambda: feed_forwards(PlainFeedForward(8, 20, "relu2"))[0],
+        lambda: both(True),
+        lambda: teal(GatedFeedForward(8, 20)),
+    ],
+    ids=["gated", "plain", "squared", "dReLU", "TEAL"],
+)
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_copy_computes_as_the_layer_does(make, copies):
+    torch.manual_seed(0)
+    found, x = make(), torch.randn(7, 8)
+    made = Copied(found, copies)
+    torch.testing.assert_close(made(x), found.module(x))
+    assert (made.up_proj.weight.data_ptr() == found.up.weight.data_ptr()) != copies
+
+
+def test_rows_are_repeated_where_there_are_too_few():
+    x = torch.arange(10.0)[:, None]
+    assert [part.flatten().tolist() for part in trials._rotated(x, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    (one,) = trials._rotated(x, 14)
+    assert one.flatten().tolist() == [*range(10), *range(4)]
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(profile=[1]), "profile is a list"),
+        (dict(tokens=()), "tokens is"),
+        (dict(tokens=(0, 4)), "tokens is"),
+        (dict(tokens=(1, 10**400)), "tokens is"),
+        (dict(tokens=(4, 4)), "tokens is"),
+        (dict(batches=[]), "batches is empty"),
+        (dict(calls="captured"), "calls is 'captured' on cpu; accepted: eager"),
+        (dict(calls="graphs"), "calls is 'graphs'"),
+        (dict(paths=["fast"]), "paths has 'fast'"),
+        (dict(paths=["two_four"]), "path 'two_four'"),
+        (dict(paths=["kept_inputs"]), "kept_inputs"),
+        (dict(model=None, paths=["int8"]), "accepted with the model"),
+        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
+        (dict(model=PlainFeedForward(32, 600)), "plain"),
+        (dict(model=GatedFeedForward(32, 600).double()), "float64"),
+        (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward"),
+        (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "the same ones"),
+    ],
+)
+def test_what_does_not_fit_is_refused(profiled, layer, rates, changes, named):
+    how = {"profile": profiled, "model": layer[0], "rates": rates, "tokens": (4,), "batches": layer[1][1:], **changes}
+    with pytest.raises(tl.TwellError, match=named):
+        tl.plan(how.pop("profile"), how.pop("model"), **how)
+
+
+@pytest.mark.parametrize("other", [GatedFeedForward(32, 599), PlainFeedForward(32, 600)])
+def test_a_plan_of_another_model_is_refused(profiled, rates, other):
+    plan = tl.plan(profiled, rates=rates, measure=False)
+    with pytest.raises(InputError, match="the plan"):
+        plan.check_model(feed_forwards(other))
+    with pytest.raises(InputError, match="has no layer 'x'"):
+        plan.choice("x", 1)

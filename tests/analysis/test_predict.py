@@ -1,0 +1,169 @@
+"""What is predicted for GPUs that are not here, and how far off that is said to be."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twell_lab import records
+from twell_lab.analysis import predict
+from twell_lab.analysis.profile import FiringProfile, LayerProfile
+from twell_lab.app import cli
+from twell_lab.core import InputError
+from twell_lab.ops import clock, dispatch
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
+def test_the_chances_of_each_number_of_neurons_are_those_of_all_patterns(rates):
+    found = predict._sums(torch.tensor(rates, dtype=torch.float64))
+    expected = [0.0] * (len(rates) + 1)
+    for pattern in range(2 ** len(rates)):
+        fires = [pattern >> i & 1 for i in range(len(rates))]
+        expected[sum(fires)] += math.prod(rate if fire else 1 - rate for rate, fire in zip(rates, fires))
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_layer_fires_as_its_drawn_workload_does():
+    layer = predict.Layer(100.0, 32, 1024)
+    firing = predict.firing_of(layer)
+    assert firing.frequency.sum().item() == pytest.approx(100) and firing.totals.sum().item() == pytest.approx(1)
+    counts = torch.arange(1025, dtype=torch.float64)
+    assert (firing.totals * counts).sum().item() == pytest.approx(100)
+    drawn = torch.rand(20_000, 1024, generator=torch.Generator().manual_seed(0)) < clock.firing_rates(1024, 100.0)
+    share = (drawn.view(-1, 4, 256).sum(2) > 31).any(1).double().mean().item()
+    assert 0.01 < share < 0.5 and firing.overflowing == pytest.approx(share, abs=0.01)
+
+
+def test_a_datasheet_becomes_rates_by_the_shares_that_an_h100_reached():
+    known = {each["name"]: each for each in predict.datasheets()}
+    h100, card = predict.rates_of("NVIDIA H100 80GB HBM3"), predict.rates_of("rtx 4090")
+    assert (h100.device, h100.bandwidth, h100.l2, h100.fuses) == ("H100 SXM", 3.0e12, 7.4e12, True)
+    assert card.device == "RTX 4090" and not card.fuses and card.cache == 72 * 2**20
+    for name in ("bandwidth", "matmul"):
+        datasheet = "bandwidth_gb_s" if name == "bandwidth" else "tensor_tflops"
+        shares = [getattr(rates, name) / known[rates.device][datasheet] for rates in (h100, card)]
+        assert shares[0] == pytest.approx(shares[1])
+    assert all(predict.rates_of(name).matmul > 1e13 for name in known)
+    assert predict.rates_of("T4").dtype == "float16"
+
+
+def test_sparse_wins_where_weights_come_from_memory_and_loses_where_too_many_neurons_fire():
+    rows = {(row["tokens"], row["path"]): row for row in predict.predict("RTX 4090", 29)}
+    assert {path for _, path in rows} == {"dense", "twell"}  # hot neurons are packed with the others there
+    assert 2.5 < rows[1, "twell"]["x_dense"] < 3 and rows[1, "dense"]["x_dense"] == 1
+    for row in rows.values():
+        assert sum(row["parts"].values()) == pytest.approx(row["ms"])
+        assert row["weight_mb"] == pytest.approx(3 * 2048 * 5632 * 2 / 1e6)
+        assert (row["read_mb"] < row["weight_mb"]) == (row["path"] != "dense")
+    many = {row["path"]: row for row in predict.predict("H100 SXM", 800, tokens=[16384])}
+    assert many["twell"]["x_dense"] < 0.9 and [*many][-1].startswith("hot_cold ")
+
+
+def test_what_a_call_holds_between():
+    one = {(row["tokens"], row["path"].split()[0]): row for row in predict.predict("H100 SXM", 29)}
+    assert one[16384, "dense"]["between_mb"] == 16384 * 5632 * 2 / 1e6  # gate and up in one product
+    assert one[2048, "dense"]["between_mb"] == 3 * 2048 * 5632 * 2 / 1e6
+    assert one[1, "twell"]["between_mb"] == 22 * (4 * 256 + 2) / 1e6
+    assert (
+        one[16384, "twell"]["between_mb"] < one[16384, "hot_cold"]["between_mb"] < one[16384, "dense"]["between_mb"] * 2
+    )
+    for tokens, packed in ((256, 0), (2048, 0), (4096, 22 * 32 * 4)):
+        portable = {row["path"]: row for row in predict.predict("L4", 29, tokens=[tokens])}
+        assert portable["twell"]["between_mb"] == tokens * (5632 * 2 + packed) / 1e6
+    plain = {row["path"]: row for row in predict.predict("L4", 29, tokens=[256], gated=False)}
+    assert plain["dense"]["between_mb"] == 2 * 256 * 5632 * 2 / 1e6
+
+
+def test_the_errors_are_those_of_recorded_layers():
+    (row,) = [each for each in predict.errors() if each["gpu"] == "H100 SXM"]
+    assert row["layers"] > 30 and 0.3 < row["least"] < 0.9 < row["median"] < 1.1 < row["most"] < 1.5
+
+    def recorded(path, ms, **changes):
+        shape = {"tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "gated": True, "kind": "inference"}
+        row = {**shape, "workload": "independent, lognormal", "device": "NVIDIA L4", "path": path, "ms": ms, **changes}
+        return records.Record("inference", "a test's own", [row], "2026-01-01T00:00:00Z", None, None, {}, kernels={})
+
+    ms = {row["path"]: row["ms"] for row in predict.predict("L4", 29, tokens=[16384])}
+    made = [recorded("forced dense", ms["dense"] * 2), recorded("forced twell", ms["twell"] / 2)]
+    skipped = [
+        recorded("planned", 1.0),
+        recorded("forced dense", 1.0, device="a GPU of no datasheet"),
+        recorded("forced twell", 1.0, workload="overflow: 20%"),
+    ]
+    (row,) = predict.errors([*skipped, *made])
+    assert (row["gpu"], row["layers"], row["least"], row["most"]) == ("L4", 2, pytest.approx(0.5), pytest.approx(2))
+    assert predict.errors([]) == []
+
+
+def profiled(*nnzs: float, tokens: int = 1000) -> FiringProfile:
+    """Of layers in which so many of 5,632 neurons fire for a token, drawn."""
+    layers = []
+    for number, nnz in enumerate(nnzs):
+        firing = predict.firing_of(predict.Layer(nnz))
+        counts = (firing.frequency * tokens).round().long()
+        histogram, in_tile = (firing.totals * tokens).round().long(), torch.zeros(257, dtype=torch.int64)
+        layers.append(
+            LayerProfile(f"layers.{number}", 2048, 5632, True, tokens, 256, 32, histogram, counts, in_tile, 0)
+        )
+    return FiringProfile(layers)
+
+
+def test_a_profile_is_judged_in_two_sentences():
+    said = predict.verdict(profiled(8, 29))
+    assert said.startswith("0.14% to 0.51% of the neurons fire for a token, 0.33% on average; ")
+    assert (
+        said.endswith("tl.plan chooses a path for each layer.")
+        and "such as H100 SXM the layers should take, of the" in said
+    )
+    between = predict.verdict(profiled(600, 700))
+    assert "train with a larger L1 penalty" in between and between.startswith("10.6")
+    dense = predict.verdict(profiled(3300), "L4", tokens=(2048, 16384))
+    assert dense.startswith("58.59% of the neurons fire for a token; 30.0% never did.")
+    assert dense.endswith("tl.relufy first.") and dense.count("L4") == 1 and " at 2,048 tokens and 1.00 at" in dense
+    assert "nothing to say" in predict.verdict(profiled(29, tokens=0))
+    with pytest.raises(InputError, match="gpu is 'none'"):
+        predict.verdict(profiled(29), "none")
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (dict(gpu="GTX 1080"), "gpu is 'GTX 1080'; accepted: T4, L4"),
+        (dict(gpu=3), "gpu is 3; accepted"),
+        (dict(nnz=4000), "nnz is 4000"),
+        (dict(nnz=float("nan")), "nnz is nan"),
+        (dict(tokens=[0]), "tokens is 0"),
+        (dict(tokens=[1.5]), "tokens is 1.5"),
+        (dict(d_model=0), "d_model is 0"),
+        (dict(d_model="wide"), "d_model is 'wide'"),
+        (dict(d_ff=5632.0), "d_ff 5632.0; whole numbers"),
+        (dict(nnz=[29]), r"nnz is \[29\]"),
+        (dict(nnz=None), "nnz is None"),
+        (dict(kind=3), "the workload 3"),
+        (dict(d_ff=0), "d_model is 2048 and d_ff 0"),
+        (dict(d_ff=2**30), "up to 262,144 of d_ff"),
+        (dict(kind="normal"), "workload is 'normal'"),
+    ],
+)
+def test_what_is_not_accepted(asked, message):
+    with pytest.raises(InputError, match=message):
+        predict.predict(**{"gpu": "T4", "nnz": 29, **asked})
+
+
+def test_the_command(capsys):
+    assert cli.main(["predict", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [each["name"] for each in predict.datasheets()]
+    assert cli.main(["predict", "L4", "--nnz", "8", "--tokens", "1", "--no-gated", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == json.loads(json.dumps(predict.predict("L4", 8.0, tokens=[1], gated=False)))
+    assert cli.main(["predict", "L4", "--nnz", "8", "--tokens", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "twell" in out and "from the vendor's figures" in out and "recorded on an H100 SXM would be predicted" in out
+    assert cli.main(["predict", "L4", "--tokens", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == json.loads(json.dumps(predict.predict("L4", 29.0, tokens=[1])))
+    assert cli.main(["predict", "nothing"]) != 0 and "accepted: T4" in capsys.readouterr().err
