@@ -338,8 +338,8 @@ class SparseFFN(nn.Module, StandIn):
         weights = self.weights()
         return not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
 
-    _is_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _is_fit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _is_plain._dynamo_marked_constant = True
+    _is_fit._dynamo_marked_constant = True
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from tests.formats.pools import pool_used
 from tests.ops.rows.drawn import BF16, FP16, Layer, named
 from tests.ops.table import Case
-from twell_lab.formats.pool import pool_used
 from twell_lab.ops import gate_pack as ops
 
 POISON = 12345

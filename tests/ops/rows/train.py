@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.table import Case
 from twell_lab.formats import fires
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats.twell import packed_and_pool
 from twell_lab.ops import columns, survivors, train, train_dense, train_lost, train_rows, transpose
 
 ROWS_ALL = (survivors.SURVIVORS, train_rows.SLABS, columns.COLUMNS, columns.GRADIENTS, train_lost.LOST)
