@@ -355,11 +355,13 @@ class SparseFFN(nn.Module, StandIn):
 
     def _traced(self, x: Tensor) -> Tensor:
         """What torch.compile sees: one operator, or torch's operations, which it fuses."""
-        if torch.compiler.is_exporting() or not self._is_fit() or self.drops:
+        if torch.compiler.is_exporting() or not self._is_plain() or self.drops:
             return self.dense(x)
         weights = self.weights()
         if self.told is not None or checks.needs_gradient(x, *weights):
             return learn(self, x, weights, PATHS[DENSE.path] if not self.takes("twell") else PATHS["twell"])
+        if not self._is_fit():
+            return self.dense(x)
         tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
         for one in self._compiled[:-1]:
             if tokens <= one[0]:
@@ -369,22 +371,29 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
-    def _is_fit(self) -> bool:
+    def _is_plain(self) -> bool:
         """Whether nothing is on a projection that kernels would not call: asked while code is traced, not before each
         call."""
-        weights = self.weights()
-        return is_plain(self) and not any(PATHS[c.path].refuses(self, weights) for _, c in self.choices)
+        return is_plain(self)
 
-    _is_fit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def _is_fit(self) -> bool:
+        """Whether the weights lie as its paths read them: asked while code is traced, too."""
+        weights = self.weights()
+        return not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
+
+    _is_plain._dynamo_marked_constant = True
+    _is_fit._dynamo_marked_constant = True
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""
         if self.seat is not None:
             return self.seat.dense(x)
         parts = parts_of(self.source)
-        if not self.registered:
-            return formula(parts, x)
-        if self.told is None or torch.compiler.is_compiling():
+        # Compiled code takes no hooks: there a layer that reports is computed by its formula.
+        traced = self.told is not None and torch.compiler.is_compiling()
+        if not self.registered or traced and self._is_plain() and not self.formula["cut"]:
+            return formula(parts, x, self.formula["both"], self.report)
+        if self.told is None or traced:
             return self.source.forward(x)
         seen = owner_of(parts.down).register_forward_pre_hook(self._see_hidden)
         try:
