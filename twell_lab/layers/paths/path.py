@@ -105,7 +105,8 @@ class Converted(Path):
         if self.name not in layer.forms:
             try:
                 self.fitted(weights)
-                layer.forms[self.name] = self.make(Weights(*[t if t is None else t.detach() for t in weights]))
+                plain = {id(t): None if t is None else t.detach() for t in weights}  # what is there twice stays one
+                layer.forms[self.name] = self.make(Weights(*[plain[id(t)] for t in weights]))
             except TwellError as error:
                 layer.forms[self.name] = error
         return layer.forms[self.name]
