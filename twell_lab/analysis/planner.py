@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import kind_of
+from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, feed_forwards
