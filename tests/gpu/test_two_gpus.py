@@ -1,7 +1,6 @@
 """Two GPUs train what one trains: replicated and sharded over NCCL, through torch's layers and through the kernels."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -27,7 +26,6 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
-SPLIT = ROOT / "tests" / "models" / "swapping" / "split.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {
@@ -224,20 +222,6 @@ def test_a_layer_on_the_second_gpu_from_the_first(path):
         assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
         results.append([t.cpu() for t in (y, l1, *gradients)])
     assert all(map(torch.equal, *results))
-
-
-def test_models_split_over_two_gpus_are_swapped(tmp_path):
-    """By transformers' tensor parallelism: each GPU computes its neurons, NCCL sums. In 16 bits by the kernels."""
-    pytest.importorskip("transformers.distributed.tensor_parallel")
-    from tests.models.swapping.split import expected, split_report
-
-    torch.manual_seed(0)
-    MODELS["llama"]().save_pretrained(tmp_path)
-    loaded = [tmp_path] if importlib.util.find_spec("accelerate") else []  # without it no model is loaded with tp_plan
-    with torchrun(SPLIT, "cuda", *loaded) as ran:
-        said = ran.communicate(timeout=300)
-    assert ran.returncode == 0, said[1]
-    assert split_report(said[0]) == expected(loaded)
 
 
 @pytest.mark.parametrize("plan", ["twell", None])

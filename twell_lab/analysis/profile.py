@@ -302,9 +302,9 @@ def profile(
         only: profile the layers for which only(name, module) is true.
 
     Raises:
-        InputError: for a model without feed-forward layers; for dense ones that compute something else than their parts
-            say, whose gate alone does not say who fires; for no batches, and batches that the model does not take; and
-            for a layer that is given NaN."""
+        InputError: for a model without feed-forward layers, and for one whose layers all compute something else than
+            their parts say (the gate of such a layer does not say who fires, so it is left out); for no batches, and
+            batches that the model does not take; and for a layer that is given NaN."""
     check_geometry(tile, words)
     counters = [Counter(layer, tile, words) for layer in sound(firing_layers(model, only=only))]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
