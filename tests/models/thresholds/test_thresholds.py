@@ -474,7 +474,7 @@ def test_a_damaged_configuration_is_named(change, said, tmp_path):
 
 @pytest.mark.parametrize("save", [LanguageModel.save, LanguageModel.save_pretrained])
 def test_a_file_that_holds_no_thresholds_is_not_written(save, tmp_path):
-    model = ours()
+    model = ours(vocabulary=256)
     tl.thresholds(model, tokens(), 0.6).apply(model)
     with pytest.raises(InputError, match="thresholds on it, which its file does not hold"):
         save(model, tmp_path)
