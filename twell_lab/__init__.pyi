@@ -14,7 +14,6 @@ from .core import StackError as StackError
 from .core import TwellError as TwellError
 from .layers.choice import Choice as Choice
 from .layers.choice import LayerPlan as LayerPlan
-from .layers.find import feed_forwards as feed_forwards
 from .layers.families import register_family as register_family
 from .layers.find import feed_forwards as feed_forwards
 from .layers.sparse_ffn import SparseFFN as SparseFFN

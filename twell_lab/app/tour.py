@@ -24,7 +24,7 @@ from ..bench import forward
 from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.find import feed_forwards
-from ..ops import operators, reference
+from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, picked, tile_of
 from ..training.config import TrainConfig, TrainResult
@@ -191,9 +191,9 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     nearest, shown = None, {}
     for found in feed_forwards(sparse.model):
         _, gate = activations(sparse.model, windows, found.name)
-        check_packing(found.name, gate, operators.pack(gate))
+        check_packing(found.name, gate, functional.pack(gate))
         gate = gate.to(torch.bfloat16)
-        packed = operators.pack(gate)
+        packed = functional.pack(gate)
         check_packing(found.name, gate, packed)
         dense = reference.relu(gate)
         counts, slots = packed.counts, packed.slots

@@ -27,9 +27,10 @@ from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
 from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel
-from ..ops import accuracy, packed_down, spmm
+from ..ops import accuracy, spmm
 from ..ops import blocks as block_kernels
 from ..ops import clock as clocks
+from ..ops.functional import packed_down
 from ..sparsities import blocks, microtiles, semi_structured
 from ..sparsities.experts import WAYS, ExpertsLayer
 from ..sparsities.microtiles import find_microtiles
@@ -118,7 +119,7 @@ def _called(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _down(packed: TwELL, b: Tensor) -> Tensor:
-    return packed_down(packed, b.t(), down_t=b)
+    return packed_down(packed, b.t())
 
 
 def _versions() -> list[Method]:

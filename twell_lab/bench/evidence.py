@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 
 from ..core import DeviceError, StackError
+from ..cuda.launch import run
 from ..formats.twell import TwELL
-from ..ops import portable
+from ..ops.down import down
+from ..ops.gated import gated
+from ..ops.pack import pack
 from ..records import Record
 
 COUNTERS = {  # our name for a count: the profiler's
@@ -116,30 +119,19 @@ def _tail(t: dict[str, Tensor]) -> tuple:
 
 
 def _run_pack(t: dict[str, Tensor], version: int) -> Tensor:
-    packed = portable.pack(t["gate"], 256, 32, version)
+    packed = run(pack, t["gate"], 256, 32, version)
     slots = torch.arange(packed.shape[2], device=packed.device)
     return torch.where(slots <= packed[..., :1], packed, 0)  # words past the count are never written
 
 
 def _run_down(t: dict[str, Tensor], version: int) -> Tensor:
-    return portable.down(
-        t["packed"], t.get("gate"), _tail(t), t["down_t"], t.get("down_bias"), t["down_t"].shape[0], 256, version
-    )
+    weights = (t["down_t"], t.get("down_bias"), t["down_t"].shape[0])
+    return run(down, t["packed"], t.get("gate"), _tail(t), *weights, 256, version)
 
 
 def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
-    return portable.gated(
-        t["x"],
-        t["packed"],
-        t.get("gate"),
-        _tail(t),
-        t["up"],
-        t["down_t"],
-        t.get("up_bias"),
-        t.get("down_bias"),
-        256,
-        version,
-    )
+    weights = (t["up"], t["down_t"], t.get("up_bias"), t.get("down_bias"))
+    return run(gated, t["x"], t["packed"], t.get("gate"), _tail(t), *weights, 256, version)
 
 
 _ALL = (("pack", (1, 2, 3, 4), _run_pack), ("down", (1, 2, 3), _run_down), ("gated", (1, 2, 3, 4), _run_gated))
@@ -250,7 +242,7 @@ def large() -> list[Case]:
     t = {
         "x": x,
         "gate": gate,
-        "packed": portable.pack(gate, 256, 32),
+        "packed": run(pack, gate, 256, 32),
         "up": dense.up_proj.weight.detach(),
         "down_t": dense.down_proj.weight.detach().t().contiguous(),
     }

@@ -15,7 +15,7 @@ import torch
 from ..formats import matrix
 from ..formats.classic import COO, CSR
 from ..formats.twell import TwELL
-from ..ops import portable, reference
+from ..ops import functional, reference
 from ..sparsities import magnitude, padding, two_four
 from . import progress
 from .backward import checks as backward
@@ -322,7 +322,7 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "keep_largest": (magnitude.largest,),
     "two_four": (two_four.two_four_mask,),
     "firing_share": (training_data.firing_share,),
-    "pack_tile": (TwELL.from_gate, TwELL.from_dense, portable.pack),
+    "pack_tile": (TwELL.from_gate, TwELL.from_dense, functional.pack),
     "stages": (hopper_tile.stages_that_fit,),
     "sum_place": (hopper_tile.sums,),
     "neuron_at": (hopper_tile.neuron_at,),

@@ -15,8 +15,8 @@ import torch
 
 from .. import core
 from ..core import StackError
-from ..ops.kernels import sources
 from ..ops.clock import dtype_for
+from ..ops.kernels import sources
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets

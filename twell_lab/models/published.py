@@ -84,8 +84,8 @@ def load(
 
 
 def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return a model's folder: the one of this name, or a repository's in the Hub's cache. Arguments and errors are those
-    of `load`."""
+    """Return a model's folder: the one of this name, or a repository's in the Hub's cache. Arguments and errors: as in
+    `load`."""
     if not isinstance(name, (str, os.PathLike)):
         raise InputError(f"name is a {type(name).__name__}; a folder or the name of a repository is accepted")
     shown = os.fspath(name)

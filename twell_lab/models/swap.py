@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..analysis.plan import Plan
 from ..analysis.planner import plan as plan_layers
-from ..analysis.profile import profile
+from ..analysis.profile import FiringProfile, profile
 from ..core import InputError, TwellError
 from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice
@@ -115,15 +115,23 @@ def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedFo
 
 
 def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Module:
-    """Profile, plan, swap, and say so."""
-    model_mode = model.training
+    """Profile, plan, swap, and say so. Of several batches every second one is for timing; one alone is for counting."""
+    mode = model.training
     model.eval()
-    found = profile(model, batches, only=only)
-    plan = plan_layers(found, model, calls=calls, **({} if tokens is None else {"tokens": tokens}))
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    found, timed = profile(model, batches[::2], only=only), batches[1::2] or None
+    counts = {} if tokens is None else {"tokens": tokens}
+    plan = plan_layers(found, model, batches=timed, calls=calls, only=only, **counts)
     _, reasons = find_layers(model, only)
     model = sparsify(model, plan, only=only, **how)
     print("\n".join([_fires(found), plan.summary(), *_left(reasons)]))
-    return model.train(model_mode)
+    return model.train(mode)
+
+
+def _fires(found: FiringProfile) -> str:
+    shares = [layer.density for layer in found.layers if layer.tokens]
+    span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
+    return f"fires: {span}, counted on {found.tokens:,} tokens"
 
 
 def _left(reasons: dict[str, str]) -> list[str]:

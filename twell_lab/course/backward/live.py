@@ -15,8 +15,7 @@ from ...analysis import costs, switching
 from ...analysis.switching import break_even
 from ...core import InputError
 from ...layers.find import feed_forwards
-from ...layers.terms import LayerTerm
-from ...layers.terms import layer_terms
+from ...layers.terms import LayerTerm, layer_terms
 from ...models.swap import sparsify
 from ...ops.reference import GatedFeedForward
 from ...training.config import TrainConfig

@@ -19,7 +19,6 @@ from ...analysis import costs, predict
 from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
 from ...core import InputError
-from ...layers.find import feed_forwards
 from ...layers.choice import DENSE
 from ...layers.find import feed_forwards
 from ...layers.paths.cost import Firing
