@@ -102,14 +102,14 @@ def test_a_layer_goes_a_new_way(halves, dense):
 
 def test_the_planner_weighs_a_new_path_and_a_plan_keeps_it(halves, tmp_path):
     dense, inputs = clock.workload(90, 32, 600, 20, "lognormal", torch.float32, "cpu")
-    plan = tl.plan(tl.profile(dense, inputs[:1]), rates=RATES, tokens=(4, 64), device="cpu")
+    plan = tl.plan(tl.profile(dense, inputs[:1]), rates=RATES, tokens=(4, 64))
     assert {choice.path for choice in plan.layers[0].choices.values()} == {"halves"}
-    assert {row["path"] for row in plan.table()} == {*PATHS}
+    assert {row["path"] for row in plan.table()} == {*PATHS} - {"hot_cold"}  # whose hot neurons no CPU computes apart
     loaded = tl.Plan.load(plan.save(tmp_path / "plan.json"))
     model = tl.sparsify(nn.Sequential(dense), tl.plan(tl.profile(nn.Sequential(dense), inputs[:1]), rates=RATES))
     assert loaded == plan and "path=halves" in repr(model[0])
     narrow = GatedFeedForward(16, 41)
-    odd = tl.plan(tl.profile(narrow, [torch.randn(9, 16)]), rates=RATES, tokens=(4,), device="cpu")
+    odd = tl.plan(tl.profile(narrow, [torch.randn(9, 16)]), rates=RATES, tokens=(4,))
     assert {row["path"] for row in odd.table()} == {"dense", "twell"}
 
 
