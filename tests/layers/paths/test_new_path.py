@@ -12,7 +12,7 @@ from twell_lab.layers.choice import Choice, one_of_each
 from twell_lab.layers.paths import PATHS, Path
 from twell_lab.layers.paths.dense import by_torch
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import differentiable, inference, clock
+from twell_lab.ops import clock, differentiable, inference
 from twell_lab.ops.copies import TRANSPOSED
 from twell_lab.ops.reference import GatedFeedForward
 
