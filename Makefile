@@ -34,7 +34,7 @@ help:
 	@echo "make tour    set up what it needs, then train, pack, check and time; ends in build/tour/index.html"
 	@echo "make test    set everything up, then run the tests and the notebooks"
 	@echo "make lint    set everything up, then look for what ruff and mypy find: form, slips, types that do not fit"
-	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
+	@echo "make test-long  set everything up, then run for an hour or so what is rare and long: all of tests/nightly but Colab and a browser"
 	@echo "make test-colab    set everything up, then run each notebook from the wheel with Colab's versions (gigabytes, once)"
 	@echo "make test-browser  set everything up, then move each notebook's widget by keyboard in JupyterLab in a browser"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
@@ -100,16 +100,17 @@ test: setup
 # ATTACK_ARGS: such as --attack-seed=7 for other cases.
 test-long: export OMP_WAIT_POLICY ?= PASSIVE
 test-long: setup
-	@$(BIN)/python -m pytest --long --durations=0 tests/attack $(ATTACK_ARGS)
+	@$(BIN)/python -m pytest --durations=0 tests/nightly --ignore=tests/nightly/test_browser.py \
+	    --ignore=tests/nightly/test_on_colab.py $(ATTACK_ARGS)
 
 # COLAB_PYTHON: the interpreter, else python3.13 or python3.12. COURSE_ARGS: such as -k 00- for one notebook.
 test-colab: setup
-	@$(BIN)/python -m pytest --colab -rs --durations=0 tests/notebooks/test_on_colab.py $(COURSE_ARGS)
+	@$(BIN)/python -m pytest -rs --durations=0 tests/nightly/test_on_colab.py $(COURSE_ARGS)
 
 # Playwright drives a Chromium that is installed already; it is no part of the stacks, since nothing else needs it.
 test-browser: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e '.[browser]'
-	@$(BIN)/python -m pytest --browser -rs --durations=0 tests/notebooks/test_browser.py $(COURSE_ARGS)
+	@$(BIN)/python -m pytest -rs --durations=0 tests/nightly/test_browser.py $(COURSE_ARGS)
 
 lab: setup
 	@$(BIN)/jupyter lab notebooks

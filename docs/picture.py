@@ -55,19 +55,19 @@ def draw(drawn: dict) -> bytes:
     """The picture as PNG, with its points as a text inside."""
     from plotly.subplots import make_subplots
 
-    from twell_lab.plots import figures
+    from twell_lab import plots
 
     colours = dict(
         zip(
             dict.fromkeys((*drawn["firing"], *drawn["tokens"])),
-            (figures.BLUE, figures.GREEN, figures.RED, figures.PURPLE),
+            (plots.BLUE, plots.GREEN, plots.RED, plots.PURPLE),
         )
     )
     titles = ("29 of 5,632 neurons firing", "16,384 tokens at once")
     panels = make_subplots(
         cols=2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.05, column_widths=[0.58, 0.42]
     )
-    figure = figures.styled(panels, f"One layer, recorded on {drawn['where']}", HEIGHT)
+    figure = plots.styled(panels, f"One layer, recorded on {drawn['where']}", HEIGHT)
     for column, of in enumerate(("tokens", "firing"), 1):
         for name, curve in drawn[of].items():
             x, y = [f"{at:,}" for at, _ in curve], [times for _, times in curve]
@@ -76,7 +76,7 @@ def draw(drawn: dict) -> bytes:
                 line={"color": colours[name], "dash": "dot"}, marker={"size": 9},
                 showlegend=column == 1 or name not in drawn["tokens"],
             )  # fmt: skip
-    figure.add_hline(1, line={"color": figures.INK, "width": 2})
+    figure.add_hline(1, line={"color": plots.INK, "width": 2})
     figure.add_annotation(
         x=0, y=0.9, text="torch's own layer", xref="x2 domain", yref="y2", showarrow=False, xanchor="left"
     )

@@ -34,6 +34,9 @@
 #define STAGE_BYTES ((BM + BN) * STAGE_ROW_BYTES)
 #define STAGE_CHUNKS (BK / 8)
 #define SHARED_BYTES (STAGES * STAGE_BYTES)
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == SHARED_BYTES, "ops/blocks.py has another size");
+#endif
 
 struct Operands {
     const value_t *x, *values, *bias;   // values [blocks, high, wide]

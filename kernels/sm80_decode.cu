@@ -507,3 +507,9 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
     for (int w = 0; w < DOWN_WARPS; ++w) all += part[w][threadIdx.x];
     y[token * D_MODEL + c] = from_float(bias ? all + to_float(bias[c]) : all);
 }
+
+#ifdef LAUNCH_SHARED  // what decode_gate_v2 needs
+#define PIPELINE_BYTES (BLOCK_WARPS * STAGES * STAGE_BYTES)
+#define SUM_BYTES (BLOCK_WARPS * PADDED_TOKENS * PART_STRIDE * 4)
+static_assert(LAUNCH_SHARED == (PIPELINE_BYTES > SUM_BYTES ? PIPELINE_BYTES : SUM_BYTES), "ops/decode.py has another size");
+#endif

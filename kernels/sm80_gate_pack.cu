@@ -405,3 +405,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     }
 }
 #endif
+
+#ifdef LAUNCH_SHARED  // what a launch asks for
+#define PIPELINE_BYTES (STAGES * STAGE_BYTES)
+#define PACKING_BYTES ((TAKE_TURNS ? 1 : 2) * HALF_BYTES)
+static_assert(LAUNCH_SHARED == (APART                            ? PIPELINE_BYTES + PACKING_BYTES
+                                : PIPELINE_BYTES > PACKING_BYTES ? PIPELINE_BYTES
+                                                                 : PACKING_BYTES),
+              "ops/gate_pack.py has another size");
+#endif

@@ -39,6 +39,9 @@
 #define STAGE_BYTES ((BM + BN) * BK)
 #define STAGE_CHUNKS (BK / 16)
 #define SHARED_BYTES (STAGES * STAGE_BYTES)
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == SHARED_BYTES, "ops/int8.py has another size");
+#endif
 
 struct Weight {
     const signed char* values;  // [out, in]

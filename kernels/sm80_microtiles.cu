@@ -17,7 +17,9 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef BN
 #define BN 256  // columns of c that a block computes
+#endif
 #define BK WARP  // micro-tiles of a stage: a lane has the column of each
 #define WARP_ROWS (BM < 64 ? BM : 64)
 #define BLOCK_WARPS (BM / WARP_ROWS * 4)  // each WARP_ROWS x 64
@@ -26,6 +28,9 @@
 #define B_BYTES (BK * BN * 2)
 #define STAGE_BYTES (B_BYTES + BK * BM * 2)
 #define SHARED_BYTES (STAGES * STAGE_BYTES)
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == SHARED_BYTES, "ops/microtiles.py has another size");
+#endif
 #define ROW_CHUNKS (BM / 8)  // 16-byte chunks of one micro-tile
 
 // A stage is BK rows of b, 256 values each, then BK micro-tiles. Chunks are swizzled, so that the eight rows of an

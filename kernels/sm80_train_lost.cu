@@ -16,16 +16,25 @@
 #define THREADS 256  // 2 x 4 warps
 #define BN 128
 #define BK 64        // steps along k of a stage
-#define NEURONS 64   // neurons of a tile of lost_hidden: a row of gate and one of up each
+#ifndef NEURONS
+#define NEURONS 64  // neurons of a tile of lost_hidden: a row of gate and one of up each
+#endif
 #define WARP_NEURONS (NEURONS / 4)
 #define HIGH 4       // 16-row products of a warp, one below the other, in a tile of 128 rows
 #define LOW 2        // and in one of 64
+#ifndef SHARED_BYTES
 #define SHARED_BYTES 98304  // as many stages as find room: 3 of a high tile, 4 of a low one
+#endif
+#ifndef RESIDENT
 #define RESIDENT 2
+#endif
 #define FEW 256  // rows up to which lost_weight_products has low tiles: reading the gradients takes longest
 #define MOST_SPLITS 16  // blocks that share a tile of lost_products
 #define LEAST_STEPS 4   // stages of a block's part of such a tile, at least
 #define TILE (32 * HIGH * BN)  // values of the largest tile of lost_products
+#ifdef LAUNCH_TILE
+static_assert(LAUNCH_TILE == TILE, "ops/train_lost.py has another size");
+#endif
 
 struct Layer {
     const value_t *gate, *up, *down_t, *gate_bias, *up_bias;  // gate: null in a plain layer, whose pattern is x up^T

@@ -135,3 +135,7 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     }
     finish_pipeline();
 }
+
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == OUT_END && LAUNCH_PART_BYTES == PART_BYTES, "ops/down_rows.py has other sizes");
+#endif

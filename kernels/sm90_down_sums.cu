@@ -45,3 +45,7 @@ down_sums(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     }
     finish_pipeline();
 }
+
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == EPILOGUE, "ops/down_sums.py has another size");
+#endif

@@ -391,3 +391,7 @@ GATE_PACK_KERNEL(gate_pack_v2, one_after_the_other)
 #else
 GATE_PACK_KERNEL(gate_pack_v3, packing_beside_the_products)
 #endif
+
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == SHARED_BYTES, "ops/gate_pack.py has another size");
+#endif

@@ -127,3 +127,7 @@ gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap g
     }
     finish_pipeline();
 }
+
+#ifdef LAUNCH_SHARED
+static_assert(LAUNCH_SHARED == OUT_END && LAUNCH_OUT_ROWS == OUT_ROWS, "ops/gate_up.py has other sizes");
+#endif

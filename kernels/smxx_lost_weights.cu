@@ -16,6 +16,9 @@
 #endif
 #define THREAD_COLUMNS 4  // columns of a thread
 #define SLAB (THREADS * THREAD_COLUMNS)
+#ifdef LAUNCH_SLAB
+static_assert(LAUNCH_SLAB == SLAB, "ops/train_lost.py has another size");
+#endif
 static_assert(BATCH_ROWS == WARP * ROWS, "a lane for each tile of rows");
 
 // The entries of the block's neurons in a batch of rows.

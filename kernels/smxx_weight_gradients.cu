@@ -17,6 +17,9 @@
 
 #define THREADS (WARP * BLOCK_WARPS)
 #define SLAB (WARP * VECTOR)  // of a slab
+#ifdef LAUNCH_SLAB
+static_assert(LAUNCH_SLAB == SLAB, "ops/columns.py has another size");
+#endif
 #ifndef AT_ONCE
 #define AT_ONCE 4  // records whose rows a warp has under way at once
 #endif

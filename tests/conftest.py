@@ -6,7 +6,6 @@ tests/gpu also runs on machines that have torch, CuPy and pytest alone, so hypot
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,23 @@ else:
 torch.set_num_threads(min(torch.get_num_threads(), 4))
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
+_NIGHTLY = Path(__file__).parent / "nightly"
 
 
 def pytest_addoption(parser):
-    """How long the fuzzers of tests/attack go on, which of their cases run, and where notebooks run."""
-    group = parser.getgroup("attack", "the fuzzers of tests/attack")
-    group.addoption(
-        "--long", action="store_true", help="many more cases, as `make test-long` runs them: half an hour or so"
-    )
-    group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer instead")
+    """Which cases the fuzzers of tests/nightly/attack run, and where the moves of widgets are noted."""
+    group = parser.getgroup("nightly", "what tests/nightly does")
+    group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer")
     group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
     group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")
     group.addoption("--attack-report", metavar="FILE", help="write what each fuzzer did here, as JSON")
-    group = parser.getgroup("course", "the notebooks elsewhere than in this environment")
-    group.addoption("--colab", action="store_true", help="with the versions that Colab has, as `make test-colab`")
-    group.addoption("--browser", action="store_true", help="in JupyterLab in a browser, as `make test-browser`")
     group.addoption("--browser-report", metavar="FILE", help="write what each widget's moves took there, as JSON")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What is in tests/nightly runs where it is named alone, as `make test-long` does."""
+    if collection_path == _NIGHTLY and not any("nightly" in argument for argument in config.args):
+        return True
 
 
 def why_no_gpu() -> str | None:
@@ -63,14 +63,6 @@ def pytest_collection_modifyitems(items):
     reason = why_no_gpu() if needing else None
     for item in needing if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hang_ups_are_heard():
-    """Under nohup SIGHUP is ignored, and would be by every run that a test starts and hangs up: a handler is not
-    inherited."""
-    if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _FACE = {  # name: the module that defines it; "" if the name is a folder of the package
-    "pack": "ops.operators",
-    "gated_ffn": "ops.operators",
-    "plain_ffn": "ops.operators",
-    "train_ffn": "ops.differentiable",
+    "pack": "ops.functional",
+    "ffn": "ops.functional",
+    "train_ffn": "ops.train",
     "SparseFFN": "layers.sparse_ffn",
     "Choice": "layers.choice",
     "LayerPlan": "layers.choice",
-    "feed_forwards": "layers.anatomy",
+    "feed_forwards": "layers.find",
     "register_family": "layers.families",
     "layer_terms": "layers.terms",
     "profile": "analysis.profile",
@@ -33,7 +32,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "load": "models.published",
     "train": "training.loop",
     "TrainConfig": "training.config",
-    "kernel": "cuda.raw",
+    "kernel": "ops.kernels",
     "TwellError": "core",
     "InputError": "core",
     "DeviceError": "core",

@@ -12,11 +12,10 @@ from .core import DeviceError as DeviceError
 from .core import InputError as InputError
 from .core import StackError as StackError
 from .core import TwellError as TwellError
-from .cuda.raw import kernel as kernel
-from .layers.anatomy import feed_forwards as feed_forwards
 from .layers.choice import Choice as Choice
 from .layers.choice import LayerPlan as LayerPlan
 from .layers.families import register_family as register_family
+from .layers.find import feed_forwards as feed_forwards
 from .layers.sparse_ffn import SparseFFN as SparseFFN
 from .layers.terms import layer_terms as layer_terms
 from .models.published import load as load
@@ -26,10 +25,10 @@ from .models.swap import densify as densify
 from .models.swap import sparsify as sparsify
 from .models.thresholds import Thresholds as Thresholds
 from .models.thresholds import thresholds as thresholds
-from .ops.differentiable import train_ffn as train_ffn
-from .ops.operators import gated_ffn as gated_ffn
-from .ops.operators import pack as pack
-from .ops.operators import plain_ffn as plain_ffn
+from .ops.functional import ffn as ffn
+from .ops.functional import pack as pack
+from .ops.kernels import kernel as kernel
+from .ops.train import train_ffn as train_ffn
 from .training.config import TrainConfig as TrainConfig
 from .training.loop import train as train
 

@@ -14,7 +14,7 @@ from twell_lab.bench import cut_checks, models
 from twell_lab.bench.causal import Causal
 from twell_lab.bench.cut_checks import CutLayer, forward_ratio, hard_inputs, has_thresholds, inputs_of, model_ratio
 from twell_lab.bench.workloads import MARGIN, SLACK, Tokens
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -16,7 +16,7 @@ from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, energy, models, rows, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError, RecordError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock

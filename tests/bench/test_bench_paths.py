@@ -11,7 +11,7 @@ from twell_lab.app import recordings, tables
 from twell_lab.bench import drawn, paths, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError, RecordError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.paths import PATHS
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig

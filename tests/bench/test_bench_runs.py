@@ -7,7 +7,7 @@ from twell_lab.app import recordings
 from twell_lab.bench import runs
 from twell_lab.bench.runs import How
 from twell_lab.core import DeviceError, InputError
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 from twell_lab.training.config import TrainConfig
 
 TINY = {

@@ -7,7 +7,7 @@ import torch
 
 from twell_lab.analysis import costs
 from twell_lab.bench import training
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock

@@ -2,7 +2,7 @@
 
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.roofline import data as roofline
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 
 RATES = roofline.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on Some GPU, 2026-01-02"

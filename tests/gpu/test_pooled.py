@@ -8,7 +8,7 @@ import torch
 
 from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
 from twell_lab import simulator
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import portable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

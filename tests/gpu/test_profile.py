@@ -6,7 +6,7 @@ import torch
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import Counter
 from twell_lab.analysis.running import Rows, run
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -23,7 +23,7 @@ def test_counts_are_those_of_the_cpu_and_wait_for_nothing(monkeypatch, piece):
     rows = Rows(counted, torch.arange(180) % 9, linked)
     expected = Counter(layer, 64, 8)
     nnz = expected.add(x, lambda of: gate[of], rows)
-    found, x, gate, rows = Counter(layer, 64, 8), x.cuda(), gate.cuda(), rows.to(torch.device("cuda"))
+    found, x, gate, rows = Counter(layer, 64, 8), x.cuda(), gate.cuda(), rows.map(torch.Tensor.cuda)
     found.add(x[:0], lambda of: gate[:0][of], Rows())  # its counts move there once
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.formats.pools import pool_used
 from tests.ops.block_linear import cases as block_cases
 from tests.ops.int8_products import cases as int8_cases
 from tests.ops.kept_inputs import cases as kept_cases
@@ -14,8 +15,7 @@ from tests.simulator.int8_cases import Int8Layer
 from tests.simulator.pooled_cases import Pooled, adversarial
 from twell_lab import ops
 from twell_lab.cuda import launcher, macros, registry
-from twell_lab.formats import TwELL
-from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.formats import TwELL, packed_and_pool
 from twell_lab.ops import (
     ampere,
     block_linear,

@@ -6,7 +6,7 @@ import torch
 from twell_lab import simulator
 from twell_lab.formats import TwELL
 from twell_lab.ops import portable
-from twell_lab.records import evidence
+from twell_lab.bench import evidence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")]
 NO_TAIL = (None, None, None)

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
+from tests.formats.pools import pool_used
 from twell_lab import core
-from twell_lab.formats import join_words, split_words
-from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.formats import join_words, packed_and_pool, split_words
 from twell_lab.ops import ampere
 from twell_lab.ops.ampere import Setup, setup_for
 

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab.core import InputError
 from twell_lab.cuda import sources
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import accuracy
 from twell_lab.ops import hopper_dense as dense
 

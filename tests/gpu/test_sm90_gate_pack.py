@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tests.formats.pools import pool_used
 from twell_lab import formats
-from twell_lab.formats import TILE
-from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.formats import TILE, packed_and_pool
 from twell_lab.ops import accuracy, hopper_pack
 
 pytestmark = [

@@ -9,7 +9,7 @@ from torch import nn
 from tests.gpu import needed
 from twell_lab.bench import comparison
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify
 from twell_lab.ops.block_linear import block_linear

@@ -16,7 +16,7 @@ from tests.ops.train_kernels.row_cases import (
     with_counts,
 )
 from twell_lab import simulator
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import train_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.training import compiled as compiling
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainConfig

@@ -12,7 +12,7 @@ import torch
 
 import twell_lab
 from twell_lab import simulator
-from twell_lab.course import clocks, exercises, packing, progress, puzzles
+from twell_lab.course import clocks, exercises, packing, puzzles
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.formats import COO, TwELL
@@ -44,35 +44,6 @@ def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
                     assert first == WRITEFILE + call[3], f"{path.name}: the cell before the check writes no {call[3]}"
                 found[call[1]] = text, answer[1], call[2] or call[3]
     return found
-
-
-# Exercises of a notebook, at least.
-LEAST = {path.name: 6 for path in sorted(FOLDER.glob("*.ipynb")) if path.name != "glossary.ipynb"}
-LEAST["06-cuda-puzzles.ipynb"] = 12
-HEADING = re.compile(r"^### Exercise (\d+): ", re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", LEAST)
-def test_exercises_are_numbered_and_stand_beside_what_they_test(name):
-    cells = json.loads((FOLDER / name).read_text(encoding="utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells]
-    checks = [i for i, text in enumerate(texts) if CALL.search(text)]
-    numbers = []
-    for i in checks:  # a picture and a kernel file may lie in between
-        above = next(j for j in range(i - 1, i - 4, -1) if cells[j]["cell_type"] == "markdown")
-        numbers.append(int(HEADING.findall(texts[above])[-1]))
-    assert numbers == list(range(1, len(checks) + 1)) and len(checks) >= LEAST[name]
-    assert sum(len(HEADING.findall(text)) for text in texts) == len(checks)
-    middle = len(cells) // 2
-    assert any(i < middle for i in checks) and any(i > middle for i in checks), "they are gathered in one place"
-
-
-def test_the_progress_line_counts_every_exercise_of_every_notebook():
-    notebooks = [json.loads(path.read_text(encoding="utf-8"))["cells"] for path in FOLDER.glob("*.ipynb")]
-    headings = sum(len(HEADING.findall("".join(cell["source"]))) for cells in notebooks for cell in cells)
-    stored = (FOLDER / "00-start-here.ipynb").read_text(encoding="utf-8")
-    assert f"Solved: 0 of {headings} exercises." in stored
-    assert sum(map(len, progress.exercises().values())) == headings == len(exercises.CHECKS)
 
 
 def verdict(capsys) -> str:

@@ -3,13 +3,11 @@
 import importlib.util
 import json
 import re
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
-from packaging.requirements import Requirement
 
 nbclient = pytest.importorskip("nbclient")
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,18 +45,6 @@ def test_every_notebook_has_the_cell_and_the_badge_as_the_script_writes_them(nam
     first, *others = map(first_cell._text, code(notebook))
     assert first == first_cell.cell(first_cell.address())
     assert not [text for text in others if "notebook.setup(" in text or "find_spec" in text]
-
-
-def test_the_cell_is_short_and_knows_what_the_package_needs(first_cell):
-    assert len(first_cell.CELL.splitlines()) <= 12
-    assert max(map(len, first_cell.CELL.splitlines())) <= 120
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lists = [project["dependencies"], project["optional-dependencies"]["course"]]
-    needed = {Requirement(line).name for lines in lists for line in lines}
-    # What shows the notebook is there already; without anywidget figures are drawn anew at each move, and without
-    # transformers, which Colab ships, one notebook says so and goes on.
-    listed = re.search(r'needs = "([^"]+)"', first_cell.CELL)[1].split()
-    assert set(listed) == needed - {"jupyterlab", "anywidget", "transformers"}
 
 
 def test_without_an_address_no_badge_is_drawn(first_cell):
@@ -140,7 +126,7 @@ def run(first_cell, folder: Path, before: str) -> str:
     cells = [nbformat.v4.new_code_cell(text) for text in (before, first_cell.CELL)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(
-        notebook, timeout=60, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=300, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
     client.execute()
     assert not [each for each in cells[0].outputs if each.output_type == "error"]

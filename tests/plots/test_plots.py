@@ -12,7 +12,6 @@ from twell_lab import formats, plots
 from twell_lab.analysis.profile import profile
 from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.plots import data
 from twell_lab.training.config import TrainConfig, TrainResult
 
 ROW = {
@@ -138,8 +137,8 @@ def test_firing_by_position_is_the_same_from_a_profile_and_from_its_rows(firing)
 
 
 def test_names_at_the_ends_of_lines_keep_apart_and_in_order():
-    assert data.apart([5.0, 1.0, 1.5, 1.25], 1.0) == [5.0, 1.0, 3.0, 2.0]
-    assert data.apart([], 1.0) == []
+    assert plots.apart([5.0, 1.0, 1.5, 1.25], 1.0) == [5.0, 1.0, 3.0, 2.0]
+    assert plots.apart([], 1.0) == []
 
 
 def test_two_profiles_are_drawn_beside_each_other(firing):
@@ -183,12 +182,12 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
     gate = torch.where(torch.rand(2, width, generator=generator) < share, gate, -gate).to(dtype)
     packed = formats.TwELL.from_gate(gate, tile=32, words=words)
     for tile in range(packed.packed.shape[1]):
-        at = json.loads(json.dumps(data.tile_of(packed, 1, tile)))
+        at = json.loads(json.dumps(plots.tile_of(packed, 1, tile)))
         part = gate[1, 32 * tile : 32 * (tile + 1)]
         kept = part.clamp(min=0).nonzero()[:, 0].tolist()
         assert at["count"] == at["words"][0] == len(kept) and at["width"] == len(part)
         assert len(at["words"]) == min(len(kept), words - 1) + 1
-        assert [data.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] == [
+        assert [plots.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] == [
             (part[column].item(), column) for column in kept
         ]
 
@@ -198,7 +197,7 @@ def test_the_packed_tile_draws_values_where_they_were():
     gate[0, 5], gate[0, 40] = 0.5, 2.0
     packed = formats.TwELL.from_gate(gate.to(torch.bfloat16), tile=64)
     figure = plots.packed_tile(packed)
-    assert figure.to_json() == plots.packed_tile(data.tile_of(packed, 0, 0)).to_json()
+    assert figure.to_json() == plots.packed_tile(plots.tile_of(packed, 0, 0)).to_json()
     before, after = figure.data
     assert before.z[0][5] == 0.5 and before.z[1][8] == 2.0 and sum(map(sum, before.z)) == 2.5
     assert [cell for line in after.text for cell in line if cell] == ["<b>2</b>", "5:<br>0.5", "40:<br>2"]
@@ -281,16 +280,16 @@ def test_speedups_of_labelled_rows_are_one_line_a_label():
     ],
 )
 def test_layers_are_never_merged_by_their_short_names(given, shown):
-    assert data.layer_names(given) == shown
+    assert plots.layer_names(given) == shown
 
 
 @pytest.mark.parametrize(
     "value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"), (0.001, "0.1%"), (0.00012, "0.012%")]
 )
 def test_shares_keep_two_digits_where_they_are_small(value, shown):
-    assert data.share(value) == shown
+    assert plots.share(value) == shown
 
 
 @pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)), ([0], (0, 0))])
 def test_percentiles_of_a_histogram(histogram, ends):
-    assert data.percentiles(histogram) == ends
+    assert plots.percentiles(histogram) == ends

@@ -1,12 +1,6 @@
 """`twell-lab record attack`: what it runs with and without a GPU, what it records, and that a failure leaves no record."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,24 +13,24 @@ from twell_lab.core import InputError
 SUITE = """def test_one(request):
     option = request.config.getoption
     import json
-    said = [{"attack": "own", "cases": option("--attack-cases") or 7, "seed": option("--attack-seed"), "long": option("--long")}]
+    said = [{"attack": "own", "cases": option("--attack-cases") or 7, "seed": option("--attack-seed")}]
     open(option("--attack-report"), "w").write(json.dumps(said))
 """
 
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A checkout with a tests/attack of its own and the options of the real one."""
+    """A checkout with a tests/nightly/attack of its own and the options of the real one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    (tmp_path / "tests" / "attack").mkdir()
+    (tmp_path / "tests" / "nightly" / "attack").mkdir(parents=True)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "tests" / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--long', action='store_true')\n"
+        "def pytest_addoption(parser):\n"
         "    for name in ('cases', 'seed'):\n        parser.addoption(f'--attack-{name}', type=int)\n    "
         "parser.addoption('--attack-report')\n"
     )
-    (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
+    (tmp_path / "tests" / "nightly" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
         patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
         patch.setattr(core, "kernels_dir", lambda: tmp_path / "kernels")
@@ -45,14 +39,16 @@ def checkout(tmp_path, monkeypatch):
 
 def test_without_a_gpu_the_suite_runs_and_its_counts_are_kept(checkout):
     record = recordings.attack(seed=3)
-    assert record.rows[0] == {"attack": "own", "cases": 7, "seed": 3, "long": True} and record.rows[1]["passed"] == 1
-    assert record.notes["attack"] == {"script": "tests/attack", "seed": 3} and not records.stale(record)
+    assert record.rows[0] == {"attack": "own", "cases": 7, "seed": 3} and record.rows[1]["passed"] == 1
+    assert record.notes["attack"] == {"script": "tests/nightly/attack", "seed": 3} and not records.stale(record)
     assert records.flat_rows([record]) == []  # no timing
     assert recordings.attack(cases=2).rows[0]["cases"] == 2
 
 
 def test_a_failure_leaves_no_record(checkout):
-    (checkout / "tests" / "attack" / "test_own.py").write_text("def test_wrong():\n    assert not 'seed 5, case 17'\n")
+    (checkout / "tests" / "nightly" / "attack" / "test_own.py").write_text(
+        "def test_wrong():\n    assert not 'seed 5, case 17'\n"
+    )
     with pytest.raises(recordings.TestsFailed, match="seed 5, case 17"):
         recordings.attack()
 
@@ -108,133 +104,6 @@ def test_the_notes_say_how_much_an_interruption_left_out(how, left_out, monkeypa
     assert notes["left_out"] == {"layers on a GPU": f"{left_out}: interrupted"} and notes["attack"]["seed"] == 2
     assert capsys.readouterr().err == f"layers on a GPU: left out {left_out}: interrupted\n"
     assert row["layers"] == 4 and row["cases"] == counts.cases and row["seconds"] == 100.0
-
-
-# `twell-lab record attack`, on layers of a CPU as if they were a GPU's. It prints how many are whole.
-COMMAND = """import signal, sys, torch
-from twell_lab.app import cli
-from twell_lab.bench import attack
-
-real, there, plus = attack.layers, torch.cuda.is_available, attack.Counts.plus
-
-def layers(seed, *, device, processes, **how):
-    torch.cuda.is_available = there
-    return real(seed, device="cpu", processes=int(count), **how)
-
-def counted(self, other):
-    print(self.layers, flush=True)
-    return plus(self, other)
-
-torch.cuda.is_available, attack.layers, attack.Counts.plus = (lambda: True), layers, counted
-torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
-count = sys.argv.pop()
-sys.exit(cli.main())
-"""
-
-
-class Attacking:
-    """That command in a session of its own, with so many processes that attack."""
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        self.processes = processes
-        command = [sys.executable, "-c", COMMAND, "record", "attack", "--seed", "5", "--cases", "20000"]
-        self.run = subprocess.Popen(
-            [*command, "--out", str(folder), str(processes)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for_layers(self, count: int) -> None:
-        while (line := self.run.stdout.readline()) and int(line) < count:
-            pass
-        assert line, self.run.stderr.read()
-
-    def wait_for_processes(self, least: int = 0, most: int = 99, seconds: float = 60.0) -> None:
-        """Until so many processes of its session run."""
-        end = time.monotonic() + seconds
-        while not least <= len(running := self.running()) <= most:
-            assert time.monotonic() < end, running
-            time.sleep(0.02)
-
-    def running(self) -> list[str]:
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                state, _, group = (process / "stat").read_text().rpartition(") ")[2].split()[:3]
-                command = (process / "cmdline").read_text().replace("\0", " ")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(group) == self.run.pid and state != "Z":
-                found.append(command)
-        return found
-
-    def interrupt(self, number: int) -> None:
-        """As `timeout` does: the process, and then all of its group, as a terminal does, too."""
-        os.kill(self.run.pid, number)
-        os.killpg(self.run.pid, number)
-
-
-@pytest.fixture
-def attacking(tmp_path):
-    started = []
-
-    def start(processes):
-        started.append(Attacking(tmp_path, processes))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.running():
-            os.killpg(each.run.pid, signal.SIGKILL)
-        each.run.communicate()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_attack_is_saved(number, processes, attacking, tmp_path):
-    command = attacking(processes)
-    command.wait_for_layers(3)
-    command.interrupt(number)
-    _, said = command.run.communicate(timeout=60)
-    assert command.run.returncode == 0, said
-    (record,) = records.load_all(tmp_path)
-    (row,) = record.rows
-    left_out = f"{20_000 - row['layers']:,} of 20,000 layers: interrupted"
-    assert record.notes["left_out"] == {"layers on a GPU": left_out}
-    assert said == f"layers on a GPU: left out {left_out}\n"
-    command.wait_for_processes(most=0, seconds=10.0)
-    # The counts are those of whole layers: of the first ones that each process drew.
-    layer = [attack.layers(5, number=each) for each in range(processes * row["layers"])]
-    counts = [attack.Counts()]
-    for each in layer[::processes]:
-        counts.append(counts[-1].plus(each))
-    if processes == 2:
-        other = [attack.Counts()]
-        for each in layer[1::2]:
-            other.append(other[-1].plus(each))
-        counts = [a.plus(b) for a, b in zip(counts, reversed(other))]
-    assert row["layers"] >= 3 and any(row.items() >= each.row().items() for each in counts)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_attack_that_is_interrupted_while_it_starts_leaves_nothing(number, attacking, tmp_path):
-    command = attacking(2)
-    command.wait_for_processes(least=4)  # itself, the two that attack, and Python's tracker of resources
-    command.interrupt(number)
-    _, said = command.run.communicate(timeout=60)
-    assert command.run.returncode == 130 and not [*tmp_path.iterdir()]
-    assert said.startswith("\ntwell-lab: interrupted; to run it again: ") and said.count("\n") == 2
-    command.wait_for_processes(most=0, seconds=10.0)
-
-
-def test_processes_that_attack_end_where_the_command_was_killed(attacking):
-    command = attacking(2)
-    command.wait_for_layers(1)
-    command.run.kill()
-    command.wait_for_processes(most=0)
 
 
 def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from twell_lab.formats import POOL_ROWS
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import POOL_ROWS, packed_and_pool
 from twell_lab.ops import accuracy, portable, reference
 
 STATS = [50, 60, 70, 80]  # what stats holds before a launch

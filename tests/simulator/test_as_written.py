@@ -119,8 +119,8 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
     script.write_text(
         "import sys, torch\nfrom twell_lab import simulator\n"
         f"program = simulator.compile({str(tmp_path / 'habits.cu')!r})\n"
-        "program.launch('sum_of', 1, 1, (b'.' * 12, torch.zeros(1)), watch=%r)\nprint('go', flush=True)\n"
-        "try:\n    program.launch('forever', 1, 32, (torch.zeros(1, dtype=torch.int32),), watch=%r)\n"
+        "program.launch('sum_of', 1, 1, (b'.' * 12, torch.zeros(1)), watch=%r)\n"
+        "try:\n    print('go', flush=True)\n    program.launch('forever', 1, 32, (torch.zeros(1, dtype=torch.int32),), watch=%r)\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n" % (watch, watch)
     )
     (tmp_path / "habits.cu").write_text(SOURCE)
@@ -129,7 +129,7 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
     assert running.stdout.readline() == "go\n"
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=30)[0] == "interrupted\n"
+    assert running.communicate(timeout=200)[0] == "interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.simulator.pooled_cases import POISON, Pooled, bits, gate_of
 from twell_lab import simulator
 from twell_lab.cuda import macros, sources
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import accuracy
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

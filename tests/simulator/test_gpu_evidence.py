@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twell_lab import records, simulator
-from twell_lab.records import evidence
+from twell_lab.bench import evidence
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
 CASES = {case.name: case for case in evidence.cases()}

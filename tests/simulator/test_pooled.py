@@ -10,8 +10,7 @@ from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
 from twell_lab import simulator
 from twell_lab.core import InputError
-from twell_lab.formats import TwELL
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import TwELL, packed_and_pool
 from twell_lab.ops import portable
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -66,7 +66,7 @@ class Checkout:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=300,
             env={**inherited, "PATH": path, "CALLS": str(self.calls), **environment},
         )
         self.output = done.stdout

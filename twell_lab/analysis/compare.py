@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .. import records
 from ..core import InputError
-from .layer_profile import LayerProfile
+
+if TYPE_CHECKING:
+    from .profile import LayerProfile
 
 HOT = 0.05  # the share of a layer's neurons that are called its hottest
 ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a plan is concerned

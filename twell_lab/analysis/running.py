@@ -1,165 +1,112 @@
-"""A model run over batches, with an eye on its feed-forward layers: what each was given, what its gate answers, and
-which tokens these rows are, as far as that is certain."""
+"""Run a model over batches and watch its feed-forward layers: what each is given, what its gate answers, and which
+tokens these rows are, as far as that is certain."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import InputError
-from ..layers.anatomy import FeedForward
+from ..core import InputError, TwellError
+from ..layers.find import FeedForward
+from ..layers.lossy import zeroed
 from ..layers.parts import uncompiled
-from ..layers.paths.dense import hidden_of
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import Weights
-from .layer_profile import LATER, POSITIONS
 
-Gate = Callable[[slice], Tensor]  # gate(rows) is the pre-activation of these rows of a layer's input, [rows, d_ff]
+Gate = Callable[[slice], Tensor]  # gate(rows) gives the pre-activations of these rows of a layer's input, [rows, d_ff]
 ALL = slice(None)
+# The first position of each group of positions: 0 to 7 each alone, then 8 to 15, 16 to 31, ...; the last has no end.
+POSITIONS = (*range(8), *(2**power for power in range(3, 32)))
+LATER = 8  # from here on positions stand in groups; the first ones are compared with these
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What is known of the rows that a layer was given, one entry a row; None where it is not known.
+class Rows(NamedTuple):
+    """What is certain of the rows that a layer was given, one entry a row; None where it is not known.
 
-    counted: bool, whether it is a token and no padding (None: all are). group: int64, in which of POSITIONS it stands
-    in its sequence. linked: bool, whether the next row is the token that follows it. ids: int64, its token in the
-    model's vocabulary (`vocabulary_of`); what is not in that has the vocabulary's size.
-    """
+    counted: bool, whether the row is a token and no padding (None: all are). group: int64, in which of POSITIONS it
+    stands in its sequence. linked: bool, whether the next row is the token that follows it. ids: int64, its token in
+    the model's vocabulary; what is not in that has the vocabulary's size."""
 
     counted: Tensor | None = None
     group: Tensor | None = None
     linked: Tensor | None = None
     ids: Tensor | None = None
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        held = (getattr(self, each.name) for each in fields(self))
-        return Rows(*(None if values is None else change(values) for values in held))
-
-    def to(self, device: torch.device) -> Rows:
-        """The same on another device."""
-        return self._each(lambda values: values.to(device))
-
-    @property
-    def known(self) -> tuple[bool, ...]:
-        """Of each entry, whether it is known."""
-        return tuple(getattr(self, each.name) is not None for each in fields(self))
-
-    @staticmethod
-    def joined(several: list[Rows]) -> Rows:
-        """The rows of several calls, of which the same is known, one after the other."""
-        held = zip(*[[getattr(each, field.name) for field in fields(each)] for each in several])
-        return Rows(*(None if values[0] is None else torch.cat(values) for values in held))
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Change each entry that is known."""
+        return Rows(*(None if values is None else change(values) for values in self))
 
     def kept(self, values: Tensor) -> Tensor:
-        """The layer's input, or its gate's answers, [..., n], as [tokens, n], what is no token left out."""
+        """Return [..., n], a layer's input or its gate's answers, as [tokens, n], with what is no token left out."""
         values = values.reshape(-1, values.shape[-1])
         return values if self.counted is None else values[self.counted.to(values.device)]
 
-    def part(self, start: int, end: int) -> Rows:
-        """Of the rows from start to end."""
-        return self._each(lambda values: values[start:end])
-
     def routed(self, rows: Tensor) -> Rows:
-        """Of these rows alone, which are in ascending order: what an expert was given."""
-        found = self._each(lambda values: values[rows.to(values.device)])
-        if found.linked is not None:
-            found.linked.logical_and_(torch.diff(rows, append=rows[-1:]).to(found.linked.device) == 1)
-        return found
+        """Return what is known of these rows alone, int64 in ascending order: those that an expert was given."""
+        chosen = self.map(lambda values: values[rows.to(values.device)])
+        if chosen.linked is None:
+            return chosen
+        beside = torch.diff(rows, append=rows[-1:]).to(chosen.linked.device) == 1
+        return chosen._replace(linked=chosen.linked & beside)
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """How many tokens the model can tell apart: the size of its largest embedding; 0 for a model without any."""
-    return max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
+    """Return how many tokens the model tells apart: the size of its largest embedding, 0 without any."""
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], None]):
-    """A context within which `see(x, gate)` is called whenever `layer` runs. Of a layer with thresholds on its inputs,
-    gate gives the hidden values, zero where they are not kept."""
-    if layer.cut is not None:
+def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float] | None = None) -> Tensor:
+    """Compute what enters the down projection for x [rows, d_model]: [rows, d_ff].
 
-        def on_cut(module: nn.Module, args: tuple) -> None:
-            x = args[0]
-            rows = x.reshape(-1, x.shape[-1])
-            see(x, lambda of: hidden_by(layer, rows[of]))
-
-        return _removed(layer.module.register_forward_pre_hook(on_cut))
-    if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
-
-        def on_sparse(module: SparseFFN, args: tuple) -> None:
-            weight, bias, x = layer.pattern.weight, layer.pattern.bias, args[0]
-            rows = x.reshape(-1, x.shape[-1])
-            see(x, lambda of: module.in_own_order(F.linear(rows[of], weight, bias)))
-
-        return _removed(layer.module.register_forward_pre_hook(on_sparse))
-
-    def on_dense(module: nn.Module, args: tuple, output: Tensor) -> None:
-        rows = output.reshape(-1, output.shape[-1])
-        see(args[0], lambda of: rows[of])
-
-    return _removed(layer.pattern.register_forward_hook(on_dense))
-
-
-def hidden_by(layer: FeedForward, rows: Tensor) -> Tensor:
-    """What enters the down projection of a layer with thresholds on its inputs: [rows, d_ff]."""
-    weights = Weights.of(layer.gate, layer.up, layer.down)
-    return hidden_of(rows, weights, layer.acts or torch.relu, layer.both, layer.cut)
+    thresholds: for "input", "activation" and "hidden", below which magnitude values there become zero; by default those
+    that are on the layer."""
+    if thresholds is None:
+        thresholds = {} if layer.cut is None else layer.cut._asdict()
+    acts, up = layer.acts or torch.relu, layer.up
+    x = zeroed(x, thresholds.get("input", 0.0))
+    hidden = acts(F.linear(x, layer.pattern.weight, layer.pattern.bias))
+    hidden = zeroed(hidden, thresholds.get("activation", 0.0))
+    if layer.gate is not None:
+        beside = F.linear(x, up.weight, up.bias)
+        hidden = hidden * (acts(beside) if layer.both else beside)
+    return zeroed(hidden, thresholds.get("hidden", 0.0))
 
 
 @contextmanager
-def _removed(hook) -> Iterator[None]:
-    """Afterwards the hook is taken off."""
+def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterator[None]:
+    """Call see(x, gate) whenever `layer` runs within this context. Of a layer with thresholds on its inputs, gate gives
+    the hidden values, zero where they are not kept."""
+    pattern = layer.pattern
+
+    def before(module: nn.Module, args: tuple) -> None:
+        rows = args[0].reshape(-1, args[0].shape[-1])
+        if layer.cut is not None:
+            see(args[0], lambda of: hidden_by(layer, rows[of]))
+        else:  # a SparseFFN does not call the projection that decides, so it is computed once more
+            see(args[0], lambda of: module.in_own_order(F.linear(rows[of], pattern.weight, pattern.bias)))
+
+    def after(module: nn.Module, args: tuple, output: Tensor) -> None:
+        rows = output.reshape(-1, output.shape[-1])
+        see(args[0], lambda of: rows[of])
+
+    if layer.cut is not None or isinstance(layer.module, SparseFFN):
+        hook = layer.module.register_forward_pre_hook(before)
+    else:
+        hook = pattern.register_forward_hook(after)
     try:
         yield
     finally:
         hook.remove()
 
 
-def run(
-    model: nn.Module,
-    watched: list[tuple[FeedForward, Callable[[Tensor, Gate, Rows], None]]],
-    batches: Iterable,
-    enough: Callable[[], bool] = lambda: False,
-    after: Callable[[Rows], None] = lambda rows: None,
-) -> bool:
-    """Run the model over the batches until there are enough; `see(x, gate, rows)` is called of each watched layer
-    whenever that runs, and `after(rows)` after each batch, of the tokens that layers saw. It runs in evaluation mode
-    without gradients, and is left as it was. Returns whether there was a batch. Raises InputError for weights on meta,
-    before anything runs, and for batches that it can say something of; others that the model refuses raise the model's
-    own error, with a note that says which batch it was."""
-    batch: _Batch | None = None
-    if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
-        raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
-    vocabulary, ran = vocabulary_of(model), False
-    shapes: dict[tuple, Rows] = {}
-    with evaluating(model), ExitStack() as hooks:
-        for layer, see in watched:
-            hooks.enter_context(
-                on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
-            )
-        for number, given in enumerate(_each(batches)):
-            batch, ran = _Batch(model, given, vocabulary, shapes), True
-            try:
-                batch.run()
-            except (TypeError, ValueError, LookupError, RuntimeError) as error:
-                batch.explain(error, number)
-                raise
-            for rows in batch.seen:
-                after(rows)
-            if enough():
-                break
-    return ran
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and nothing compiled, since hooks are not called in compiled code; afterwards
+    """Run the model in evaluation mode, without gradients, and eagerly, since compiled code calls no hooks. Afterwards
     each module is back in its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -171,195 +118,164 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _each(batches) -> Iterable:
+def run(
+    model: nn.Module,
+    watched: list[tuple[FeedForward, Callable[[Tensor, Gate, Rows], object]]],
+    batches: Iterable,
+    enough: Callable[[], bool] = lambda: False,
+    after: Callable[[Rows], object] = lambda rows: None,
+) -> None:
+    """Run the model over the batches, in evaluation mode without gradients, and leave it as it was.
+
+    Args:
+        model: on whose first parameter's device the batches go.
+        watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs.
+        batches: a tensor or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples.
+        enough: asked after each batch whether to stop.
+        after: called after each batch with the tokens that layers saw: those of encoder and decoder apart.
+
+    Raises:
+        InputError: for weights on meta; for no batches; and for a batch that the model does not take, with its number
+            and the model's own error as the cause.
+    """
+    if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
+        raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     if isinstance(batches, (Tensor, Mapping)):
-        return [batches]
+        batches = [batches]
     if not isinstance(batches, Iterable):
         raise InputError(f"batches is a {type(batches).__name__}; accepted: an iterable of inputs")
-    return batches
-
-
-class _Batch:
-    """One input of the model on its device, and what that says of its tokens.
-
-    Which tokens a layer's rows are is certain where there are as many rows as token ids (or entries of a mask, or
-    embeddings), sequence by sequence, in a tensor of any shape; and of the rows that a routed expert was given.
-    Where nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none.
-
-    shapes: what `_in_sequences` gave for the last shape, which the next batch often has, too.
-    """
-
-    def __init__(self, model: nn.Module, given, vocabulary: int, shapes: dict[tuple, Rows]) -> None:
-        device = next(model.parameters()).device
-
-        def move(value):
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        self.model, self._vocabulary, self._known, self._seen = model, vocabulary, {}, {}
-        self._shapes = shapes
-        if isinstance(given, Mapping):
-            self.given = {name: move(value) for name, value in given.items()}
-        elif isinstance(given, (tuple, list)):
-            self.given = tuple(move(value) for value in given)
-        elif isinstance(given, Tensor):
-            self.given = (given.to(device),)
-        else:
-            raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
-        self._named = self.given if isinstance(self.given, dict) else dict(zip(_arguments(model), self.given))
-        self._decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-    def run(self) -> None:
-        """Call the model."""
-        if isinstance(self.given, dict):
-            self.model(**self.given)
-        else:
-            self.model(*self.given)
-
-    def explain(self, error: Exception, number: int) -> None:
-        """What this batch, the one of this number, has to do with an error of the model's: an InputError where it is
-        the reason for sure, else a note on the error."""
-        if isinstance(error, (InputError, torch.OutOfMemoryError)):
-            return
-        for name, value in self._named.items():
-            if isinstance(value, Tensor) and not value.numel():
-                raise InputError(
-                    f"batch {number} has no token: {name} has shape {list(value.shape)}; one token or more is accepted"
-                ) from error
-        ids = self._named.get("input_ids")
-        if not isinstance(ids, Tensor):
-            if isinstance(ids, (int, float, list)):
-                raise InputError(
-                    f"batch {number} has a {type(ids).__name__} for a tensor; accepted: token ids [batch, tokens], as "
-                    "a tokenizer gives them with return_tensors='pt'"
-                ) from error
-        elif isinstance(error, LookupError) and (reason := beyond(self.model, ids)):
-            raise InputError(f"batch {number} {reason}") from error
-        shown = [
-            f"{name} {list(each.shape)} {each.dtype}" for name, each in self._named.items() if isinstance(each, Tensor)
-        ]
-        error.add_note(f"The model failed on batch {number}, counted from 0: {', '.join(shown) or 'without a tensor'}.")
-
-    @property
-    def seen(self) -> list[Rows]:
-        """Of the tokens that any layer saw: those of an encoder and those of a decoder apart."""
-        return list(self._seen.values())
-
-    def rows(self, layer: FeedForward, x: Tensor) -> Rows:
-        """What is known of the rows of x, the input of this layer. InputError where a mask does not fit them."""
-        prefix = "decoder_" if self._decodes and "decoder" in layer.name.split(".") else ""
-        if prefix not in self._known:
-            self._known[prefix] = self._tokens(prefix)
-        shape, known = self._known[prefix]
-        chosen, found = getattr(layer.pattern, "rows", None), x.shape[:-1]
-        many = found.numel() if chosen is None else layer.pattern.among
-        turned = shape is not None and found == shape[::-1] != shape
-        if shape is not None and many == shape.numel() and not turned:
-            self._seen[prefix] = known
-            return known if chosen is None else known.routed(chosen)
-        if known.counted is not None:
-            mask = self._named[f"{prefix}attention_mask"]
-            raise InputError(
-                f"attention_mask has shape {list(mask.shape)}, but a layer saw {many} positions; accepted: one entry a "
-                f"position"
+    batch: _Batch | None = None
+    with evaluating(model), ExitStack() as hooks:
+        for layer, see in watched:
+            hooks.enter_context(
+                on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
             )
-        if len(found) != 2 or chosen is not None or (shape is not None and found[0] != shape[0]):
-            return Rows()
-        return self._in_order(found, x.device)
-
-    def _in_order(self, shape: torch.Size, device: torch.device) -> Rows:
-        """`_in_sequences`, made once for batches of one shape."""
-        if (key := (shape, device)) not in self._shapes:
-            batch, sequence = shape
-            self._shapes.clear()
-            self._shapes[key] = _in_sequences(batch, sequence, device)
-        return self._shapes[key]
-
-    def _tokens(self, prefix: str) -> tuple[torch.Size | None, Rows]:
-        """The batch's tokens in their shape [batch, sequence], None where nothing says which they are; and what is
-        known of each. prefix: of the arguments that are about them."""
-
-        def flat(name: str) -> Tensor | None:
-            value = self._named.get(prefix + name)
-            return value if isinstance(value, Tensor) and value.dim() == 2 else None
-
-        ids, mask, embeds = flat("input_ids"), flat("attention_mask"), self._named.get(f"{prefix}inputs_embeds")
-        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
-            ids = None
-        given = ids if ids is not None else embeds[..., 0] if isinstance(embeds, Tensor) and embeds.dim() == 3 else mask
-        if given is None:
-            return None, Rows()
-        counted = None if mask is None else mask != 0
-        if counted is not None and counted.shape != given.shape:
-            return None, Rows(counted)
-        if counted is None and self._named.get(f"{prefix}position_ids") is self._cache() is None:
-            first = self._in_order(given.shape, given.device)
-            group, linked = first.group, first.linked
-        elif (position := self._positions(prefix, given, counted)) is not None:
-            group, linked = _groups(position), _linked(position, counted)
-        else:
-            group = linked = None
-        if ids is not None and self._vocabulary:
-            ids = torch.where((ids >= 0) & (ids < self._vocabulary), ids, self._vocabulary).long()
-        else:
-            ids = None
-        each = (None if held is None else held.flatten() for held in (counted, group, linked, ids))
-        return given.shape, Rows(*each)
-
-    def _cache(self) -> object:
-        """What the model was given of earlier tokens, by either name that transformers has for it."""
-        found = self._named.get("past_key_values")
-        return self._named.get("cache") if found is None else found
-
-    def _positions(self, prefix: str, given: Tensor, counted: Tensor | None) -> Tensor | None:
-        """Which token of its sequence each is; None where earlier ones went before that are not in this batch."""
-        said = self._named.get(f"{prefix}position_ids")
-        if said is not None:
-            fits = isinstance(said, Tensor) and said.dim() == 2 and said.shape[1] == given.shape[1]
-            return said.expand(given.shape).long() if fits and said.shape[0] in (1, given.shape[0]) else None
-        if self._cache() is not None:
-            return None
-        assert counted is not None  # or `_tokens` had not asked
-        return (counted.long().cumsum(-1) - 1).clamp(min=0)
+        for number, given in enumerate(batches):
+            batch = _Batch(model, given)
+            try:
+                model(*batch.args, **batch.kwargs)
+            except (TwellError, torch.OutOfMemoryError):
+                raise
+            except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+                raise InputError(f"batch {number} {batch.reason(error)}") from error
+            for rows in batch.seen.values():
+                after(rows)
+            if enough():
+                break
+    if batch is None:
+        raise InputError("batches is empty; accepted: at least one input of the model")
 
 
-def beyond(model: nn.Module, ids: Tensor) -> str:
-    """Which of a model's tables these token ids [batch, tokens] do not fit into, and what would; "" if none is known
-    that they do not."""
+def beyond(model: nn.Module, ids: Tensor | None) -> str:
+    """Say which of a model's tables these token ids [batch, tokens] do not fit into; "" if none is known."""
+    if ids is None or ids.is_floating_point():
+        return ""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    known = table.num_embeddings if isinstance(table, nn.Embedding) else None
-    if known and (outside := ids[(ids < 0) | (ids >= known)]).numel():
-        return f"has the token {outside[0].item()}; accepted by this model: 0 to {known - 1}"
+    size = table.num_embeddings if isinstance(table, nn.Embedding) else None
+    if size and (outside := ids[(ids < 0) | (ids >= size)]).numel():
+        return f"has the token {outside[0].item()}; accepted by this model: 0 to {size - 1}"
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and ids.dim() == 2 and ids.shape[1] > longest:
         return f"has {ids.shape[1]} tokens in a sequence; accepted by this model: up to {longest}"
     return ""
 
 
+class _Batch:
+    """One input of the model on its device, and what that says of its tokens.
+
+    Which tokens a layer's rows are is certain where there are as many rows as token ids or entries of a mask, sequence
+    by sequence, in a tensor of any shape; and of the rows that a routed expert was given. Where nothing was given by
+    which to tell, rows [batch, sequence, d_model] have positions, and others none."""
+
+    def __init__(self, model: nn.Module, given) -> None:
+        device = next(model.parameters()).device
+
+        def move(value):
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        self.model, self.args, self.named = model, (), {}
+        self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
+        self._tokens: dict[str, tuple[torch.Size | None, Rows]] = {}
+        if isinstance(given, Mapping):
+            self.kwargs = self.named = {name: move(value) for name, value in given.items()}
+        elif isinstance(given, (tuple, list, Tensor)):
+            self.args = (move(given),) if isinstance(given, Tensor) else tuple(map(move, given))
+            self.kwargs, self.named = {}, dict(zip(_arguments(model), self.args))
+        else:
+            raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
+
+    def reason(self, error: Exception) -> str:
+        """Say why the model raised this error on the batch, as far as that is known."""
+        tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
+        if isinstance(error, LookupError) and (reason := beyond(self.model, tensors.get("input_ids"))):
+            return reason
+        shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in tensors.items())
+        return (
+            f"({shown or 'without a tensor'}) makes the model fail with {type(error).__name__}: {error}; accepted: "
+            "what the model takes, such as token ids [batch, tokens] of a tokenizer with return_tensors='pt'"
+        )
+
+    def rows(self, layer: FeedForward, x: Tensor) -> Rows:
+        """Return what is known of the rows of x, the layer's input. InputError where a mask does not fit them."""
+        decodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        prefix = "decoder_" if decodes and "decoder" in layer.name.split(".") else ""
+        if prefix not in self._tokens:
+            self._tokens[prefix] = self._described(prefix)
+        shape, known = self._tokens[prefix]
+        chosen, lead = getattr(layer.pattern, "rows", None), x.shape[:-1]  # rows: those of a routed expert
+        many = lead.numel() if chosen is None else layer.pattern.among
+        turned = shape is not None and lead == shape[::-1] != shape
+        if shape is not None and many == shape.numel() and not turned:
+            self.seen[prefix] = known
+            return known if chosen is None else known.routed(chosen)
+        if known.counted is not None:
+            mask = list(self.named[f"{prefix}attention_mask"].shape)
+            raise InputError(
+                f"attention_mask has shape {mask}, but a layer saw {many} positions; accepted: one entry a position"
+            )
+        if len(lead) != 2 or chosen is not None or (shape is not None and lead[0] != shape[0]):
+            return Rows()
+        return _placed(torch.arange(lead[1], device=x.device).expand(lead), None)
+
+    def _described(self, prefix: str) -> tuple[torch.Size | None, Rows]:
+        """Return the shape [batch, sequence] of the tokens, None where nothing says which they are, and what is known
+        of each. prefix: of the arguments that are about them."""
+        flat = {name: value for name, value in self.named.items() if isinstance(value, Tensor) and value.dim() == 2}
+        ids, mask, said = (prefix + name for name in ("input_ids", "attention_mask", "position_ids"))
+        whole = ids in flat and not flat[ids].is_floating_point() and flat[ids].dtype != torch.bool
+        if not whole and mask not in flat:
+            return None, Rows()
+        shape, counted, size = flat[ids if whole else mask].shape, None, vocabulary_of(self.model)
+        if mask in flat:
+            counted = flat[mask] != 0
+            if counted.shape != shape:
+                return None, Rows(counted)
+        position = None
+        if said in flat and flat[said].shape in (shape, (1, shape[1])):
+            position = flat[said].expand(shape).long()
+        elif not any(self.named.get(name) is not None for name in (said, "past_key_values", "cache")):
+            everyone = torch.ones(shape, dtype=torch.bool, device=flat[ids if whole else mask].device)
+            position = ((everyone if counted is None else counted).cumsum(-1) - 1).clamp(min=0)
+        rows = Rows() if position is None else _placed(position, counted)
+        if whole and size:
+            tokens = flat[ids].flatten()
+            rows = rows._replace(ids=torch.where((tokens >= 0) & (tokens < size), tokens, size).long())
+        return shape, rows._replace(counted=None if counted is None else counted.flatten())
+
+
 def _arguments(model: nn.Module) -> list[str]:
-    """What the model calls its arguments; the first one is taken for token ids, whatever its name."""
-    try:
-        said = inspect.signature(uncompiled(model).forward).parameters.values()
-    except (TypeError, ValueError):
-        said = ()
-    return ["input_ids", *[each.name for each in said if each.kind is each.POSITIONAL_OR_KEYWORD][1:]]
+    """Return what the model calls its arguments; the first is taken for token ids, whatever its name."""
+    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
+    return ["input_ids", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
 
 
-def _groups(position: Tensor) -> Tensor:
-    """In which group of POSITIONS each position is: no table is looked up, whose copying would wait for the device."""
-    power = torch.frexp(position.clamp(min=LATER).double()).exponent.long()  # 2**(power - 1) <= position < 2**power
-    return torch.where(position < LATER, position, power + LATER - 4).clamp(0, len(POSITIONS) - 1)
-
-
-def _linked(position: Tensor, counted: Tensor | None) -> Tensor:
-    """Whether each token of [batch, sequence] is followed by the next one of the same text."""
+def _placed(position: Tensor, counted: Tensor | None) -> Rows:
+    """Return group and linked of tokens at these positions [batch, sequence]."""
+    # No table is looked up, whose copying would wait for the device: 2**(power - 1) <= position < 2**power.
+    power = torch.frexp(position.clamp(min=LATER).double()).exponent.long()
+    group = torch.where(position < LATER, position, power + LATER - 4).clamp(0, len(POSITIONS) - 1)
     linked = torch.zeros_like(position, dtype=torch.bool)
     linked[:, :-1] = position.diff(dim=-1) == 1
     if counted is not None:
         linked[:, :-1] &= counted[:, :-1] & counted[:, 1:]
-    return linked
-
-
-def _in_sequences(batch: int, sequence: int, device: torch.device) -> Rows:
-    """Of rows that stand in sequences of this length, nothing else being known."""
-    position = torch.arange(sequence, device=device).expand(batch, sequence)
-    return Rows(group=_groups(position).flatten(), linked=_linked(position, None).flatten())
+    return Rows(group=group.flatten(), linked=linked.flatten())

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers.anatomy import feed_forwards
-from ..layers.learner import DENSE, HEAVY, SPARSE, LayerTerm
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import differentiable, train_lost, train_rows
+from ..layers.terms import DENSE, HEAVY, SPARSE, LayerTerm
+from ..ops import survivors, train, train_lost
 from . import costs
 
 MARGIN = 0.1  # a layer changes its path when it is this far past the break-even: noise alone does not change it back
@@ -86,7 +86,7 @@ def cost(term: LayerTerm, weight: Tensor) -> float:
     most = 1 / train_lost.TOKENS_A_ROW
     lost = 0.0 if term.lost is None else float(term.lost)
     entries, fast = float(term.nnz), min(lost, most)
-    if term.heavy is not None and float(term.heavy) <= most and train_lost.held(weight):
+    if term.heavy is not None and float(term.heavy) <= most and train_lost.tensor_core_rows(1, weight.device):
         entries, fast = float(term.light), max(fast, float(term.heavy))
     return entries + weight.shape[0] * (LOST_TO_TENSOR_CORES * fast + LOST * max(0.0, lost - fast))
 
@@ -120,7 +120,7 @@ class Switch:
     def measure(self, tokens: int = 4096) -> dict[str, float]:
         """Return the break-even of each layer, from rates measured on its device now.
 
-        It is at most the number for which the kernels have room (train_rows.capacity_for), which is less in wide
+        It is at most the number for which the kernels have room (survivors.capacity_for), which is less in wide
         layers, and 0, for never, where the kernels do not take the layer (on a CPU, in float32). tokens: how many a
         forward pass of training has. Raises InputError for tokens below 1."""
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -130,11 +130,10 @@ class Switch:
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         rates = costs.measure_rates(weight.device, dtype)
-        found = {}
-        for layer in layers:
-            d_ff, d_model = layer.up.weight.shape
-            x = torch.empty(1, d_model, dtype=dtype, device=weight.device).expand(tokens, d_model)  # one row's memory
-            fits = ROOM_USED * train_rows.capacity_for(tokens, d_ff) / tokens
-            even = min(break_even(rates, d_model, d_ff, layer.gate is not None), fits)
-            found[layer.name] = even if differentiable.takes(x, None, layer.up.weight) else 0.0
-        return found
+        made = {}
+        for each in layers:
+            d_ff, d_model = each.up.weight.shape
+            taken = train.takes(weight.device, dtype, tokens, d_model, d_ff)
+            room = ROOM_USED * survivors.capacity_for(tokens, d_ff) / tokens
+            made[each.name] = min(break_even(rates, d_model, d_ff, each.gate is not None), room) if taken else 0.0
+        return made

@@ -14,7 +14,7 @@ from .options import path, positive, seconds, source
 from .terminal import Answer, terminated_like_interrupted
 
 if TYPE_CHECKING:
-    from ..records.record import Record
+    from ..records import Record
 
 MODEL = "bench model"
 TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
@@ -208,7 +208,7 @@ def model(options: argparse.Namespace) -> Answer:
 def told(record: Record, read: str) -> str:
     """A record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what it
     comes to. read: where the tokens came from."""
-    from ..records.record import table
+    from ..records import table
 
     compared, notes = pairs(record.rows), record.notes
     missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]

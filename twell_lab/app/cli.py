@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from . import (
     train_command,
 )
 from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
-from .terminal import Answer, interrupt_once, terminated_like_interrupted
+from .terminal import Answer, terminated_like_interrupted
 
 # The options of `record` that not all recordings take.
 _SIZES = ("bench-0.5B", "bench-1B", "bench-1.5B", "bench-2B")
@@ -46,11 +45,9 @@ _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED, "at
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
-    if arguments is None:  # this process does nothing else, so its handling of Ctrl-C may be changed
+    if arguments is None:
         arguments = sys.argv[1:]
         _share_cores(arguments)
-        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
-            signal.signal(signal.SIGINT, interrupt_once)
     try:
         with terminal.ready() as output:
             return _run(arguments, output)
@@ -65,8 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
         terminal.tell("twell-lab: this does not fit into memory; smaller sizes are accepted")
         return 2
     except KeyboardInterrupt as error:
-        if signal.getsignal(signal.SIGINT) is interrupt_once:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":  # under torchrun one process reports it for all
             terminal.tell(f"\ntwell-lab: {_how_to_go_on(error, arguments)}")
         return 130
@@ -372,11 +367,11 @@ def _record(options) -> Answer:
 def _compile(options) -> Answer:
     import torch
 
-    from ..cuda import cubins
-    from ..cuda.prebuild import prebuild
+    from ..cuda.compile import ARCHITECTURES
+    from ..ops.kernels import prebuild
 
-    if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
-        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")
+    if unknown := sorted(set(options.arch) - set(ARCHITECTURES)):
+        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(ARCHITECTURES)}")
     with tqdm(unit="cubin", disable=None) as bar:
 
         def built(done: int, of: int, name: str) -> None:
@@ -391,7 +386,7 @@ def _compile(options) -> Answer:
 
 def _records(options) -> Answer:
     from .. import records
-    from ..records.provenance import kernel_hashes
+    from ..records import kernel_hashes
 
     if options.verify:
         try:

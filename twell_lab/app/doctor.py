@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import core
 from ..core import StackError
-from ..cuda import cubins, registry
+from ..cuda import compile as compiler
 
 STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
@@ -107,8 +107,8 @@ def _gpu(facts: dict) -> tuple:
         f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
         for gpu in facts["gpus"]
     )
-    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < registry.OLDEST]:
-        oldest = "sm_{}{}".format(*registry.OLDEST)
+    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < compiler.OLDEST]:
+        oldest = "sm_{}{}".format(*compiler.OLDEST)
         return "limited", f"{named}; the kernels need {oldest} or newer, which {too_old[0]['name']} is not"
     if facts["usable"]:
         return "ok", named
@@ -173,7 +173,7 @@ def _nvrtc(facts: dict) -> tuple:
 def _why_no_compiler() -> str:
     """The error of loading the compiler, in brackets and cut to one line, because that of CuPy fills a screen."""
     try:
-        cubins.compiler()
+        compiler.compiler()
     except StackError as error:
         cause = error.__cause__ or error
         lines = [line.strip(" =") for line in str(cause).splitlines()]
@@ -196,9 +196,9 @@ def _cache(facts: dict) -> tuple:
 def _cpu_operators(facts: dict) -> tuple:
     if facts["torch"] is None:
         return "missing", "need torch", _INSTALL_TORCH
-    from .. import ops  # noqa: F401  this registers the operators, which can fail
+    from ..ops import functional  # noqa: F401  this registers the operators, which can fail
 
-    return "ok", "pack, gated_ffn, plain_ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
+    return "ok", "pack, ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
 
 
 def _gpu_kernels(facts: dict) -> tuple:
@@ -215,7 +215,7 @@ def _gpu_kernels(facts: dict) -> tuple:
 
 def _compilation(facts: dict) -> tuple:
     if facts["nvrtc"]:
-        return "ok", f"for {', '.join(cubins.ARCHITECTURES)}, with or without a GPU"
+        return "ok", f"for {', '.join(compiler.ARCHITECTURES)}, with or without a GPU"
     if sys.platform not in ("linux", "win32"):
         return "limited", f"NVRTC is not made for {sys.platform}"
     return "missing", "needs NVRTC", _cupy_command(facts)

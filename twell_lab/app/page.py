@@ -15,8 +15,12 @@ from markupsafe import Markup
 
 from .. import records
 from ..core import InputError, RecordError, write_atomically
-from ..plots.data import FORMAT, WITH, WITHOUT, alike, decode, layer_names, percentiles, picked, said_fast, share
+from ..plots import alike, decode, layer_names, percentiles, picked, share
 from . import charts
+
+# The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
+# two trainings there.
+FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
 
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
 RECORDED_NNZ = (8, 29, 60, 120, 300)  # how many neurons fire, roughly, in the recorded times that are drawn
@@ -526,3 +530,33 @@ def _at(row: dict) -> str:
     how = f", {_how(row)}" if _how(row) else ""
     fire = f", {row['nnz']:.0f} neurons firing" if row.get("nnz") and not what else ""
     return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{fire}{how}"
+
+
+def layer_rows(tour: dict) -> list[dict]:
+    """What a tour found (notes["tour"] of its record), a row for each layer, ready to be printed.
+
+    Each row: layer; before, after (share of neurons firing without and with L1); dead_before, dead_after;
+    overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the
+    bytes a token takes in each format.
+    """
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
+    names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
+    return [
+        {
+            "layer": name,
+            "before": share(without["density"][i]),
+            "after": share(sparse["density"][i]),
+            "dead_before": without["dead"][i],
+            "dead_after": sparse["dead"][i],
+            "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+            "used": share(packed["slots_used"] / packed["slots"]),
+            **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
+        }
+        for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True))
+    ]
+
+
+def said_fast(texts: dict) -> str:
+    """How fast the model with L1 spoke on its planned layers, and on dense ones (notes["tour"]["texts"])."""
+    same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
+    return f"{texts['tokens_per_s']:,.0f} tokens a second, {texts['dense_tokens_per_s']:,.0f} with dense layers, {same}"

@@ -23,14 +23,13 @@ from pathlib import Path
 import torch
 
 from .. import core
-from ..bench import density, forward
+from ..bench import density, evidence, forward
+from ..bench.evidence import need_gpu
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
-from ..cuda import registry
-from ..records import Record, evidence
-from ..records.evidence import need_gpu
-from .terminal import hold_signals
+from ..ops import kernels
+from ..records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
@@ -150,7 +149,6 @@ def _sections(
             why = interrupted or late
             try:
                 if not why:
-                    hold_signals()
                     rows += steps[done]()
                     done += 1
                     _empty_cache()
@@ -209,11 +207,11 @@ _FIRST_CALL = """
 import time, torch
 torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
 w = torch.randn(5632, 2048, device="cuda", dtype=torch.bfloat16)
-x, down = w[:{tokens}].clone() - 1, w.t().contiguous()
+x = w[:{tokens}].clone() - 1
 torch.cuda.synchronize()
 start = time.perf_counter()
-from twell_lab import ops
-ops.infer(x, w, w, down, down_t=w)
+import twell_lab
+twell_lab.ffn(x, w, w.t(), w)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
@@ -222,8 +220,6 @@ print(time.perf_counter() - start)
 def _startup() -> dict:
     """Seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the cache;
     and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
-    from ..cuda import prebuild
-
     found = {}
     for tokens in (1, 4096):
         command = [sys.executable, "-c", _FIRST_CALL.format(tokens=tokens)]
@@ -232,7 +228,7 @@ def _startup() -> dict:
     major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        cubins = prebuild.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
+        cubins = kernels.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
         found[f"compiling {len(cubins)} cubins"] = round(time.perf_counter() - start, 2)
     return found
 
@@ -295,7 +291,7 @@ def gpu_tests() -> Record:
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
-    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=registry.KERNELS)
+    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=kernels.sources())
 
 
 def _gpu_tests_folder() -> Path:
@@ -354,14 +350,14 @@ def two_gpus() -> Record:
         raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
     rows = [*suites, *runs.rows()]
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, rows, kernels=registry.KERNELS)
+    return Record.new("two-gpus", purpose, rows, kernels=kernels.sources())
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
     """How many random and hostile cases passed.
 
-    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one, the long form of
-    tests/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
+    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one
+    tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
 
     Args:
         seed: which cases are drawn.
@@ -405,17 +401,17 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
         )
     if seconds is not None:
         raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
-    folder = _gpu_tests_folder().parent / "attack"
+    folder = _gpu_tests_folder().parent / "nightly" / "attack"
     with tempfile.TemporaryDirectory() as temporary:
         counts = Path(temporary, "counts.json")
-        asked = ["--long"] if cases is None else [f"--attack-cases={cases}"]
+        asked = [] if cases is None else [f"--attack-cases={cases}"]
         suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
         rows = json.loads(counts.read_text())
     return Record.new(
         "attack",
         "random and hostile cases on a CPU",
         [*rows, suite],
-        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/attack", "seed": seed}},
+        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/nightly/attack", "seed": seed}},
     )
 
 
@@ -550,15 +546,15 @@ def course(at_once: int = 1) -> Record:
 
 def widgets() -> Record:
     """Each widget of the course moved by keyboard in JupyterLab in a headless Chromium, by
-    tests/notebooks/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
+    tests/nightly/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
     of it and of its still figure.
 
     Raises TestsFailed, also where the tests are left out for want of playwright or a browser.
     """
-    file = _gpu_tests_folder().parent / "notebooks" / "test_browser.py"
+    file = _gpu_tests_folder().parent / "nightly" / "test_browser.py"
     with tempfile.TemporaryDirectory() as temporary:
         moves = Path(temporary, "moves.json")
-        suite = _suite("widgets", [str(file), "--browser", f"--browser-report={moves}"])
+        suite = _suite("widgets", [str(file), f"--browser-report={moves}"])
         if suite["skipped"]:
             raise TestsFailed(
                 f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why"

@@ -21,7 +21,7 @@ from ..bench.profiling import PROFILING
 from ..bench.rows import DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
 from ..bench.trained import QUALITY, RUN, TWIN
-from ..records.record import Record, newest, stale, told
+from ..records import Record, newest, stale, told
 from .bench_command import pairs
 from .walk import code_hash, with_code
 

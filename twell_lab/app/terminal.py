@@ -29,35 +29,14 @@ class Answer(NamedTuple):
         print(said, end="" if said.endswith("\n") else "\n")
 
 
-def interrupt_once(number: int, frame) -> None:
-    """Raise KeyboardInterrupt for the first signal of this kind, and ignore further ones (`timeout` sends two): while
-    the first is handled or Python ends, they would lose what is being saved, and print a traceback."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def hold_signals() -> None:
-    """Install this process's handlers of SIGINT and SIGTERM again, as Python has them; does nothing in a thread.
-
-    Libraries put others before them. LLVM within Triton, once it has compiled a kernel in this process, takes each of
-    these signals for one time, and the system ends the process silently at a second one that comes before LLVM has
-    given the signal back: `timeout` sends two within microseconds. NVRTC gives them back in a form that does not wake
-    what waits for a lock. Each library does so once."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if (handler := signal.getsignal(number)) is not None:  # None: it was not installed from Python
-            signal.signal(number, handler)
-
-
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Within it the first SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
+    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
     before = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, interrupt_once)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -23,15 +23,16 @@ from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
 from ..core import TwellError, check_folder, check_target, write_atomically
 from ..formats import classic, twell
-from ..layers.anatomy import feed_forwards
-from ..ops import operators, reference
+from ..layers.find import feed_forwards
+from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
-from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, tile_of
+from ..plots import layer_names, picked, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, Text, load, spread_windows
 from . import page
 from .options import TourOptions
+from .page import FORMAT, WITH, WITHOUT, layer_rows, said_fast
 from .speak_commands import in_turn, planned
 
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
@@ -184,15 +185,15 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     The gates are packed in bfloat16, as those of an LLM would be. The check is made in the model's own dtype too.
 
     Returns:
-        ({tokens, dtype, layers: a list of dicts}, one tile as `plots.data.tile_of` describes it)
+        ({tokens, dtype, layers: a list of dicts}, one tile as `plots.tile_of` describes it)
     """
     layers: list[dict] = []
     nearest, shown = None, {}
     for found in feed_forwards(sparse.model):
         _, gate = activations(sparse.model, windows, found.name)
-        check_packing(found.name, gate, operators.pack(gate))
+        check_packing(found.name, gate, functional.pack(gate))
         gate = gate.to(torch.bfloat16)
-        packed = operators.pack(gate)
+        packed = functional.pack(gate)
         check_packing(found.name, gate, packed)
         dense = reference.relu(gate)
         counts, slots = packed.counts, packed.slots

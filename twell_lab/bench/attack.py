@@ -6,7 +6,7 @@ infinity, views with odd strides, values near the ends of their dtype, and integ
 path computes the layer twice, which must give the same bits; on a GPU the second call often runs on a side stream with
 an input that comes late, and memory that torch allocates is often filled with NaN before. Results are judged by
 accuracy.Exact; gradients may have twice the dense layer's error. `twell-lab record attack` runs this for minutes;
-tests/attack runs some of it, and shows that it notices a layer that is wrong."""
+tests/nightly/attack runs some of it, and shows that it notices a layer that is wrong."""
 
 from __future__ import annotations
 
@@ -27,26 +27,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core import TwellError
-from ..cuda import launcher
+from ..cuda import launch
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights
-from ..ops import (
-    accuracy,
-    ampere,
-    checks,
-    decode,
-    differentiable,
-    dispatch,
-    hopper_dense,
-    hopper_pack,
-    inference,
-    operators,
-    portable,
-)
+from ..ops import accuracy, decode, dispatch, functional, gate_pack, train
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import dense_hidden, exact_gradients, first_projection, gradient_sums
 
@@ -276,23 +264,24 @@ def dense(*tensors: Tensor | None) -> Tensor:
 
 
 def _operator(layer: Layer, x: Tensor) -> Tensor:
-    w, how = layer.weights, {"tile": layer.tile, "words": layer.words}
-    if w.gate is None:
-        return operators.plain_ffn(x, w.up, w.down, w.up_bias, w.down_bias, **how)
-    return operators.gated_ffn(x, *layer.tensors[1:], **how)
+    return _ffn(layer, x, tile=layer.tile, words=layer.words)
+
+
+def _ffn(layer: Layer, x: Tensor, **how) -> Tensor:
+    w = layer.weights
+    biases = {"gate_bias": w.gate_bias, "up_bias": w.up_bias, "down_bias": w.down_bias}
+    return functional.ffn(x, w.up, w.down, w.gate, **biases, **how)
 
 
 def _infer(choice: Choice) -> Callable[[Layer, Tensor], Tensor]:
-    path, hot = choice.path, choice.hot
-    how = lambda layer: {} if hot else {"tile": layer.tile, "words": layer.words}  # noqa: E731
-    return lambda layer, x: inference.infer(x, *layer.tensors[1:], path=path, hot=hot, **how(layer))
+    return lambda layer, x: _ffn(layer, x, path=choice.path, hot=choice.hot)
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
-    w, packed = layer.weights, operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
+    w, packed = layer.weights, functional.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
     if w.gate is None:
-        return operators.packed_down(packed, w.down, w.down_bias)
-    return operators.packed_gated(x, packed, w.up, w.down, w.up_bias, w.down_bias)
+        return functional.packed_down(packed, w.down, w.down_bias)
+    return functional.packed_gated(x, packed, w.up, w.down, w.up_bias, w.down_bias)
 
 
 def _module(layer: Layer) -> nn.Module:
@@ -309,11 +298,11 @@ def _module(layer: Layer) -> nn.Module:
 
 
 def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
+    return lambda layer, x: SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, probed=False)(x)
 
 
 def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: differentiable.train_ffn(x, *layer.tensors[1:], path=path)[0]
+    return lambda layer, x: train.train_ffn(x, *layer.tensors[1:], path=path)[0]
 
 
 def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
@@ -322,29 +311,33 @@ def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     found = {"operator": _operator, "packed": _packed, "module": _swapped(None)}
     found |= {f"infer, {choice.path}": _infer(choice) for choice in choices}
     found |= {f"module, {choice.path}": _swapped(choice) for choice in choices}
-    found |= {f"trained, {path}": _trained(path) for path in differentiable.PATHS}
+    found |= {f"trained, {path}": _trained(path) for path in train.PATHS}
     return found | (_gpu_paths(layer) if layer.x.is_cuda else {})
 
 
 def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     """The kernels called directly, also where dispatch would not pick them for this size."""
-    tensors = [checks.plain(t) for t in layer.tensors]  # as ops hands them on
-    x, gate, up, down, gate_bias, up_bias, down_bias = tensors
-    down_t, first = down.t().contiguous(), up if gate is None else gate
-    rest = (gate_bias, up_bias, down_bias)
-    found = {
-        "portable": lambda layer, x: dispatch.twell(checks.plain(x), gate, up, down_t, *rest, layer.tile, layer.words)
-    }
-    for version in decode.VERSIONS if decode.takes(x, up) else ():
-        found[f"decode v{version}"] = lambda layer, x, v=version: decode.decode(
-            checks.plain(x), gate, up, down_t, *rest, version=v
+    gate, up, down, *biases = (t if t is None else t.contiguous() for t in layer.tensors[1:])
+    turned, first = down.t().contiguous().t(), up if gate is None else gate
+    weights, geometry = (gate, up, turned, *biases), (layer.tile, layer.words)
+    found = {"portable": lambda layer, x: dispatch.portable(x.contiguous(), *weights, *geometry)}
+    able = torch.cuda.get_device_capability(layer.x.device)
+    x = launch.layout(layer.x.contiguous())
+    of_up, of_first = launch.layout(up), launch.layout(first)
+    for version in decode.VERSIONS if decode.takes(able, x, of_up) else ():
+        found[f"decode v{version}"] = lambda layer, x, version=version: launch.run(
+            decode.decode, x.contiguous(), gate, up, turned.t(), *biases, version
         )
-    if portable.pooled_takes(x.dtype, x.shape[1]) and hopper_dense.takes(x, up, down):
-        hots = [0] + [256 * ((layer.d_ff // 256 + 1) // 2)] * (layer.d_ff > 512 and not layer.d_ff % 8)
-        for name, packs in (("sm80", ampere), ("sm90", hopper_pack)):
-            for hot in hots if packs.takes(x, first) else ():
+    hots = [0] + [256 * ((layer.d_ff // 256 + 1) // 2)] * (layer.d_ff > 512 and not layer.d_ff % 8)
+    packers = {
+        "sm80": (gate_pack.gate_pack_sm80, gate_pack.takes_sm80),
+        "sm90": (gate_pack.gate_pack_sm90, gate_pack.takes_sm90),
+    }
+    if gate_pack.takes_sm90(able, x, of_up):  # its GEMMs compute rows that the pool cannot hold
+        for name, (packs, takes) in packers.items():
+            for hot in hots if takes(able, x, of_first) else ():
                 found[f"{name}{', hot/cold' * bool(hot)}"] = lambda layer, x, packs=packs, hot=hot: dispatch.sm90(
-                    checks.plain(x), gate, up, down, down_t, *rest, None, hot, packs=packs
+                    x.contiguous(), *weights, hot, packs
                 )
     return found
 
@@ -463,7 +456,7 @@ def _attacked(seed: int, numbers, seconds: float | None, device: str, change) ->
             yield Counts(failures=[f"{where}: {type(error).__name__}: {error} ({what})"])
         if device != "cpu" and done % _EMPTIED == 0:  # other processes need memory, too
             torch.cuda.empty_cache()
-        counts.kernels |= launcher.loaded_kernels()
+        counts.kernels |= launch.loaded()
         yield counts
 
 
@@ -560,10 +553,10 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
     dy[doubt], dl1[doubt] = 0.0, 0.0
     right, reached = exact_gradients(layer.tensors, exact.keep, dy, dl1)[1:], _step(_dense_step, layer.tensors, dy, dl1)
     noise = _noise(layer.tensors, exact.keep, dy, dl1)
-    for path in differentiable.PATHS:
+    for path in train.PATHS:
         with _poison(x, r.random() < 0.5):
-            found = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
-            again = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
+            found = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
+            again = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
         counts.add(len(x), [f"gradients, {path}", str(x.dtype)[6:]])
         for name, a, b, e, n, second in zip(NAMES, found, reached, right, noise, again):
             if a is None:

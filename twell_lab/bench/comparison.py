@@ -25,13 +25,16 @@ from torch.nn.functional import linear, rms_norm
 from .. import core
 from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel
-from ..ops import accuracy, block_linear, packed_down, spmm
+from ..ops import accuracy, spmm
+from ..ops import blocks as block_kernels
 from ..ops import clock as clocks
-from ..sparsities import blocks, microtiles, two_four
+from ..ops.functional import packed_down
+from ..sparsities import blocks, microtiles, semi_structured
 from ..sparsities.experts import WAYS, ExpertsLayer
-from ..sparsities.microtiles import add_padding, find_microtiles, remove_padding
+from ..sparsities.microtiles import find_microtiles
+from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.weights import PRODUCTS, SparseLinear
 from ..training.text import source
 from . import rows
@@ -82,11 +85,11 @@ class Method:
 
 
 def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
-    return lambda a: two_four.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
+    return lambda a: semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
 def _searched(a: Tensor) -> Tensor:
-    return two_four.searched(_semi_structured("cusparselt")(a), a.shape[1])
+    return semi_structured.searched(_semi_structured("cusparselt")(a), a.shape[1])
 
 
 def _turned_apart(held: Any, x: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ def _called(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _down(packed: TwELL, b: Tensor) -> Tensor:
-    return packed_down(packed, b.t(), down_t=b)
+    return packed_down(packed, b.t())
 
 
 def _versions() -> list[Method]:
@@ -141,7 +144,7 @@ def _versions() -> list[Method]:
 def _blocks(version: int) -> Method:
     return Method(
         f"blocks_v{version}",
-        lambda a: block_linear.BlockOperand(blocks.to_bsr(a, 32)),
+        lambda a: block_kernels.BlockOperand(blocks.to_bsr(a, 32)),
         lambda held, x: held(x, None, version),
         (SCATTERED, BLOCKS) if version == 1 else (SCATTERED, BLOCKS, NESTED),
         0.9 if version == 1 else 0.0,
@@ -156,7 +159,7 @@ METHODS: tuple[Method, ...] = (
     *_versions(),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
     *map(_pruned, PRODUCTS),
-    *map(_blocks, block_linear.VERSIONS),
+    *map(_blocks, block_kernels.VERSIONS),
     Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, (SCATTERED, BLOCKS, NESTED)),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
@@ -164,11 +167,17 @@ METHODS: tuple[Method, ...] = (
     Method(
         "2:4 (cuSPARSELt, searched, called at once)",
         _searched,
-        lambda held, x: two_four.product(x, held),
+        lambda held, x: semi_structured.product(x, held),
         (TWO_FOUR,),
         turned=True,
     ),
-    Method(FUSED, _semi_structured("cusparselt"), lambda held, x: two_four.product(x, held), (TWO_FOUR,), turned=True),
+    Method(
+        FUSED,
+        _semi_structured("cusparselt"),
+        lambda held, x: semi_structured.product(x, held),
+        (TWO_FOUR,),
+        turned=True,
+    ),
     Method(APART, _semi_structured("cusparselt"), _turned_apart, (TWO_FOUR,), turned=True),
     Method(TILED, find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, _down, _ANY, gpu=True),  # a CPU unpacks it, and multiplies densely

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..layers.anatomy import FeedForward, is_threshold
+from ..layers.activations import is_threshold
+from ..layers.find import FeedForward
 from ..layers.lossy import ThresholdedActivation
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import accuracy, clock, reference

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding_bag
 from ..core import InputError
 from ..formats.classic import ELL
 from ..ops import clock as clocks
-from ..records.record import Record
+from ..records import Record
 from .rows import row
 
 Samples = dict[str, list[float]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import core
 from ..analysis.profile import FiringProfile
 from ..core import InputError, StackError
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..training import presets
 from .training import thresholds

@@ -15,17 +15,11 @@ from torch.nn.functional import linear
 
 from ..core import TwellError
 from ..layers.choice import Choice
-from ..ops import clock, int8_products
-from ..sparsities.quantised import (
-    Bitmap,
-    Rows,
-    fp8_linear,
-    int8_linear,
-    output_error,
-    packed_two_four,
-    quantise,
-    two_four_int8,
-)
+from ..ops import clock, int8
+from ..sparsities.bitmap import Bitmap
+from ..sparsities.fp8 import fp8_linear
+from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
+from ..sparsities.quantised import Rows, output_error, quantise
 from ..sparsities.two_four import two_four_mask
 from . import rows
 from .comparison import Batch
@@ -106,7 +100,7 @@ def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Cal
         EXPANDED: lambda x: linear(x, held.dense()),
     }
     wanted = {EXPANDED: linear(x, pruned)}
-    if x.is_cuda and int8_products.takes(x.to(torch.int8), int8_products.Weight(*gate), x.dtype):
+    if has_kernel(x.to(torch.int8), int8.Weight(*gate), x.dtype):
         parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), parts[APART](x)
     else:
         left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core import InputError
+from ..cuda.launch import layout, run
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import Weights
-from ..ops import ampere, clock, dispatch, portable
+from ..ops import clock, dispatch, gate_pack
 from ..ops.clock import ROTATED, WrongResult, workload
-from ..plots.data import OTHER_KERNELS
-from ..records.record import Record
+from ..ops.down import down
+from ..ops.gated import gated
+from ..ops.pack import pack
+from ..plots import OTHER_KERNELS
+from ..records import Record
 from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 
 
@@ -89,7 +93,8 @@ def _compare(
     found = feed_forwards(dense)[0]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
-    sparse = SparseFFN(found.module, _check=False)  # `check` compares the two on these inputs
+    # A copy, whose weights may lie as the sparse path reads them; `check` compares the two on these inputs.
+    sparse = SparseFFN(copy.deepcopy(found.module).eval(), probed=found.both)
     worst = check(dense, sparse, inputs, every_row=False)
     shared = describe("ffn_forward", inputs, found.pattern.weight, label, found.pattern.bias)
     shared["error_over_allowed"] = round(worst, 4)
@@ -119,17 +124,19 @@ def _on_the_wall(row: dict) -> dict:
 def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
     """The layer on kernels that dispatch may not pick on this GPU, each checked: the portable ones behind torch's gate
     GEMM; and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
-    gate, up, down, *biases, _ = Weights.of(sparse.gate, sparse.up, sparse.down)
-    first, _ = first_projection(gate, up)
+    weights = sparse.weights()
+    first, _ = first_projection(weights.gate, weights.up)
 
     def after_torch(x):
-        return dispatch.twell(x, gate, up, sparse.down_t, *biases, sparse.tile, sparse.words)
+        return dispatch.portable(x, *weights, sparse.tile, sparse.words)
 
     def through_mma(x):
-        return dispatch.sm90(x, gate, up, down, sparse.down_t, *biases, None, 0, packs=ampere)
+        return dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
 
     found = {OTHER_KERNELS[0]: after_torch}
-    if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(inputs[0], first) and dispatch.fuses(first):
+    able, x = torch.cuda.get_device_capability(inputs[0].device), layout(inputs[0])
+    takes = gate_pack.takes_sm80(able, x, layout(first))
+    if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
         found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
         check(dense, call, inputs[:1], every_row=False)
@@ -138,25 +145,25 @@ def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) ->
 
 def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
     """The three launches of the portable forward, each by itself, on the real output of the one before."""
-    pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
+    pattern, up, last = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
     gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
-    packs = [portable.pack(g, sparse.tile, sparse.words) for g in gates]
-    none = (None, None, None)
+    packs = [run(pack, g, sparse.tile, sparse.words) for g in gates]
+    none, down_t = (None, None, None), last.weight.t()
 
     def project(turn):
         return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
 
-    def pack(turn):
-        return portable.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
+    def packed(turn):
+        return run(pack, gates[turn % len(inputs)], sparse.tile, sparse.words)
 
     def rest(turn):
         i = turn % len(inputs)
         if sparse.gate is None:
-            return portable.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
-        weights = (up.weight, sparse.down_t, up.bias, down.bias)
-        return portable.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+            return run(down, packs[i], gates[i], none, down_t, last.bias, len(down_t), sparse.tile)
+        weights = (up.weight, down_t, up.bias, last.bias)
+        return run(gated, inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
 
-    return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}
+    return {"part: gate GEMM": project, "part: pack": packed, "part: sparse": rest}
 
 
 @torch.no_grad()
@@ -174,30 +181,27 @@ def kernel_versions(
     Each version is first compared with the newest one, which `check` has compared with float64.
     """
     dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", dtype, "cuda", seed=seed)
-    sparse = SparseFFN.from_module(dense)
+    sparse = SparseFFN.from_module(copy.deepcopy(dense).eval())
     check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]
-    packs = [portable.pack(g, TILE, WORDS) for g in gates]
-    none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
+    packs = [run(pack, g, TILE, WORDS) for g in gates]
+    none, down_t, up = (None, None, None), sparse.down.weight.t(), sparse.up.weight
+    arguments = {
+        pack: [(g, TILE, WORDS) for g in gates],
+        down: [(packed, g, none, down_t, None, d_ff, TILE) for packed, g in zip(packs, gates)],
+        gated: [(x, packed, g, none, up, down_t, None, None, TILE) for x, packed, g in zip(inputs, packs, gates)],
+    }
 
-    def pack(turn, version):
-        return portable.pack(gates[turn % ROTATED], TILE, WORDS, version)
-
-    def down(turn, version):
-        i = turn % ROTATED
-        return portable.down(packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
-
-    def gated(turn, version):
-        i = turn % ROTATED
-        return portable.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+    def call(operation, version, turn):
+        return run(operation, *arguments[operation][turn % ROTATED], version)
 
     newest = {pack: 4, down: 3, gated: 4}
-    calls = {f"{each.__name__}_v{v}": partial(each, version=v) for each in newest for v in range(1, newest[each] + 1)}
-    for each in (down, gated):  # a kernel leaves words past a count unwritten: the tests compare packed tensors
-        best = each(0, newest[each]).float()
-        for v in range(1, newest[each]):
-            if (off := float((each(0, v).float() - best).norm() / best.norm())) > 0.01:
-                name, right = f"{each.__name__}_v{v}", f"v{newest[each]}"
+    calls = {f"{op.__name__}_v{v}": partial(call, op, v) for op in newest for v in range(1, newest[op] + 1)}
+    for op in (down, gated):  # a kernel leaves words past a count unwritten: the tests compare packed tensors
+        best = call(op, newest[op], 0).float()
+        for v in range(1, newest[op]):
+            if (off := float((call(op, v, 0).float() - best).norm() / best.norm())) > 0.01:
+                name, right = f"{op.__name__}_v{v}", f"v{newest[op]}"
                 raise WrongResult(f"{name} differs from {right} by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
     return [row(shared, path, samples) for path, samples in clock.time_cuda(calls).items()]

@@ -6,6 +6,7 @@ nearly equal, a faster kernel gains nothing. Paths take turns; every result is c
 
 from __future__ import annotations
 
+import copy
 import time
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ..layers.choice import one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import differentiable
+from ..ops import train
 from . import inference, training
 from .rows import DENSE, Calls, check, describe, drain, over, table
 
@@ -38,7 +39,8 @@ def rows(tokens: tuple[int, ...] = TOKENS) -> list[dict]:
 @torch.no_grad()
 def _forward_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
     choices = one_of_each(D_FF, HOT)
-    calls = {DENSE: layer} | {str(choice): SparseFFN.from_module(layer, plan=choice) for choice in choices}
+    calls = {DENSE: layer}  # each path has a layer of its own, whose weights lie as it reads them
+    calls |= {str(choice): SparseFFN.from_module(copy.deepcopy(layer), plan=choice) for choice in choices}
     for name, call in calls.items():
         if name != DENSE:
             check(layer, call, inputs)
@@ -46,7 +48,7 @@ def _forward_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[di
 
 
 def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
-    layer.requires_grad_(True)
+    layer.train().requires_grad_(True)
     inputs = [x.detach().requires_grad_() for x in inputs]
     grads = [torch.randn_like(x) for x in inputs]
 
@@ -55,17 +57,17 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
         y = call(inputs[turn])
         return [y, *torch.autograd.grad(y, [inputs[turn], *layer.parameters()], grads[turn])]
 
-    learners = {path: SparseFFN.from_module(layer) for path in differentiable.PATHS}
+    learners = {path: SparseFFN.from_module(layer) for path in train.PATHS}
     for path, learner in learners.items():
         learner.learn(path)
     calls = {name: lambda turn, call=call: step(call, turn) for name, call in {DENSE: layer, **learners}.items()}
     dense = calls[DENSE](0)
     weights = Weights.of(layer.gate_proj, layer.up_proj, layer.down_proj)
     exact = training.exact(weights, inputs[0].detach(), grads[0], l1=0.0)
-    for path in differentiable.PATHS:
+    for path in train.PATHS:
         training.check(calls[path](0), dense, exact)
     found = _rows(layer, inputs, "forward and backward", calls)
-    layer.requires_grad_(False)
+    layer.eval().requires_grad_(False)
     return found
 
 

@@ -19,13 +19,15 @@ from torch.nn.functional import linear
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
+from ..cuda.launch import run
 from ..formats.twell import TILE, WORDS
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import ampere, hopper_pack, portable
 from ..ops import clock as clocks
+from ..ops.gate_pack import VERSIONS, gate_pack_sm80, gate_pack_sm90
+from ..ops.pack import pack
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
 from .rows import COMPILED, DENSE, check, over
@@ -222,7 +224,7 @@ def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
     """One layer's share of a CUDA graph of `layers` layers, each with its own weights, as when a model decodes. There
     are so many layers that the L2 cache holds none of their weights when the next replay starts."""
     stack = [drawn(tokens, D_MODEL, D_FF, nnz, seed=seed) for seed in range(layers)]
-    sparse = [SparseFFN.from_module(layer) for layer, _, _ in stack]
+    sparse = [SparseFFN.from_module(copy.deepcopy(layer)) for layer, _, _ in stack]
     for (layer, inputs, _), each in zip(stack, sparse):
         check(layer, each, inputs)
     gate = [functools.partial(linear, weight=layer.gate_proj.weight) for layer, _, _ in stack]
@@ -259,14 +261,13 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         gate = layer.gate_proj.weight
         calls = {
             "gate GEMM (torch)": lambda x: linear(x, gate),
-            "gate GEMM (torch), then pack": lambda x: portable.pack(linear(x, gate), TILE, WORDS),
+            "gate GEMM (torch), then pack": lambda x: run(pack, linear(x, gate), TILE, WORDS),
         }
         calls |= {
-            f"sm90 gate_pack v{v}": functools.partial(hopper_pack.gate_pack, gate=gate, gate_bias=None, version=v)
-            for v in hopper_pack.PACK_VERSIONS
+            f"sm90 gate_pack v{v}": functools.partial(run, gate_pack_sm90, gate=gate, version=v) for v in VERSIONS
         }
-        calls["sm80 gate_pack"] = functools.partial(ampere.gate_pack, gate=gate, gate_bias=None)
-        want = portable.pack(linear(inputs[0], gate), TILE, WORDS)
+        calls["sm80 gate_pack"] = functools.partial(run, gate_pack_sm80, gate=gate)
+        want = run(pack, linear(inputs[0], gate), TILE, WORDS)
         for name, call in calls.items():
             if name != "gate GEMM (torch)":
                 _same_counts(name, call(inputs[0]), want)

@@ -3,6 +3,7 @@ for CUDA graphs. Beside rows of twell_lab.bench.workloads there are those of kin
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from ..analysis.costs import measure_rates
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import STEP, one_of_each
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
 from . import drawn, rows
@@ -56,7 +57,7 @@ def _compile_all(shape: Shape, dense: nn.Module, classes: Sequence[int]) -> None
         measure_rates(shape.device, torch.bfloat16)
     with torch.no_grad():
         for choice in one_of_each(shape.d_ff, STEP):
-            layer = SparseFFN.from_module(feed_forwards(dense)[0].module, plan=choice)
+            layer = SparseFFN.from_module(copy.deepcopy(feed_forwards(dense)[0].module), plan=choice)
             for tokens in sorted({*classes, *(2**n for n in range(12))}):
                 layer(torch.zeros(tokens, shape.d_model, dtype=torch.bfloat16, device=shape.device))
 

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
-from ..layers.paths.hot_cold import STEP
+from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
 from ..ops import clock
 from ..ops.clock import dtype_for
 from ..ops.reference import GatedFeedForward
 from ..sparsities import experts, microtiles
-from ..sparsities.predictors import LowRank, PredictedFFN
+from ..sparsities.low_rank import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
 from .workloads import clock_cpu

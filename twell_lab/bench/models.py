@@ -17,14 +17,15 @@ from ..analysis.plan import Plan
 from ..analysis.profile import FiringProfile
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
-from ..layers import hooks
-from ..layers.anatomy import check_model, family_of, feed_forwards
 from ..layers.choice import Choice
+from ..layers.find import check_model, feed_forwards, survey
+from ..layers.parts import parts_of
 from ..layers.paths import PATHS
+from ..layers.probe import raise_all
 from ..layers.sparse_ffn import SparseFFN
 from ..models.tiny import ModelConfig
 from ..ops import clock as timing
-from ..records.record import Record
+from ..records import Record
 from . import drawn
 from .causal import Causal
 from .cut_checks import Judge, has_thresholds
@@ -297,7 +298,7 @@ def _checked(model) -> Causal:
         feed_forwards(model)
     except InputError as error:
         raise InputError(f"{error}{_density(causal)}") from None
-    hooks.refuse_obstacles(model, None)
+    raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
     return causal
 
 
@@ -306,9 +307,7 @@ def _density(causal: Causal) -> str:
     """What share of a model's activations is not zero: what to add where none of its layers has a ReLU. "" where that
     cannot be counted."""
     found: list[tuple[float, int]] = []
-    acts = {
-        id(act): act for each in causal.model.modules() if (family := family_of(each)) for act in [family.acts(each)]
-    }
+    acts = {id(parts.acts): parts.acts for each in causal.model.modules() if (parts := parts_of(each))}
     seen = [
         act.register_forward_hook(lambda _, __, out: found.append((out.count_nonzero().item(), out.numel())))
         for act in acts.values()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import core
 from ..core import TwellError
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY as SAID
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..models.swap import sparsify
 from ..models.thresholds import thresholds
 from ..models.tiny import LanguageModel

@@ -20,7 +20,8 @@ from ..layers.choice import Choice
 from ..models.swap import sparsify
 from ..models.thresholds import LossChange, calibrate
 from ..ops import clock
-from ..sparsities.predictors import core_neurons, predict, remove
+from ..sparsities.core_neurons import core_neurons, remove
+from ..sparsities.predictors import predict
 from ..training.config import TrainConfig
 from ..training.loop import train
 from ..training.text import source

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..core import InputError
 from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
+from ..sparsities.magnitude import magnitude_mask
+from ..sparsities.prune import proximal_step, prune, table
 from ..sparsities.two_four import two_four_mask
-from ..sparsities.weights import magnitude_mask, proximal_step, prune, table
 from ..training.config import TrainConfig
 from ..training.loop import autocast, train
 from ..training.objective import bits_per_byte, cross_entropy

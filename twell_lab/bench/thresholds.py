@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..models.swap import sparsify
 from ..models.thresholds import Calibration, LossChange, Thresholds, calibrate
 from ..models.tiny import LanguageModel, ModelConfig

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..analysis import switching
-from ..layers import learner
-from ..layers.anatomy import feed_forwards
-from ..layers.terms import layer_terms
+from ..layers.find import feed_forwards
+from ..layers.terms import DENSE as LEARNS_DENSE
+from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
 from ..layers.weights import Weights
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks
-from ..ops import differentiable
+from ..ops import train
 from . import inference, rows
 from .rows import COMPILED, DENSE
 
@@ -44,10 +44,10 @@ def dense_layer(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tup
 
 
 def our_layer(path: str):
-    """The same through twell_lab.ops.differentiable."""
+    """The same through twell_lab.ops.train."""
 
     def layer(x, gate, up, down):
-        y, l1, _ = differentiable.train_ffn(x, gate, up, down, path=path)
+        y, l1, _ = train.train_ffn(x, gate, up, down, path=path)
         return y, l1.mean()
 
     return layer
@@ -106,9 +106,9 @@ def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
     in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
     d_ff, d_model = first.shape
     nnz = fired.float().mean()
-    spent = switching.cost(learner.LayerTerm("", nnz, nnz, None, *learner.light_and_heavy(fired, d_ff)), first)
+    spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), first)
     limit = switching.break_even(inference.rates_here(), d_model, d_ff, gated)
-    return learner.SPARSE if spent < limit else learner.DENSE
+    return SPARSE if spent < limit else LEARNS_DENSE
 
 
 def compare(
@@ -127,7 +127,7 @@ def compare(
     layers = {
         DENSE: dense_layer,
         COMPILED: _compiled("torch"),
-        **{f"forced {each}": our_layer(each) for each in differentiable.PATHS},
+        **{f"forced {each}": our_layer(each) for each in train.PATHS},
         "planned": our_layer(path),
         "planned compiled": _compiled(path),
     }
@@ -277,7 +277,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
     d_ff, d_model = found[0].up.weight.shape
     limit = switching.break_even(inference.rates_here(), d_model, d_ff, found[0].gate is not None)
     switching.switch(model, terms, below=limit)
-    return f"{sum(layer.learning != learner.DENSE for layer in found)} of {len(found)} layers sparse"
+    return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:

@@ -29,11 +29,11 @@ from ..analysis.plan import Plan
 from ..analysis.profile import captured, profile
 from ..analysis.switching import Switch
 from ..core import InputError, TwellError
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice, LayerPlan
-from ..layers.learner import DENSE as LEARNS_DENSE
+from ..layers.find import feed_forwards
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import layer_terms
 from ..models.swap import sparsify
 from ..ops import clock as timing

@@ -15,8 +15,8 @@ import torch
 from ..formats import matrix
 from ..formats.classic import COO, CSR
 from ..formats.twell import TwELL
-from ..ops import portable, reference
-from ..sparsities import microtiles, two_four, weights
+from ..ops import functional, reference
+from ..sparsities import magnitude, padding, two_four
 from . import progress
 from .backward import checks as backward
 from .capstone import checks as capstone
@@ -319,10 +319,10 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "row_pointers": (matrix.row_pointers,),
     "ran": (clocks_data.operations,),
     "pays_after": (sparsity_map_data.pays_after,),
-    "keep_largest": (weights.largest,),
+    "keep_largest": (magnitude.largest,),
     "two_four": (two_four.two_four_mask,),
     "firing_share": (training_data.firing_share,),
-    "pack_tile": (TwELL.from_gate, TwELL.from_dense, portable.pack),
+    "pack_tile": (TwELL.from_gate, TwELL.from_dense, functional.pack),
     "stages": (hopper_tile.stages_that_fit,),
     "sum_place": (hopper_tile.sums,),
     "neuron_at": (hopper_tile.neuron_at,),
@@ -331,7 +331,7 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "pool_starts": (pool_table,),
     "wall_time": (timeline,),
     "occupied": (choosing_data.occupied,),
-    "without_padding": (microtiles.unpadded, microtiles.remove_padding, microtiles.add_padding),
+    "without_padding": (padding.unpadded, padding.remove_padding, padding.add_padding),
     "hot_neurons": (choosing_data.hot_neurons,),
     "token_bytes": (choosing_data.token_bytes,),
     "least_us": (capstone_data.least_us,),

@@ -15,8 +15,8 @@ import torch
 
 from .. import core
 from ..core import StackError
-from ..cuda.registry import KERNELS
 from ..ops.clock import dtype_for
+from ..ops.kernels import sources
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets
@@ -51,8 +51,8 @@ def what_runs() -> str:
     native, recorded = "torch, on the CPU", "what GPUs take"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        every = {kernel.oldest for kernel in KERNELS.values()}
-        runs = {kernel.oldest for kernel in KERNELS.values() if kernel.runs_on(capability)}
+        every = {kernel.oldest for kernel in sources().values()}
+        runs = {kernel.oldest for kernel in sources().values() if kernel.runs_on(capability)}
         why_not = next(iter(core.stack_fault() or []), "" if core.cupy_packages() else "CuPy is not installed")
         native = f"torch and, on the {core.gpu()}, kernels for {_named(runs)}"
         if why_not or not runs:

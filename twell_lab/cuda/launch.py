@@ -21,7 +21,7 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -187,6 +187,11 @@ class Buffer:
         count = self.nbytes // dtype.itemsize
         return Buffer(self.number, self.offset, (count,), (1,), dtype, self.low)
 
+    def t(self) -> Buffer:
+        """Return the transpose of a matrix, in the same memory."""
+        shape, strides = self.shape[::-1], self.strides[::-1]
+        return Buffer(self.number, self.offset, shape, strides, self.dtype, self.low)
+
     def reshape(self, *shape: int) -> Buffer:
         """Return a contiguous buffer in another shape."""
         return Buffer(self.number, self.offset, shape, _contiguous(shape), self.dtype, self.low)
@@ -334,7 +339,9 @@ class Call:
 
         for kernel, grid, arguments in self._launches:
             given = [tensor(a) if isinstance(a, Buffer) else a for a in arguments]
-            program.launch(kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given)
+            program.launch(
+                kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given, kernel.shared
+            )
         result = tuple(made[n] if n else None for n in self._result or ())
         return result if self._several else result[0] if result else None
 
@@ -354,38 +361,45 @@ def _takes(letter: str, given) -> bool:
 
 def run(operation: Callable, *arguments, **how) -> Any:
     """Run an operation once: operation(call, *arguments, **how), where each tensor among the arguments, also inside of
-    named tuples, comes as a Buffer. Returns its result as tensors; buffers inside named tuples come back as such."""
+    named tuples, comes as a Buffer. Returns its result as tensors; buffers inside named tuples come back as such.
+
+    The call is kept for further runs on tensors of the same layouts. All other arguments have to be hashable."""
     tensors: list[Tensor] = []
 
-    def collect(given):
+    def layouts(given):
         if isinstance(given, Tensor):
             tensors.append(given)
-        elif isinstance(given, tuple):
-            for one in given:
-                collect(one)
+            return layout(given)
+        return _mapped(given, layouts) if isinstance(given, tuple) else given
 
-    for given in (*arguments, *how.values()):
-        collect(given)
+    given = tuple([layouts(one) for one in arguments])
+    named = tuple([(name, layouts(one)) for name, one in how.items()])
     if not tensors:
         raise InputError("an operation was given no tensor; at least one is accepted")
-    call = Call(tensors[0].device)
+    call, kind = _written(operation, tensors[0].device, given, named)
+    found = call(*tensors)
+    return found[0] if kind is None else kind(found)
+
+
+@lru_cache(maxsize=256)
+def _written(operation: Callable, device: torch.device, arguments: tuple, how: tuple) -> tuple[Call, Callable | None]:
+    """The call of an operation for tensors of these layouts, and what its results are put into; None: it has one."""
+    call = Call(device)
 
     def buffers(given):
-        if isinstance(given, Tensor):
+        if isinstance(given, Layout):
             return call.input(given)
-        if isinstance(given, tuple):
-            parts = [buffers(one) for one in given]
-            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
-        return given
+        return _mapped(given, buffers) if isinstance(given, tuple) else given
 
-    given = [buffers(one) for one in arguments]
-    made = operation(call, *given, **{name: buffers(one) for name, one in how.items()})
-    parts = made if isinstance(made, tuple) else (made,)
-    call.returns(parts)
-    found = call(*tensors)
-    if not isinstance(made, tuple):
-        return found[0]
-    return type(made)(*found) if hasattr(made, "_fields") else found
+    made = operation(call, *map(buffers, arguments), **{name: buffers(one) for name, one in how})
+    several = isinstance(made, tuple)
+    call.returns(made if several else (made,))
+    return call, None if not several else type(made)._make if hasattr(made, "_fields") else tuple
+
+
+def _mapped(parts: tuple, change: Callable) -> tuple:
+    made = [change(one) for one in parts]
+    return type(parts)(*made) if hasattr(parts, "_fields") else tuple(made)
 
 
 # ---- on a GPU
@@ -402,11 +416,12 @@ class _Laid:
 
     def __init__(self, call: Call, tensors: Sequence[Tensor | None]) -> None:
         _make_context_current(call.device.index)
-        first = tensors[0]
+        first = call._buffers[call._inputs[0]]
+        contiguous = tensors[0] is not None and tensors[0].is_contiguous()
         self.outputs: list[tuple[int, tuple | None, torch.dtype]] = []
         for number in call._outputs:
             b = call._buffers[number]
-            alike = first is not None and first.is_contiguous() and (first.numel(), first.dtype) == (b.numel(), b.dtype)
+            alike = contiguous and (first.shape, first.dtype) == (b.shape, b.dtype)
             self.outputs.append((number, None if alike else b.shape, b.dtype))
         # Where each buffer's address comes from: the number of an entry of `starts`, and bytes behind it.
         places: dict[int, tuple[int, int]] = {}
@@ -414,11 +429,10 @@ class _Laid:
             places.setdefault(number, (at, 0))
         for at, number in enumerate(call._outputs, 1 + len(call._inputs)):
             places[number] = (at, 0)
-        workspace, self.scratch = 1 + len(call._inputs) + len(call._outputs), 0
-        for number, b in enumerate(call._buffers):
-            if b is not None and number not in places:
-                places[number] = (workspace, self.scratch)
-                self.scratch += -(-b.nbytes // _BOUNDARY) * _BOUNDARY
+        workspace = 1 + len(call._inputs) + len(call._outputs)
+        scratch = {number: b.nbytes for number, b in enumerate(call._buffers) if b is not None and number not in places}
+        offsets_of, self.scratch = _packed_scratch(scratch, call._launches)
+        places |= {number: (workspace, offset) for number, offset in offsets_of.items()}
 
         def place(b: Buffer) -> tuple[int, int]:
             at, more = places[b.number]
@@ -453,7 +467,11 @@ class _Laid:
             fixed = (*grid, 1, kernel.threads, 1, 1, kernel.shared, 0, *attributes)
             form.pack_into(self._room, begin + at, *fixed, *values)
             addresses = (ctypes.c_void_p * len(offsets))(*(base + at + offset for offset in offsets))
-            pointers = (ctypes.c_void_p(base + at), ctypes.c_void_p(function), ctypes.c_void_p(ctypes.addressof(addresses)))
+            pointers = (
+                ctypes.c_void_p(base + at),
+                ctypes.c_void_p(function),
+                ctypes.c_void_p(ctypes.addressof(addresses)),
+            )
             self._starts.append(partial(driver().cuLaunchKernelEx, *pointers, None))
             self._told.append(f"{kernel.name} with grid {grid}, {kernel.threads} threads, {kernel.shared} bytes shared")
             self._keep.append(addresses)
@@ -479,6 +497,34 @@ class _Laid:
                     status = start()
                 if status:
                     raise _refused(f"a launch of {told}", status)
+
+
+def _packed_scratch(sizes: dict[int, int], launches: list[_Launch]) -> tuple[dict[int, int], int]:
+    """Where each buffer of these sizes starts in one workspace, in bytes, by its number; and the workspace's size.
+
+    Two buffers overlap only where one is free before the other is used: the largest is placed first, each as far in
+    front as it fits. A kernel that may start early may start while the kernels before it still read."""
+    uses: dict[int, list[int]] = {number: [] for number in sizes}
+    for at, launch in enumerate(launches):
+        for given in launch.arguments:
+            one = given.of if isinstance(given, Map) else given
+            for b in one if isinstance(one, tuple) else (one,):
+                if isinstance(b, Buffer) and b.number in uses:
+                    uses[b.number].append(at)
+    offsets: dict[int, int] = {}
+    placed: list[tuple[int, int, int, int]] = []  # (begin, end, first launch, launch that finds it free)
+    for number in sorted(sizes, key=lambda number: -sizes[number]):
+        size, at = -(-sizes[number] // _BOUNDARY) * _BOUNDARY, 0
+        first, free = (uses[number][0], uses[number][-1] + 1) if uses[number] else (0, 0)
+        while free < len(launches) and launches[free].kernel.early:
+            free += 1
+        for begin, end in sorted((begin, end) for begin, end, used, until in placed if used < free and first < until):
+            if begin >= at + size:
+                break
+            at = max(at, end)
+        offsets[number] = at
+        placed.append((at, at + size, first, free))
+    return offsets, max((end for _, end, *_ in placed), default=0)
 
 
 def _format(parameters: str) -> tuple[struct.Struct, list[int]]:

@@ -1,7 +1,7 @@
 """Sparse matrix formats over torch tensors, exact both ways. Imports core alone."""
 
 from .classic import COO, CSR, ELL, Hybrid
-from .matrix import as_tensor
+from .matrix import Format, as_matrix, as_tensor, check_tensor, dtype_names, row_pointers, rows_of
 from .twell import (
     POOL_ROWS,
     POOL_WORDS,
@@ -12,27 +12,8 @@ from .twell import (
     check_geometry,
     fires,
     join_words,
+    packed_and_pool,
     split_words,
     tail_of,
     word_dtype,
 )
-
-__all__ = [
-    "COO",
-    "CSR",
-    "ELL",
-    "POOL_ROWS",
-    "POOL_WORDS",
-    "TILE",
-    "VALUE_DTYPES",
-    "WORDS",
-    "Hybrid",
-    "TwELL",
-    "as_tensor",
-    "check_geometry",
-    "fires",
-    "join_words",
-    "split_words",
-    "tail_of",
-    "word_dtype",
-]

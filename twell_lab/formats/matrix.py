@@ -1,4 +1,4 @@
-"""What all formats share: which matrices they accept, row pointers, and their base class (bytes, equality)."""
+"""What all formats share: which tensors they accept, row pointers, and their base class."""
 
 from __future__ import annotations
 
@@ -10,28 +10,16 @@ from torch import Tensor
 
 from ..core import InputError
 
-# The integer type that holds the bits of a value.
-BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def as_tensor(name: str, array: Any) -> Tensor:
-    """A torch tensor over the memory of an array: a tensor is returned as it is, nothing is ever copied.
+    """Return a torch tensor over the memory of an array; a tensor is returned as it is, nothing is ever copied.
 
-    Accepted are objects with `__dlpack__` (CuPy, NumPy, JAX and others) and those that offer `__cuda_array_interface__`
-    alone (Numba). With `__dlpack__`, the array's library makes torch's current stream wait for what is still being
-    computed.
-
-    Args:
-        name: what the argument is called, for the message of an error.
-        array: a torch.Tensor, or an array of another library, of any shape, on any device that torch can use.
-
-    Returns:
-        A tensor with the array's shape, strides, dtype and device.
-
-    Raises:
-        InputError: for anything else, and for an array that torch cannot share: a dtype it does not have, a step
-            backwards in memory (`a[::-1]`), or a device that this build of torch does not use.
-    """
+    Accepted are objects with `__dlpack__` (CuPy, NumPy, JAX, ...), whose library makes torch's current stream wait for
+    what is still being computed, and those with `__cuda_array_interface__` alone (Numba). InputError, which calls the
+    argument by `name`, for anything else, and for an array that torch cannot share: of a dtype it does not have, with
+    a step backwards in memory (`a[::-1]`), or on a device that this build of torch does not use."""
     if isinstance(array, Tensor):
         return array
     kind, accepted = type(array).__name__, "a torch.Tensor, or an array with __dlpack__ such as CuPy's, is accepted"
@@ -48,54 +36,98 @@ def as_tensor(name: str, array: Any) -> Tensor:
         raise InputError(f"{name} is a {kind} that torch cannot share: {reason:.200}; {accepted}") from error
 
 
-def as_matrix(x: Any) -> Tensor:
-    """`x`, a tensor or another library's array, as a tensor [rows, columns] that a format can be made of.
+def check_tensor(name: str, tensor: Any, dim: int | None = None, dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """Raise InputError unless `tensor` is a dense tensor that has its values, of `dim` dimensions (None: any) and of
+    one of these dtypes (none: any)."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} is a {type(tensor).__name__}; a torch.Tensor is accepted")
+    kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "meta": tensor.is_meta}
+    kinds[str(tensor.layout).removeprefix("torch.")] = tensor.layout != torch.strided
+    if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
+        raise InputError(f"{name} is a {kind} tensor; a dense one that holds its values is accepted")
+    if dim is not None and tensor.dim() != dim:
+        raise InputError(f"{name} has shape {list(tensor.shape)}; {dim} dimensions are accepted")
+    if dtypes and tensor.dtype not in dtypes:
+        raise InputError(f"{name} holds {tensor.dtype}; {dtype_names(dtypes)} are accepted")
 
-    Raises:
-        InputError: unless it is dense, has its values, two dimensions and at least one column, and holds
-            floating-point numbers of 16 bits or more.
-    """
+
+def as_matrix(x: Any) -> Tensor:
+    """Return a matrix, a tensor or another library's array (see `as_tensor`), as a tensor [rows, columns].
+
+    Raises InputError unless it is dense, has its values, two dimensions and at least one column, and holds
+    floating-point numbers of 16 bits or more."""
     x = as_tensor("the matrix", x)
-    if x.is_nested or x.is_meta or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else "meta"
-        raise InputError(f"the matrix is a {kind} tensor; a dense one that holds its values is accepted")
+    check_tensor("the matrix", x, dtypes=FLOATS)
     if x.dim() != 2 or x.shape[1] == 0:
         raise InputError(f"the matrix has shape {list(x.shape)}; [rows, columns] with at least one column is accepted")
-    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:  # torch compares no float8 with zero
-        raise InputError(f"the matrix holds {x.dtype}; floating-point values of 16 bits or more are accepted")
-    if x.layout != torch.strided:
-        raise InputError(f"the matrix has layout {x.layout}; a dense (strided) tensor is accepted")
     return x
 
 
 def dtype_names(dtypes) -> str:
-    """Several dtypes for a message: "bfloat16, float16"."""
+    """Return several dtypes for a message: "bfloat16, float16"."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def row_pointers(counts: Tensor) -> Tensor:
-    """Where each row's entries begin and end, int64 [rows + 1], from how many each row has, [rows]."""
+    """Return where each row's entries begin and end, int64 [rows + 1], from how many each row has, [rows]."""
     return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
 
 
 def rows_of(pointers: Tensor, nnz: int | None = None) -> Tensor:
-    """The row of each stored entry, int64 [nnz], from row pointers [rows + 1]: the inverse of `row_pointers`. Who says
-    how many entries there are spares a wait for the device."""
+    """Return the row of each stored entry, int64 [nnz], from row pointers [rows + 1]: the inverse of `row_pointers`.
+    Who says how many entries there are spares a wait for the device."""
     rows = torch.arange(pointers.numel() - 1, device=pointers.device)
     return rows.repeat_interleave(pointers.diff(), output_size=nnz)
 
 
 class Format:
-    """Base class of all formats. Two objects are equal if they are of one kind and geometry (shape, tile, words, ...)
-    and hold the same matrix, bit for bit; they may lie on different devices."""
+    """Base class of all formats: `entries` says what is stored, and the rest follows. Two objects are equal if they are
+    of one kind and geometry (shape, tile, ...) and hold the same matrix, bit for bit; on whatever devices."""
+
+    shape: tuple[int, int]
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows, the columns and the values of all stored entries, each [nnz], in any order."""
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix, [rows, columns], every stored value bit for bit, the others +0. Waits for the device.
+
+        Raises InputError for an object that was altered: fields without values or of other lengths, an entry outside
+        of the matrix, a place that is stored twice."""
+        for field in fields(self):
+            if "Tensor" in str(field.type):
+                check_tensor(field.name, getattr(self, field.name))
+        try:
+            row, column, value = self.entries()
+        except (RuntimeError, IndexError) as error:
+            raise InputError(f"the fields of this {type(self).__name__} do not fit together: {error}") from error
+        for name, index, size in zip(("row", "column"), (row, column), self.shape):
+            if index.is_floating_point() or len(index) != len(value):
+                raise InputError(f"{len(value)} values have {len(index)} {name}s of {index.dtype}; as many integers")
+            for wrong in index[(index < 0) | (index >= size)][:1].tolist():
+                raise InputError(f"an entry has {name} {wrong}; 0 to {size - 1} are accepted")
+        place = row.long() * self.shape[1] + column.long()
+        ordered = place.sort().values
+        for twice in ordered[1:][ordered.diff() == 0][:1].tolist():
+            where = "row {}, column {}".format(*divmod(twice, self.shape[1]))
+            raise InputError(f"{where} is stored twice; each place once is accepted")
+        out = value.new_zeros(self.shape)
+        out.view(-1)[place] = value
+        return out
+
+    @property
+    def nnz(self) -> int:
+        """How many entries are stored."""
+        return len(self.entries()[2])
 
     def __eq__(self, other) -> bool:
         if type(other) is not type(self):
             return NotImplemented
         if self.geometry() != other.geometry():
             return False
-        mine, theirs = (each.to_dense().detach().cpu() for each in (self, other))
-        bits = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (mine, theirs))
+        mine, theirs = (matrix.to_dense().detach().cpu() for matrix in (self, other))
+        bits = (matrix.clone(memory_format=torch.contiguous_format).view(torch.uint8) for matrix in (mine, theirs))
         return mine.dtype == theirs.dtype and torch.equal(*bits)
 
     __hash__ = None  # tensors can be written to
@@ -103,11 +135,11 @@ class Format:
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum(each.nbytes for each in self._fields() if isinstance(each, (Tensor, Format)))
+        return sum(value.nbytes for value in self._values() if isinstance(value, (Tensor, Format)))
 
     def geometry(self) -> tuple:
-        """What describes the matrix beside its values: every field that holds no tensor."""
-        return tuple(each for each in self._fields() if not isinstance(each, (Tensor, Format)))
+        """Return what describes the matrix beside its values: every field that holds no tensor."""
+        return tuple(value for value in self._values() if not isinstance(value, (Tensor, Format)))
 
-    def _fields(self) -> list:
+    def _values(self) -> list:
         return [getattr(self, field.name) for field in fields(self)]

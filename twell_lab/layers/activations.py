@@ -1,4 +1,4 @@
-"""Which activation of a feed-forward layer the kernels compute, told by what it gives."""
+"""What the activation of a feed-forward layer is, and which one kernels compute in its place, told by what it gives."""
 
 from __future__ import annotations
 
@@ -6,16 +6,68 @@ from collections.abc import Callable
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops.activation import CURVES, RELU, Activation
 from ..ops.kept_inputs import Kept
-from .anatomy import is_relu, is_squared, is_threshold
+from ..ops.reference import SquaredReLU
 from .lossy import Cut, ThresholdedActivation
 
 
-def kept(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
+def kind_of(activation) -> str:
+    """What to call an activation, a module or a function."""
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def is_relu(activation) -> bool:
+    """Whether the activation is torch's ReLU; a subclass that computes something else, as squared ones do, is none."""
+    if isinstance(activation, nn.ReLU):
+        return type(activation).forward is nn.ReLU.forward and "forward" not in vars(activation)
+    return activation is torch.relu or activation is nn.functional.relu
+
+
+def is_squared(activation) -> bool:
+    """Whether the activation is a squared ReLU: this project's, or that of transformers ("relu2")."""
+    kind = type(activation)
+    own = isinstance(activation, SquaredReLU) and kind.forward is SquaredReLU.forward
+    named = f"{kind.__module__}.{kind.__qualname__}" == "transformers.activations.ReLUSquaredActivation"
+    return (own or named) and "forward" not in vars(activation)
+
+
+def is_threshold(activation) -> bool:
+    """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
+    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold. Also
+    whether it is an activation with a threshold of ours, which keeps negative values too (layers.lossy)."""
+    if isinstance(activation, ThresholdedActivation):
+        return True
+    bound = getattr(activation, "threshold", None)
+    if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        return False
+    if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
+        return False
+    with torch.no_grad():
+        around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
+        try:
+            y = activation(around)
+        except Exception:
+            return False
+        return isinstance(y, Tensor) and torch.equal(y, torch.where(around > bound, around, 0.0))
+
+
+def computes(activation, gated: bool) -> bool:
+    """Whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one with a
+    threshold, which kernels compute if `kernel_activation` knows it."""
+    return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
+
+
+def is_usual(activation, cut: Cut | None = None) -> bool:
+    """Whether the activation need not be kept beside a layer's projections: it is a ReLU or its square, or, without
+    a `cut`, whatever has no threshold."""
+    return is_relu(activation) or is_squared(activation) or not cut and not is_threshold(activation)
+
+
+def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
     """What a kernel that reads the weights of kept inputs alone computes of a layer with thresholds on its inputs; None
     where it has none, or there is no such kernel for its activation."""
     if cut is None or both or is_squared(acts):
@@ -24,7 +76,7 @@ def kept(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept 
     return None if kind is None else Kept(kind, *cut)
 
 
-def known(
+def kernel_activation(
     acts: Callable[[Tensor], Tensor],
     gated: bool,
     both: bool = False,
@@ -64,9 +116,7 @@ def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, li
         down, up = torch.full_like(at, -torch.inf), torch.full_like(at, torch.inf)
         below, above = torch.nextafter(at, down), torch.nextafter(at, up)
         near = torch.stack([torch.nextafter(below, down), below, at, above, torch.nextafter(above, up)])
-        silent = max(
-            (v for v, found in zip(near.tolist(), activation(near.clone()).tolist()) if found == 0), default=inf
-        )
+        silent = max((v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf)
         nan = activation(torch.full_like(near, torch.nan))
     if silent == inf:  # a threshold beyond the type's end, or one that is none
         return None
@@ -82,15 +132,12 @@ def _curve(activation: Callable[[Tensor], Tensor]) -> str | None:
         for kind, curve in CURVES.items():
             for x in (short, short.float() * 1.01):
                 try:
-                    found = activation(x.clone())  # it may work in place
+                    y = activation(x.clone())  # it may work in place
                 except Exception:
                     return None
-                if not isinstance(found, Tensor) or not _same(found, curve(x)):
+                same = isinstance(y, Tensor) and y.dtype == x.dtype
+                if not same or not torch.allclose(y, curve(x), rtol=0.0, atol=0.0, equal_nan=True):
                     break
             else:
                 return kind
     return None
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

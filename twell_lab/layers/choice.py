@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import records
 from ..core import InputError
 from .paths import PATHS
-from .paths.hot_cold import STEP, hot_first
+from .paths.twell import STEP, hot_first
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .families import Family
-from .parts import Cut
+from .parts import Over, Part, Parts
 
 # What the modules call their weights, gate and up in one or up alone; a bias has the name of its weight and "_bias".
 FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn"
-
-
-class _ExpertFamily(Family):
-    """The parts of an Expert, none of which is a module of its own."""
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        return ()
-
-    def owners(self, module: nn.Module) -> dict[str, nn.Module]:
-        return {}
-
-    def acts(self, module: nn.Module) -> object:
-        return module.acts
-
-    def parts(self, module: nn.Module) -> list:
-        return [*module.parts, module.acts]
 
 
 class Expert(nn.Module):
@@ -43,48 +26,65 @@ class Expert(nn.Module):
 
     def __init__(self, of: nn.Module, number: int, transposed: bool) -> None:
         super().__init__()
-        self._of = [of]  # in a list: the experts are not this module's children
+        self._of, self.number = [of], number  # in a list: the experts are not this module's children
         self.training = of.training
-        first = FUSED if FUSED in of._parameters else PLAIN
+        first, up_half = (FUSED, 1) if FUSED in of._parameters else (PLAIN, None)
 
-        def cut(name: str, half: int | None) -> Cut:
+        def part(name: str, half: int | None) -> Part:
             bias = f"{name}_bias"
-            return _ExpertCut(self, half, transposed, (name, bias if bias in of._parameters else None), number)
+            return _ExpertPart(self, half, transposed, (name, bias if bias in of._parameters else None))
 
-        fused = first == FUSED
-        gate = cut(first, 0) if fused else None
-        self._parts = [[gate, cut(first, 1 if fused else None), cut(DOWN, None)]]
-        self.family = _ExpertFamily(
-            "an expert", up=first, down=DOWN, activation=ACTIVATION, gate=FUSED if fused else None
-        )
+        self._gate = None if first == PLAIN else part(first, 0)
+        self._up, self._down = part(first, up_half), part(DOWN, None)
 
     @property
     def of(self) -> nn.Module:
         """The module of all experts."""
         return self._of[0]
 
-    @property
-    def acts(self) -> object:
-        """The activation, which the experts share."""
-        return getattr(self.of, ACTIVATION)
-
-    @property
-    def parts(self) -> list[Cut | None]:
-        """Gate (or None), up and down."""
-        return self._parts[0]
+    def own_parts(self) -> Parts:
+        """The parts of this expert; those of all share an activation."""
+        family = Family("an expert", FUSED if self._gate else PLAIN, DOWN, ACTIVATION, FUSED if self._gate else None)
+        return Parts(family, self._gate, self._up, self._down, getattr(self.of, ACTIVATION))
 
     def hidden(self, x: Tensor) -> Tensor:
         """What enters the down projection: [tokens, d_model] -> [tokens, d_ff]."""
-        gate, up, _ = self.parts
-        first = self.acts(linear(x, *_of_part(up if gate is None else gate)))
-        return first if gate is None else first * linear(x, *_of_part(up))
+        acts = getattr(self.of, ACTIVATION)
+        up = linear(x, self._up.weight, self._up.bias)
+        return acts(up) if self._gate is None else acts(linear(x, self._gate.weight, self._gate.bias)) * up
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(self.hidden(x), *_of_part(self.parts[2]))
+        return linear(self.hidden(x), self._down.weight, self._down.bias)
 
 
-def _of_part(part) -> tuple[Tensor, Tensor | None]:
-    return part.weight, part.bias
+class _ExpertPart(Part):
+    """A projection of one expert. rows: while it computes, which tokens it was given, int64 [tokens], of `among`."""
+
+    rows: Tensor | None = None
+    among = 0
+
+    def __init__(self, expert: Expert, half: int | None, transposed: bool, names: tuple[str, str | None]) -> None:
+        super().__init__(expert.of, half, transposed, names, expert.number)
+        self.expert = expert
+
+    # No module calls it, so what is to see its input or output is given what the expert computes.
+
+    def register_forward_hook(self, hook, **how):
+        return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
+
+    def register_forward_pre_hook(self, hook, **how):
+        down = self is self.expert._down
+        return self._when_called(lambda x: hook(self, (self.expert.hidden(x) if down else x,)))
+
+    def _when_called(self, look):
+        def called(module, args, kwargs) -> None:
+            x, chosen, _ = _arguments(module, args, kwargs)
+            rows = (chosen == self.index).any(-1).nonzero().flatten()
+            if rows.numel():
+                with _given([self], rows, len(x)):
+                    look(x[rows])
+
+        return self.owner.register_forward_pre_hook(called, with_kwargs=True)
 
 
 @contextmanager
@@ -99,42 +99,12 @@ def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
             part.rows, part.among = None, 0
 
 
-class _ExpertCut(Cut):
-    """A projection of one expert. rows: while it computes, which tokens it was given, int64 [tokens], of `among`."""
-
-    rows: Tensor | None = None
-    among = 0
-
-    def __init__(self, expert: Expert, half, transposed, names, number) -> None:
-        super().__init__(expert.of, half, transposed, names, number)
-        self._expert = [expert]
-
-    # No module calls it, so what is to see its input or output is given what the expert computes.
-
-    def register_forward_hook(self, hook, **how):
-        return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
-
-    def register_forward_pre_hook(self, hook, **how):
-        down = self is self._expert[0].parts[2]
-        return self._when_called(lambda x: hook(self, (self._expert[0].hidden(x) if down else x,)))
-
-    def _when_called(self, see):
-        def called(module, args, kwargs) -> None:
-            x, chosen, _ = _arguments(module, args, kwargs)
-            rows = (chosen == self.index).any(-1).nonzero().flatten()
-            if rows.numel():
-                with _given([self], rows, len(x)):
-                    see(x[rows])
-
-        return self.of.register_forward_pre_hook(called, with_kwargs=True)
-
-
 def stored(module: nn.Module) -> tuple[int, bool] | None:
     """How many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it holds
     no weights of three dimensions that are the parts of experts."""
-    held = module._parameters
-    fused = held.get(FUSED) is not None
-    first, down = held.get(FUSED if fused else PLAIN), held.get(DOWN)
+    own = module._parameters
+    fused = own.get(FUSED) is not None
+    first, down = own.get(FUSED if fused else PLAIN), own.get(DOWN)
     if first is None or down is None or first.dim() != 3 or getattr(module, ACTIVATION, None) is None:
         return None
     number, rows, width = first.shape
@@ -148,8 +118,8 @@ def stored(module: nn.Module) -> tuple[int, bool] | None:
 
 def experts_of(module: nn.Module) -> list[Expert]:
     """The experts that a module holds; none if it holds none."""
-    found = stored(module)
-    return [] if found is None else [Expert(module, each, found[1]) for each in range(found[0])]
+    number, transposed = stored(module) or (0, False)
+    return [Expert(module, each, transposed) for each in range(number)]
 
 
 def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,34 +145,35 @@ def spread(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]
 
 def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tensor:
     """The sum of what the chosen experts give for x [tokens, d_model], weighted; one(expert, rows of x, which rows)."""
-    made = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
+    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
     for expert, rows, places in spread(chosen, experts):
         share = weights[rows, places % chosen.shape[-1], None]
-        made = made.index_add(0, rows, (one(expert, x[rows], rows) * share).to(made.dtype))
-    return made.to(x.dtype)
+        total = total.index_add(0, rows, (one(expert, x[rows], rows) * share).to(total.dtype))
+    return total.to(x.dtype)
 
 
-class Routed:
+class Routed(Over):
     """The forward of a module of experts some of which were swapped: each is given its tokens, one after the other.
 
     That takes the host's time for each expert, and waits for the device once. So the module computes as it did before
     where no expert has another path than "dense", where gradients are needed and no expert has to report (layer_terms),
-    and inside torch.compile and CUDA graphs."""
+    where its input is on another device, and inside torch.compile and CUDA graphs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.experts = experts_of(module)
 
     def __call__(self, *args, **kwargs):
         module = self.module
         if not self._apart(args, kwargs):
-            return type(module).forward(module, *args, **kwargs)
+            return self.beneath(*args, **kwargs)
         x, chosen, weights = _arguments(module, args, kwargs)
 
         def one(number: int, rows: Tensor, which: Tensor) -> Tensor:
-            layer = module._modules.get(str(number), self.experts[number])
-            with _given([part for part in layer.parts if part is not None], which, len(x)):
-                return layer(rows)
+            layer = module._modules.get(str(number))
+            parts = self.experts[number].own_parts()[1:4] if layer is None else layer.parts
+            with _given([part for part in parts if part is not None], which, len(x)):
+                return (layer or self.experts[number])(rows)
 
         return mixed(x, chosen, weights, len(self.experts), one)
 
@@ -211,10 +182,12 @@ class Routed:
         if torch.compiler.is_compiling():
             return False
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]
-        if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        if len({t.device for t in tensors}) > 1:
+            return False
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         layers = [each for name, each in self.module._modules.items() if name.isdigit()]
-        if any(each.told_or_seen() for each in layers):
+        if any(each.reports for each in layers):
             return True
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return False

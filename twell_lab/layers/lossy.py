@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from ..core import InputError
 
 
+def zeroed(values: Tensor, threshold: float) -> Tensor:
+    """Return the values with those below the threshold in magnitude exactly zero; NaN stays."""
+    return values.masked_fill(values.abs() < threshold, 0) if threshold else values
+
+
 class Lossy(nn.Module):
     """Sets values below `threshold` in magnitude to zero; 0 leaves all as they are. InputError for another number than
     a finite one from 0 up."""

@@ -1,658 +1,376 @@
-"""Asking a feed-forward layer what it computes: it is run on a few rows beside the formula of its parts, without
-gradients and with them. `check` says what is compared, and what this cannot see."""
+"""Asking a feed-forward layer what it computes: a copy of it runs on a few rows beside the formula of its parts,
+forward and backward. `difference` says what is compared, and what this cannot see."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import itemgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
-from .anatomy import HOOKS, family_of, is_relu, raise_all, title
-from .experts import Expert, experts_of, mixed, stored
-from .families import Family
-from .parts import Cut, HandOn, put
-from .shards import is_sharded, part_of, split_of
+from .experts import Expert, experts_of, mixed
+from .parts import Parts, part_at, parts_of, put
 
-SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
-OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
-ROWS = 4
+SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norms at another
+ROWS = 15  # which is no width of a layer, so that a transposition shows
 MODES = ("evaluation", "training")
-_GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NEAR = 64 * torch.finfo(torch.float32).eps
 
 
-def check_all(
-    layers: Iterable[tuple[str, nn.Module]],
-    both: bool = False,
-    learns: bool = True,
-    modes: tuple[str, ...] = MODES,
-    each: bool = True,
-) -> set[int]:
-    """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
-    return their ids. learns, modes: as for `check`. each: whether layers with the code and the settings of one that
-    passed are asked as well, for which only a forward that looks at the values of its weights, or counts its calls,
-    would be a reason."""
-    reasons: list[str] = []
-    two: set[int] = set()
-    asked: set[int] = set()
-    passed: set[tuple] = set()
-    for name, module in layers:
-        if isinstance(module, Expert):  # all of them at once
-            name, module = name.rpartition(".")[0], module.of
-            if id(module) in asked:
-                continue
-            asked.add(id(module))
-        code = () if each else _code(module)
-        if code in passed:
-            continue
-        try:
-            if stored(module):
-                check_experts(name, module, modes)
-            elif check(name, module, both, learns, modes):
-                two.add(id(module))
-            elif code:
-                passed.add(code)
-        except InputError as error:
-            reasons.append(str(error))
-    raise_all(reasons)
-    return two
+class Other(Exception):
+    """What a layer does that its formula does not."""
 
 
-def _code(module: nn.Module) -> tuple:
-    """What two modules share only if they run the same code with the same settings on weights of the same kind; ()
-    where there are buffers, whose values may matter.
-
-    Objects are told apart by their ids: they must live as long as what is returned."""
-    found: list[tuple] = []
-    for name, each in module.named_modules():
-        if any(t is not None for t in each._buffers.values()):
-            return ()
-        held = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
-        found.append((name, type(each), *((key, *_setting(value)) for key, value in sorted(held.items()))))
-        found += [(key, *_kind(t)) for key, t in each._parameters.items()]
-    return tuple(found)
+def formula(parts: Parts, x: Tensor, both: bool = False) -> Tensor:
+    """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
+    activation as well."""
+    hidden = linear(x, parts.up.weight, parts.up.bias)
+    if parts.gate is None:
+        hidden = parts.acts(hidden)
+    else:
+        beside = parts.acts(hidden) if both else hidden
+        hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
+    return linear(hidden if parts.drop is None else parts.drop(hidden), parts.down.weight, parts.down.bias)
 
 
-# What says nothing of what a module computes when it is asked: no hook is called, and tensors are looked at apart.
-_OF_TORCH = {*HOOKS, "_compiled_call_impl", "_parameters", "_buffers", "_modules", "training"}
+def difference(module: nn.Module, both: bool = False) -> str | None:
+    """What keeps a module that has the parts of a feed-forward layer, or routed experts, from being its formula:
+    down(act(gate(x)) * up(x)) or down(act(up(x))), with `both` down(act(gate(x)) * act(up(x))). None if nothing does.
 
+    A copy with drawn weights (its own may be zero, or fire too few neurons to show a difference) runs in evaluation and
+    in training mode, without gradients and with them, on ROWS rows at each of SCALES, and on one row alone; the module
+    is left as it was, and no hook of it is called. Compared are the output, row by row, and the gradients of x and of
+    each projection's weights and biases: by their norms, which may be off by 64 eps of float32. They are asked for in
+    the weights' own dtype, and where the bits differ in float32 and then in float64. A module that cannot be trained
+    has no gradients to compare; routed experts are asked for their output alone.
 
-def _setting(value: object) -> tuple:
-    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
-        return type(value), repr(value)
-    return (type(value),) if isinstance(value, (dict, set, list)) and not value else (type(value), id(value))
+    A module of its own also has to leave its input as it is, and to set nothing on itself that was not there.
 
-
-def _kind(t: Tensor | None) -> tuple:
-    return () if t is None else (type(t), t.dtype, t.device, tuple(t.shape), t.layout)
-
-
-def check_experts(name: str, module: nn.Module, modes: tuple[str, ...] = MODES) -> None:
-    """`check` for a module of routed experts (twell_lab.layers.experts), which is asked with drawn choices and weights
-    of the experts; without gradients alone, since where those are needed it goes on to compute as it did.
-
-    Raises InputError naming the module and its difference."""
-    experts = experts_of(module)
-    trial = _Trial(title(name, module), module, experts[0].family)
-    _trying(trial, lambda: _ask(trial, modes))
-
-
-def check(name: str, module: nn.Module, both: bool = True, learns: bool = True, modes: tuple[str, ...] = MODES) -> bool:
-    """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
-    down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
-
-    It is run as it is (a decoder layer whole) on rows at each of SCALES, in each of `modes` (both, unless the caller
-    runs it in one alone), without gradients, in its own dtype on its device, and is left as it was: random state,
-    buffers, attributes and modes. No hook sees it. It is asked with its own weights, unless those are on meta, and with
-    drawn ones: its own may be zero, not finite, or fire too few neurons to show a difference. Outputs may differ as
-    rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that does not give
-    the very bits of the formula is asked in float32 once more.
-
-    Then, unless it is told that the layer is not to learn, with gradients, for rows of scale 1, drawn weights and one
-    gradient of the output: the output and the gradients of x and of the projections' weights and biases (frozen ones
-    too) are the formula's very bits, or within 64 eps of float32 by their norm; where they are not, or in 16 bits, it
-    is asked in float64 once more. No .grad is written. A layer that raises with gradients (it cannot be trained, or not
-    by torch.autograd.grad) has none to compare, and is taken for its values.
-
-    A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute,
-    one that was None, or a tensor: after a swap it would be missing, or old.
-
-    What this cannot see: anything but the rows asked with, which are len(SCALES) * ROWS random ones [3, 4, d_model] or
-    [12, d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does
-    something else for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A
-    list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
-    trial = _Trial(title(name, module), module, family_of(module))
-
-    def ask(trial: _Trial) -> None:
-        _ask(trial, modes)
-        if learns:
-            with torch.inference_mode(False), torch.enable_grad():
-                _compare_gradients(trial)
-
+    What this cannot see: anything but the rows asked with. A layer that does something else for other numbers of
+    tokens, other values, after some calls, or in a second derivative, passes."""
     try:
-        _trying(trial, lambda: ask(trial))
-    except InputError as error:
-        if not both or trial.family is None or trial.family.gate is None or not is_relu(trial.family.acts(module)):
-            raise
-        try:  # Bamboo's and TurboSparse's dReLU
-            _trying(trial, lambda: ask(replace(trial, both=True)))
-        except InputError:
-            raise error from None
-        return True
-    return False
-
-
-def _ask(trial: _Trial, modes: tuple[str, ...]) -> None:
-    """Compare what the layer gives without gradients, with its own weights and with drawn ones."""
-    if not trial.in_block:
-        _check_carried(trial)
-    _check_widths(trial)
-    for own in (True, False) if _readable(trial.module) else (False,):
-        same = _compare(trial if own else trial.drawn(), modes)
-        if not same and next(trial.module.parameters()).dtype.itemsize < 4:
-            _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32), modes)
-
-
-def _trying(trial: _Trial, ask: Callable[[], None]) -> None:
-    """Ask; an InputError for whatever the layer raises."""
-    try:
-        # FakeTensorMode would hide the values, and a user's mode would see ours.
-        with _disable_current_modes(), torch.no_grad():
-            ask()
-    except InputError:
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            _ask(module, both)
+    except Other as error:
+        return str(error)
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InputError(
-            f"{trial.where} could not be asked what it computes: run on a few rows of its width it raised "
-            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone, or experts that take x, their "
-            "numbers and their weights"
-        ) from error
+        return (
+            f"could not be asked what it computes: run on a few rows of its width it raised {type(error).__name__}: "
+            f"{said:.200}; accepted: a layer that takes x alone, or experts that take x, their numbers and weights"
+        )
+    return None
 
 
-# ---- one layer, in one mode, with one set of weights ----
+def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """InputError naming each of these modules that has a `difference`, and what it is. Of an expert all those beside it
+    are asked, once."""
+    modules = dict(whole_of(*layer) for layer in layers)
+    raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
 
 
-def _readable(module: nn.Module) -> bool:
-    """Whether the layer's own weights hold numbers."""
-    return not any(_empty(t) for t in (*module.parameters(), *module.buffers()))
+def whole_of(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The module that is asked for this one: of an expert, that of all of them."""
+    return (name.rpartition(".")[0], module.of) if isinstance(module, Expert) else (name, module)
 
 
-def _empty(t: Tensor) -> bool:
-    return t.is_meta or hasattr(t, "fake_mode")
+def title(name: str, module: nn.Module) -> str:
+    """What messages call a module."""
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A layer that is asked in one of MODES, with one set of weights.
+def raise_all(reasons: list[str]) -> None:
+    """One InputError for all of them, should there be any; the first four are quoted."""
+    if reasons:
+        more = f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+        raise InputError("; ".join(reasons[:4]) + more)
 
-    where: what messages call the layer. stand_ins: what takes the place of parameters and buffers meanwhile, by their
-    ids; the others keep their values. both: whether the formula has the activation on up as well."""
 
-    where: str
-    module: nn.Module
-    family: Family
-    mode: str = "evaluation"
-    stand_ins: dict[int, Tensor] = field(default_factory=dict)
-    both: bool = False
+def _ask(module: nn.Module, both: bool) -> None:
+    """Raise Other where the module is not its formula."""
+    routed = experts_of(module)
+    parts = routed[0].own_parts() if routed else parts_of(module)
+    assert parts is not None
+    run = _run_experts if routed else _run_block if parts.family.inside else _run_module
+    own = parts.up.weight.dtype
+    for dtype in dict.fromkeys((own, torch.float32, torch.float64)):
+        if dtype.itemsize < own.itemsize:
+            continue
+        trial = _Trial(module, _drawn(module, dtype), run, both)
+        off, what, mode = max(_differences(trial), key=lambda each: each[0])
+        if off == 0 or off <= 64 * torch.finfo(torch.float32).eps and dtype.itemsize >= 4:
+            return
+        if 0.25 < off < float("inf"):  # no rounding
+            break
+    product = "down(act(up(x)))" if parts.gate is None else "down(act(gate(x)) * up(x))"
+    share = f"{100 * off:.3g}%" if off < float("inf") else "not finite where the formula's is, or the other way round,"
+    hint = " (dropout inside it has to be of p=0)" if mode == "training" else ""
+    raise Other(
+        f"does not compute {product}: in {mode} mode {what} is {share} off{hint}; accepted: layers that do, or an "
+        "`only` that leaves it out"
+    )
 
-    @property
-    def in_block(self) -> bool:
-        return self.family.inside
 
-    @property
-    def parts(self) -> list:
-        """Gate or None, up, down, activation; of the first of several experts."""
-        return self.family.parts(experts_of(self.module)[0] if self.routed else self.module)
-
-    @property
-    def routed(self) -> bool:
-        """Whether the module holds routed experts."""
-        return stored(self.module) is not None
-
-    def formula(self, x: Tensor) -> Tensor:
-        return _formula(self.parts, x, self.family.drop(self.module), self.both)
-
-    def cast(self, dtype: torch.dtype) -> _Trial:
-        """This trial with the module's own weights in another type."""
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        cast = {id(t): t.to(dtype) if t.is_floating_point() else t.clone() for t in tensors}
-        return replace(self, stand_ins=cast)
-
-    def drawn(self, dtype: torch.dtype | None = None) -> _Trial:
-        """This trial with drawn weights, and the buffers that hold numbers. dtype: another type for all of them."""
-        parameters, buffers = [*self.module.parameters()], [*self.module.buffers()]
-        # Of a length that is prime: where the numbers are repeated, no two rows of a weight are alike.
-        many = min(1_048_573, sum(t.numel() for t in (*parameters, *buffers)))
-        made: dict[int, Tensor] = {}
-        moved: dict[torch.device, Tensor] = {}
-        turned = 0
-        for t in (*parameters, *(each for each in buffers if _empty(each))):
-            unreal = t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available()
-            device = torch.device("cpu") if unreal else t.device
-            if device not in moved:
-                moved[device] = _numbers(many).to(device)
-            values = moved[device].roll(-turned) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
-            values = values.to(dtype if dtype and t.is_floating_point() else t.dtype)
-            turned += len(made) + 1  # other ones for the next
-            made[id(t)] = values.repeat(-(-t.numel() // max(1, len(values))))[: t.numel()].reshape(t.shape)
-        for t in buffers:
-            if dtype and t.is_floating_point() and not _empty(t):
-                made[id(t)] = t.to(dtype)
-        return replace(self, stand_ins=made)
-
-    def rows(self, scales: tuple[float, ...] = SCALES) -> Tensor:
-        """Random rows [scales, ROWS, d_model] in the layer's dtype, on its device; the same each time."""
-        with replace(self, mode="evaluation").untouched():  # reading a parametrized weight may change its buffers
-            weight = self.parts[1].weight
-            shape, generator = (len(scales), ROWS, weight.shape[1]), torch.Generator("cpu").manual_seed(1)
-            rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            return (rows * torch.tensor(scales, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
-
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Within this context the module is in this mode, on these weights and on copies of its buffers, without hooks;
-        afterwards it is as it was."""
-        modules = list(self.module.modules())
-        tables = [t for each in modules for t in (vars(each), each._parameters, each._buffers, each._modules)]
-        before = [(table, dict(table)) for table in tables]
-        devices = {t.device for t in (*self.module.parameters(), *self.stand_ins.values())}
-        python, numpys = random.getstate(), numpy.random.get_state()
-        hooks = {kind: getattr(torch_modules, kind) for kind in _GLOBAL_HOOKS}
-        with ExitStack() as stack:
-            cuda = [each.index for each in devices if each.type == "cuda" and torch.cuda.is_available()]
-            stack.enter_context(torch.random.fork_rng(cuda, enabled=True))
-            for kind in {each.type for each in devices} & {"cpu", "cuda"}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            try:
-                for kind, found in hooks.items():
-                    setattr(torch_modules, kind, OrderedDict() if isinstance(found, dict) else found)
-                self._stand_in(modules)
-                self.module.train(self.mode == "training")
-                yield
-            finally:
-                for table, held in before:
-                    table.clear()
-                    table.update(held)
-                for kind, found in hooks.items():
-                    setattr(torch_modules, kind, found)
-                random.setstate(python)
-                numpy.random.set_state(numpys)
-
-    def _stand_in(self, modules: list[nn.Module]) -> None:
-        buffers = {id(t): t for each in modules for t in each._buffers.values() if t is not None}
-        buffers = {key: self.stand_ins.get(key, t).clone() for key, t in buffers.items()}
-        for each in modules:
-            if split_of(each):  # what this process holds is asked as a layer of its own: the others are not
-                del each.forward
-            for key, t in each._parameters.items():
-                if t is not None and (id(t) in self.stand_ins or is_sharded(t)):
-                    each._parameters[key] = nn.Parameter(part_of(self.stand_ins.get(id(t), t)), requires_grad=False)
-            for key, t in each._buffers.items():
-                each._buffers[key] = buffers.get(id(t))
-            # No hook is called, nor what Module.compile() made: to compile takes longer than to ask.
-            vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
-            vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
+# ---- copies of the layer ----
 
 
 @lru_cache(2)
-def _numbers(many: int) -> Tensor:
-    """So many normal numbers on the CPU, float32; the same each time, and not to be written to."""
-    return torch.randn(many, generator=torch.Generator("cpu").manual_seed(2), dtype=torch.float32, device="cpu")
+def _numbers(device: torch.device) -> Tensor:
+    """Normal numbers, float32, the same each time. So many that it is a prime: where they are repeated, no two rows of
+    a weight are alike."""
+    return torch.randn(1_048_573, generator=torch.Generator("cpu").manual_seed(2), device="cpu").to(device)
 
 
-def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None, both: bool = False) -> Tensor:
-    """The output for x [..., d_model] of these parts (_Trial.parts), of which each weight is read once."""
-    gate, up, down, activation = parts
-    if gate is None:
-        hidden = activation(linear(x, up.weight, up.bias))
-    else:
-        beside = linear(x, up.weight, up.bias)
-        hidden = activation(linear(x, gate.weight, gate.bias)) * (activation(beside) if both else beside)
-    return linear(hidden if drop is None else drop(hidden), down.weight, down.bias)
+def _drawn(module: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
+    """What takes the place of the tensors of a module in its copies, by their ids: drawn weights, and its own buffers."""
+    made: dict[int, Tensor] = {}
+    start = 0
+    for t in (*module.parameters(), *module.buffers()):
+        empty = t.is_meta or hasattr(t, "fake_mode")
+        to = dtype if t.is_floating_point() else t.dtype
+        if isinstance(t, nn.Parameter) or empty:
+            numbers = _numbers(torch.device("cpu") if empty else t.device)
+            start = (start + 7919) % (len(numbers) // 2)
+            part = numbers[start : start + t.numel()]
+            if t.numel() > len(part):
+                part = part.repeat(-(-t.numel() // len(part)))[: t.numel()]
+            made[id(t)] = (part.view(t.shape) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)).to(to)
+        else:
+            made[id(t)] = t.detach().to(to)
+    return made
 
 
-# ---- what is looked at before it is run ----
+@dataclass
+class _Trial:
+    """A layer that is asked in one dtype. drawn: what stands for its tensors, by their ids. run: gives what a copy of
+    it, or its formula, gives for x."""
+
+    module: nn.Module
+    drawn: dict[int, Tensor]
+    run: Callable[[_Trial, nn.Module, Tensor, bool], list[Any]]
+    both: bool
+
+    def copy(self, training: bool = False) -> nn.Module:
+        """The module as it is, on fresh copies of its state, without hooks."""
+        memo: dict[int, Any] = {}
+        for each in self.module.modules():
+            memo |= {id(t): nn.Parameter(self.drawn[id(t)], t.is_floating_point()) for t in _tensors(each._parameters)}
+            memo |= {id(t): self.drawn[id(t)].clone() for t in _tensors(each._buffers)}
+            memo |= {id(t): t.detach().clone() for t in _tensors(vars(each))}  # which may not be copied as they are
+            if (config := vars(each).get("config")) is not None:
+                memo[id(config)] = config
+        twin = copy.deepcopy(self.module, memo)
+        for each in twin.modules():
+            vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
+        return twin.train(training)
+
+    @cached_property
+    def still(self) -> nn.Module:
+        """A copy that is never run itself."""
+        return self.copy()
+
+    def parts(self, twin: nn.Module | None = None) -> Parts:
+        """The parts of a copy; of the first of several experts."""
+        twin = twin or self.still
+        parts = experts_of(twin)[0].own_parts() if self.run is _run_experts else parts_of(twin)
+        assert parts is not None
+        return parts
 
 
-def _check_carried(trial: _Trial) -> None:
-    """InputError for parameters and buffers that belong to none of the projections."""
-    carried = trial.family.carried(trial.module)
-    own = {name for part in trial.parts[:3] if isinstance(part, Cut) and trial.routed for name in part.names}
-    lost = [
-        f"{at}.{name}" if at else name
-        for at, each in trial.module.named_modules()
-        if id(each) not in carried
-        for name, held in (*each._parameters.items(), *each._buffers.items())
-        if held is not None
-        and not (each is trial.module and name in own)
-        and not (trial.routed and at.partition(".")[0].isdigit())  # what a SparseFFN of an expert holds
-    ]
-    if lost:
-        raise InputError(
-            f"{trial.where} has parameters or buffers that a sparse layer does not carry: {', '.join(lost[:5])}; "
-            "accepted: those of its projections alone"
-        )
+def _tensors(table: dict) -> list[Tensor]:
+    return [t for t in table.values() if isinstance(t, Tensor)]
 
 
-def _check_widths(trial: _Trial) -> None:
-    """InputError unless the layer returns rows as wide as it takes, and gate and up are of one shape."""
-    with trial.untouched():
-        gate, up, down = (None if part is None else tuple(part.weight.shape) for part in trial.parts[:3])
-    if down != up[::-1] or gate not in (None, up):
-        seats = (trial.family.gate, trial.family.up, trial.family.down)
-        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(seats, (gate, up, down)) if shape]
-        raise InputError(
-            f"{trial.where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
-            "down [d_model, d_ff]"
-        )
+@contextmanager
+def _same_random(device: torch.device) -> Iterator[None]:
+    """Within this context random numbers are the same each time, and nothing is cast; afterwards they go on as before."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    python, states = random.getstate(), [each.get_state() for each in generators]
+    random.seed(0)
+    for each in generators:
+        each.manual_seed(0)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        random.setstate(python)
+        for each, state in zip(generators, states):
+            each.set_state(state)
 
 
 # ---- what it gives, beside the formula ----
 
-Answer = tuple[Any, Tensor, list[str]]  # what the layer gives, what the formula gives, what to call each part of them
+
+def _differences(trial: _Trial) -> Iterator[tuple[float, str, str]]:
+    """How far the layer is off in each thing that is compared, what that is, and in which mode."""
+    weight, draw = trial.parts().up.weight, torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(len(SCALES), ROWS, weight.shape[1], generator=draw, device="cpu")
+    x = (x * torch.tensor(SCALES, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
+    rows = x.flatten(0, 1)
+    whole = rows if trial.run is _run_experts else x
+    if trial.run is _run_module and not _takes(trial, x):  # experts want [tokens, d_model], most others know a batch
+        whole = rows
+    alone = [one for one in (x[1:2, :1], rows[ROWS : ROWS + 1]) if trial.run is _run_module and _takes(trial, one)]
+    for mode in MODES:
+        for given, learns in ((whole, False), (whole, True), *((one, False) for one in alone)):
+            if learns and (trial.run is _run_experts or not _takes(trial, given, mode == "training", True)):
+                continue  # what cannot be trained has no gradients that could be others
+            own, wanted = (_results(trial, given, mode == "training", learns, which) for which in (False, True))
+            for name, y in wanted.items():
+                what = "its output for one row alone" if given is not whole else name
+                yield _off(own.get(name), y, mode, "gradient of" not in name), what, mode
 
 
-def _ask_module(trial: _Trial) -> Iterator[Answer]:
-    """A module of its own, for rows of every scale and for one row."""
-
-    def beside(x: Tensor) -> tuple[Any, Tensor]:
-        found = _run(trial, x)
-        with trial.untouched():
-            return found, trial.formula(x)
-
-    x = trial.rows()
-    yield *_first_taken(beside, (x, x.flatten(0, 1))), OF_SCALES
-    one = x[1:2, :1]
-    for given in (one, one.flatten(0, 1)) if trial.stand_ins else ():  # one set of weights is enough to try one row
-        try:
-            found, expected = beside(given)
-        except InputError:
-            raise
-        except Exception:  # wants a batch, or none
-            continue
-        yield found, expected, ["one row alone"]
+def _takes(trial: _Trial, x: Tensor, training: bool = False, learns: bool = False) -> bool:
+    """Whether the layer takes such an input without an error of its own."""
+    try:
+        _results(trial, x, training, learns, False)
+    except (Other, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return False
+    return True
 
 
-def _ask_experts(trial: _Trial) -> Iterator[Answer]:
-    """A module of experts, for rows of every scale, each with as many experts as there are, up to four."""
-    x = trial.rows().flatten(0, 1)
-    many, draw = len(experts_of(trial.module)), torch.Generator("cpu").manual_seed(4)
-    chosen = torch.rand(len(x), many, generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
-    weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
-    with trial.untouched():
-        given = x.clone()
-        found = type(trial.module).forward(trial.module, given, chosen, weights)
-    if not _identical(given, x):
-        raise InputError(f"{trial.where} writes to its input; accepted: a forward that leaves it as it was")
-    with trial.untouched():
-        experts = experts_of(trial.module)
-        expected = mixed(x, chosen, weights, many, lambda number, rows, _: experts[number](rows))
-    yield found, expected, OF_SCALES
+def _results(trial: _Trial, rows: Tensor, training: bool, learns: bool, by_formula: bool) -> dict[str, Any]:
+    """The outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, by name."""
+    twin = trial.still.train(training) if by_formula and trial.run is not _run_block else trial.copy(training)
+    x = rows.clone().requires_grad_(learns)
+    with torch.set_grad_enabled(learns), _same_random(x.device):
+        outputs = trial.run(trial, twin, x * 1, by_formula)
+        ending = " with gradients" if learns else ""
+        results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
+        if not learns:
+            return results
+        family, leaves = trial.parts(twin).family, {"x": x}
+        following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+        for place in family.projections:
+            leaves |= {f"{place}.{name}": p for name, p in part_at(twin, place).named_parameters()}
+        draw = torch.Generator("cpu").manual_seed(3)
+        upstream = [torch.randn(y.shape, generator=draw, device="cpu").to(y) for y in following]
+        gradients: Iterable[Tensor | None] = [None] * len(leaves)
+        if following:
+            gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients):
+        results[f"the gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
 
 
-def _first_taken(ask: Callable, inputs: Iterable[Tensor]):
-    """The answer to the first input that raises nothing: layers of experts want [tokens, d_model], most others know a
-    batch too."""
-    *others, last = inputs
-    for x in others:
-        try:
-            return ask(x)
-        except InputError:
-            raise
-        except Exception:
-            continue
-    return ask(last)
-
-
-def _run(trial: _Trial, x: Tensor):
-    """What a module of its own returns; InputError if it leaves something behind, on its input or on itself."""
-    given = x.clone()
-    with trial.untouched():
-        # What lies within projections is carried whole.
-        within = trial.family.carried(trial.module) - {id(part) for part in trial.family.owners(trial.module).values()}
-        modules = [(name, each) for name, each in trial.module.named_modules() if id(each) not in within]
-        before = _attributes(modules)
-        found = trial.module(given)
-        after = _attributes(modules)
-    kept = [
+def _run_module(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
+    """What a module of its own returns. Other if it leaves something behind, on its input or on itself."""
+    if by_formula:
+        return [formula(trial.parts(twin), x, trial.both)]
+    given, before = x.clone(), _attributes(twin)
+    y = twin(given)
+    if not torch.equal(given, x):
+        raise Other("writes to its input, which a sparse layer does not; accepted: a forward that leaves it as it was")
+    new = [
         name
-        for name, value in after.items()
+        for name, value in _attributes(twin).items()
         if name not in before or value is not before[name] and (before[name] is None or isinstance(value, Tensor))
     ]
-    if kept:
-        raise InputError(
-            f"{trial.where} sets {', '.join(kept[:5])} in its forward, which a sparse layer does not; accepted: a "
-            "forward that keeps nothing on the module"
+    if new:
+        raise Other(
+            f"sets {', '.join(new[:5])} in its forward, which a sparse layer does not; accepted: a forward that keeps "
+            "nothing on the module"
         )
-    if not _identical(given, x):
-        raise InputError(
-            f"{trial.where} writes to its input, which a sparse layer does not; accepted: a forward that leaves it as "
-            "it was"
-        )
-    return found
+    return [y]
 
 
-def _attributes(modules: list[tuple[str, nn.Module]]) -> dict[str, object]:
-    """What is set on them, by name; what a cached_property keeps is nobody's loss."""
+def _attributes(twin: nn.Module) -> dict[str, object]:
+    """What is set on a module and on those within it; what a cached_property keeps is nobody's loss."""
     return {
-        f"{at}.{key}" if at else key: value
-        for at, each in modules
+        f"{at}.{key}".lstrip("."): value
+        for at, each in twin.named_modules()
         for table in (vars(each), each._parameters, each._buffers, each._modules)
         for key, value in table.items()
         if not isinstance(getattr(type(each), key, None), cached_property)
     }
 
 
-def _ask_block(trial: _Trial) -> Iterator[Answer]:
-    """A decoder layer, which has the parts among others and is run whole: its down projection beside the formula of its
-    up projection's input; and what it returns beside what it returns with the formula in the activation's seat, since
-    nothing else may read what lies between.
+def _run_experts(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
+    """A module of experts, with drawn choices of up to four of them for each row."""
+    many, draw = len(experts_of(twin)), torch.Generator("cpu").manual_seed(4)
+    chosen = torch.rand(len(x), many, generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
+    weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
+    if by_formula:
+        experts = experts_of(twin)
+        return [mixed(x, chosen, weights, many, lambda number, rows, _: experts[number](rows))]
+    given = x.clone()
+    y = type(twin).forward(twin, given, chosen, weights)
+    if not torch.equal(given, x):
+        raise Other("writes to its input; accepted: a forward that leaves it as it was")
+    return [y]
 
-    The up projection is given rows of every scale, whatever norm comes before it."""
-    x = trial.rows()
-    given: list[Tensor] = []
-    made: list[Tensor] = []
 
-    def rows_for(hidden: Tensor) -> Tensor:
+def _run_block(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
+    """A block that has the parts among others and is run whole: what comes out of its down projection, and the block,
+    since nothing else may read what lies between. Its up projection gets the rows of x, whatever norm comes before it;
+    `by_formula` hands them on to the activation, in the place of which the formula stands."""
+    family, parts = trial.parts(twin).family, trial.parts(twin)
+    up, down = part_at(twin, family.up), part_at(twin, family.down)
+    entered: list[Tensor] = []
+    left: list[Tensor] = []
+
+    def into_up(hidden: Tensor) -> Tensor:
         if hidden.numel() != x.numel() or hidden.shape[-1] != x.shape[-1]:
-            raise InputError(
-                f"{trial.where} gives {trial.family.up} {list(hidden.shape)} where it is given {list(x.shape)}; "
-                "accepted: a layer whose feed-forward part takes each of its rows"
+            raise Other(
+                f"gives {family.up} {list(hidden.shape)} where it is given {list(x.shape)}; accepted: a layer whose "
+                "feed-forward part takes each of its rows"
             )
-        return x.reshape(hidden.shape)
+        entered.append(x.reshape(hidden.shape))
+        return entered[-1] if by_formula else type(up).forward(up, entered[-1])
 
-    with trial.untouched():
-        up, down = trial.family.owners(trial.module).values()
-        by_up, by_down = up.forward, down.forward
+    def out_of_down(hidden: Tensor) -> Tensor:
+        left.append(hidden if by_formula else type(down).forward(down, hidden))
+        return left[-1].clone()  # what follows may write to it
 
-        def into_up(hidden: Tensor) -> Tensor:
-            given.append(rows_for(hidden))
-            return by_up(given[-1])
-
-        def out_of_down(hidden: Tensor) -> Tensor:
-            made.append(by_down(hidden))
-            return made[-1].clone()  # what follows may write to it
-
-        up.forward, down.forward = into_up, out_of_down
-        whole = _tensors(trial.module(x.clone(), *_others(trial, x)))
-    if len(given) != 1 or len(made) != 1:
-        calls = f"{trial.family.up} {len(given)} times and {trial.family.down} {len(made)} times"
-        raise InputError(f"{trial.where} calls {calls} in a forward; accepted: once each")
-    with trial.untouched():
-        expected = trial.formula(given[0])
-    yield made[0], expected, OF_SCALES
-    with trial.untouched():
-        _put_formula(trial, rows_for)
-        by_formula = _tensors(trial.module(x.clone(), *_others(trial, x)))
-    for found, expected in zip(by_formula, whole, strict=True):
-        yield found, expected, OF_SCALES
-
-
-def _put_formula(trial: _Trial, rows_for: Callable[[Tensor], Tensor]) -> None:
-    """Put the formula, for these rows in the place of those given, in the activation's seat of a decoder layer."""
-    parts, stub = trial.parts, nn.Identity()
-    stub.forward = lambda hidden: _formula(parts, rows_for(hidden))
-    put(trial.module, trial.family.activation, stub)
-    up, down = trial.family.owners(trial.module).values()
-    up.forward = down.forward = HandOn(trial.module, trial.family.seats)
-
-
-def _others(trial: _Trial, x: Tensor) -> list[Tensor | None]:
-    """What a block's forward needs besides its input x: the residual where it adds one, None for all else."""
-    wanted = list(inspect.signature(trial.module.forward).parameters.values())[1:]
+    if by_formula:
+        stub = nn.Identity()
+        stub.forward = lambda rows: formula(parts, rows, trial.both)
+        put(twin, family.activation, stub)
+    up.forward, down.forward = into_up, out_of_down
+    wanted = list(inspect.signature(twin.forward).parameters.values())[1:]
     needed = [each for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return [x.detach().clone() if trial.family.residual and not n else None for n in range(len(needed))]
-
-
-def _tensors(returned) -> list[Tensor]:
-    """The floating point tensors with rows, of what a decoder layer returns."""
+    others = [x.detach().clone() if family.residual and not number else None for number in range(len(needed))]
+    returned = twin.forward(x.clone(), *others)  # not by a __call__ that checkpoints
+    if len(entered) != 1 or len(left) != 1:
+        calls = f"{family.up} {len(entered)} times and {family.down} {len(left)} times"
+        raise Other(f"calls {calls} in a forward; accepted: once each")
     returned = returned if isinstance(returned, (tuple, list)) else [returned]
-    return [each for each in returned if isinstance(each, Tensor) and each.is_floating_point() and each.dim() > 1]
+    return left + [t for t in returned if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
 
 
-# ---- how far that is off ----
-
-
-def _compare(trial: _Trial, modes: tuple[str, ...]) -> bool:
-    """Whether the layer gives the very bits of the formula; InputError where rounding does not explain what it gives
-    instead."""
-    same = True
-    for mode in modes:
-        asked = replace(trial, mode=mode)
-        for found, expected, names in (_ask_experts if trial.routed else _ask_block if trial.in_block else _ask_module)(
-            asked
-        ):
-            _check_kind(asked, found, expected)
-            parts = zip(*(t.reshape(len(names), -1, t.shape[-1]) for t in (found, expected)))
-            off, name = max(((_off(*pair), name) for pair, name in zip(parts, names)), key=itemgetter(0))
-            same &= off == 0
-            if off > (2 if expected.dtype.itemsize < 4 else 64) * torch.finfo(expected.dtype).eps:
-                raise _refusal(asked, f"its output for {name}", off)
-    return same
-
-
-def _check_kind(trial: _Trial, found, expected: Tensor) -> None:
-    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise InputError(
-            f"{trial.where} returns {what} in {trial.mode} mode; accepted: {expected.dtype} {list(expected.shape)}, as "
-            "its formula gives"
+def _off(y: Any, wanted: Tensor, mode: str, by_row: bool = True) -> float:
+    """The largest relative norm of a row's difference, or that of all; infinite where other values overflow than in the
+    formula. Other for anything but a tensor of its shape and dtype."""
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (wanted.shape, wanted.dtype):
+        what = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise Other(
+            f"returns {what} in {mode} mode; accepted: {wanted.dtype} {list(wanted.shape)}, as its formula gives"
         )
-
-
-def _refusal(trial: _Trial, what: str, off: float) -> InputError:
-    hint = " (dropout inside it has to be of p=0)" if trial.mode == "training" else ""
-    product = "down(act(up(x)))" if trial.family.gate is None else "down(act(gate(x)) * up(x))"
-    share = f"{100 * off:.3g}%"
-    if off == float("inf"):
-        share = "not finite where the formula's is, or the other way round, and so"
-    return InputError(
-        f"{trial.where} does not compute {product}: in {trial.mode} mode {what} is {share} off{hint}; accepted: layers "
-        "that do, or an `only` that leaves it out"
-    )
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _off(found: Tensor, expected: Tensor) -> float:
-    """The largest relative norm of a row's difference; infinite where other values overflow than in the formula."""
-    if _identical(found, expected):
+    if torch.allclose(y, wanted, rtol=0.0, atol=0.0, equal_nan=True):
         return 0.0
-    found, expected = found.double(), expected.double()
-    finite = expected.isfinite()
-    if not torch.equal(found.isfinite(), finite) or not _identical(found[~finite], expected[~finite]):
+    y, wanted = y.double(), wanted.double()
+    finite = wanted.isfinite()
+    rest = ~finite
+    if not torch.equal(y.isfinite(), finite) or not torch.allclose(y[rest], wanted[rest], 0.0, 0.0, equal_nan=True):
         return float("inf")
-    difference, norm = (t.where(finite, 0).norm(dim=-1) for t in (found - expected, expected))
-    off = torch.where(difference == 0, 0.0, difference / norm)
-    return off.nan_to_num(float("inf")).max().item()
-
-
-def _compare_gradients(trial: _Trial) -> None:
-    """InputError unless the layer's output and gradients are the formula's, in evaluation and in training mode.
-
-    In its own dtype, and where that is not conclusive in float64: what is near zero there fires in both or in none."""
-    for dtype in (None, torch.float64):
-        drawn, differences = trial.drawn(dtype), []
-        if _readable(trial.module):  # parametrizations do not take any number: orthogonal rounds some to zero
-            made_of = [p for name, p in trial.module.named_parameters() if "parametrizations." in name]
-            drawn.stand_ins.update({id(p): p.detach().to(dtype or p.dtype, copy=True) for p in made_of})
-        for mode in MODES:
-            asked = replace(drawn, mode=mode)
-            x = asked.rows((1.0, 1.0, 1.0))
-            try:
-                x, found = _first_taken(
-                    lambda x: (x, _trained(asked, x)), (x,) if trial.in_block else (x, x.flatten(0, 1))
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
-                if dtype is None:  # it has no gradients that could be others; its sparse twin may have
-                    continue
-                raise
-            expected = _trained(asked, x, by_formula=True)
-            for name in found:
-                _check_kind(asked, found[name], expected[name])
-                off = _off(found[name].reshape(1, -1), expected[name].reshape(1, -1))
-                differences.append((off, x.dtype, asked, name))
-        off, asked_in, asked, name = max(differences, key=itemgetter(0), default=(0.0, None, trial, ""))
-        if off == 0 or asked_in.itemsize >= 4 and off <= 64 * torch.finfo(torch.float32).eps:
-            return
-    raise _refusal(asked, f"{name} with gradients" if name == "its output" else name, off)
-
-
-@lru_cache
-def _wake_backward(device: torch.device) -> None:
-    """Let the first thing that torch's thread of backward passes does on this GPU be a copy: at a product it warns
-    that the thread has no context yet."""
-    leaf = torch.zeros(1, device=device, requires_grad=True)
-    torch.autograd.grad(leaf.clone() * leaf, leaf)
-
-
-def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, Any]:
-    """The output for x and, by their names, its gradients for one gradient of the output: the layer's own, or its
-    formula's."""
-    with trial.untouched():  # the stand-ins are the leaves: no parameter of the user's gets a .grad
-        seats = trial.family.owners(trial.module).items()
-        leaves = {f"{seat}.{name}": p for seat, part in seats for name, p in part.named_parameters()}
-        leaves = {"x": x.detach(), **leaves}
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-        given = leaves["x"].clone()  # no leaf: a decoder layer may write to its input
-        if trial.in_block:
-            if by_formula:
-                _put_formula(trial, lambda rows: rows)
-            outputs = _tensors(
-                trial.module.forward(given, *_others(trial, given))
-            )  # not by a __call__ that checkpoints
-        else:
-            outputs = [trial.formula(given) if by_formula else trial.module(given)]
-        generator = torch.Generator("cpu").manual_seed(3)
-        following = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-        if x.is_cuda:
-            _wake_backward(x.device)
-        upstream = [
-            torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each)
-            for each in following
-        ]
-        wanted = dict(inputs=list(leaves.values()), grad_outputs=upstream, allow_unused=True)
-        gradients = torch.autograd.grad(following, **wanted) if following else [None] * len(leaves)
-        found = {f"its output {at}" if at else "its output": each for at, each in enumerate(outputs)}
-        for (name, leaf), gradient in zip(leaves.items(), gradients):
-            found[f"the gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
-        return {name: each.detach() if isinstance(each, Tensor) else each for name, each in found.items()}
+    gap, size = (t.where(finite, 0).norm(dim=-1 if by_row else None) for t in (y - wanted, wanted))
+    return torch.where(gap == 0, 0.0, gap / size).nan_to_num(float("inf")).max().item()

@@ -6,42 +6,137 @@ neurons fire.
     loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
 
 Works on dense layers and on SparseFFN, and on models that have both. The sum over neurons and the mean over tokens and
-layers are the convention of the published code of arXiv 2603.23198, for which its coefficient 2e-5 is meant.
-"""
+layers are the convention of the published code of arXiv 2603.23198, for which its coefficient 2e-5 is meant. `learn` is
+what a SparseFFN does where gradients are needed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
-from ..ops.copies import all_finite
-from .anatomy import firing_layers
-from .learner import LayerTerm, Told, layer_l1, layer_nnz
-from .sparse_ffn import SparseFFN
+from ..core import InputError
+from ..ops.activation import RELU
+from ..ops.checks import all_finite
+from ..ops.train import PATHS, train
+from .find import firing_layers
+from .parts import owner_of
+from .paths.dense import hides_host
+
+DENSE, SPARSE = PATHS
+# A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
+# sparse kernels less than its entries would (twell_lab.analysis.switching has the times).
+HEAVY = 0.07
+
+
+class Told(NamedTuple):
+    """What a layer reports of one forward pass: a LayerTerm without a name, on which a compiled graph would depend."""
+
+    l1: Tensor
+    nnz: Tensor
+    lost: Tensor | None = None
+    light: Tensor | None = None
+    heavy: Tensor | None = None
+
+
+class LayerTerm(NamedTuple):
+    """One layer's part in one forward pass.
+
+    l1: scalar with a gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without a
+    gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that the sparse kernels
+    finished from the dense weights (see ops.survivors), float32; None where they did not run. heavy: the share of
+    tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at these, float32; None in a
+    dense layer that was not swapped. Reading any of them waits for the device."""
+
+    name: str
+    l1: Tensor
+    nnz: Tensor
+    lost: Tensor | None = None
+    light: Tensor | None = None
+    heavy: Tensor | None = None
+
+
+def light_and_heavy(fired: Tensor, d_ff: int) -> tuple[Tensor, Tensor]:
+    """Return `light` and `heavy` of a LayerTerm. fired: how many of d_ff neurons fire at each token, [tokens]."""
+    heavy = fired > HEAVY * d_ff
+    return fired.masked_fill(heavy, 0).float().mean(), heavy.float().mean()
+
+
+def layer_l1(h: Tensor) -> Tensor:
+    """Sum |h| over neurons, and average over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
+    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
+
+
+def layer_nnz(h: Tensor) -> Tensor:
+    """Count neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
+    return torch.count_nonzero(h) / h[..., 0].numel()
+
+
+# ---- a SparseFFN that learns, and reports
+
+
+def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
+    """Compute a SparseFFN's output for x [..., d_model] where gradients are needed, or a report is asked for.
+
+    weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
+    was given none. Kernels have gradients of the ReLU alone. Once asked to report, a layer always takes the operator
+    that can: a forward that is recomputed (checkpointing) must save what the first one saved."""
+    way = layer.learning or path.learns
+    short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
+    if layer.acts != RELU or layer.gate is layer.up or short:
+        return layer.dense(x)
+    y, l1, kept, lost = train(x, *weights[:6], path=way)
+    if layer.told is not None:
+        _refuse_reentrant()
+        share = None if lost is None else lost[0].float() / kept.numel()
+        numbers = light_and_heavy(kept, weights[1].shape[0])
+        layer.told.append(Told(l1.mean(), kept.float().mean(), share, *numbers))
+    return y
+
+
+def of_hidden(h: Tensor) -> Told:
+    """Return the report of a layer whose hidden values are h [..., d_ff]."""
+    _refuse_reentrant()
+    return Told(layer_l1(h), layer_nnz(h.detach()))
+
+
+def _refuse_reentrant() -> None:
+    """Raise InputError where a layer runs inside the forward of an autograd.Function, as under reentrant checkpointing:
+    gradients are off there, and the term would have none."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            raise InputError(
+                "layer_terms under reentrant checkpointing: layers run without gradients there, and their L1 norms "
+                "would have none; torch.utils.checkpoint with use_reentrant=False is accepted"
+            )
+        frame = frame.f_back
+
+
+# ---- the terms of a model
 
 
 class LayerTerms(Sequence[LayerTerm]):
     """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers.
 
     Which pass a term belongs to is found by counting: the count is wrong where a layer is skipped in one of several
-    passes, or runs twice in one.
-    """
+    passes, or runs twice in one."""
 
     def __init__(self, told: dict[str, list[Told]], layers: list) -> None:
         self._told, self._layers = told, layers
 
     def _all(self) -> list[LayerTerm]:
         passes = zip_longest(*self._told.values())
-        return [
-            LayerTerm(name, *each)
-            for one in passes
-            for name, each in zip(self._told, one, strict=True)
-            if each is not None
-        ]
+        return [LayerTerm(name, *term) for row in passes for name, term in zip(self._told, row) if term is not None]
 
     def __len__(self) -> int:
         return sum(map(len, self._told.values()))
@@ -54,15 +149,16 @@ class LayerTerms(Sequence[LayerTerm]):
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
-        for each in self._told.values():
-            each.clear()
+        for told in self._told.values():
+            told.clear()
 
     def finite(self) -> Tensor:
-        """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
+        """Return whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
         together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
         loss; kernels that skip silent neurons never read it."""
         parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
-        return all_finite([*{id(p): p.detach() for part in parts for p in part.parameters()}.values()])
+        owned = {id(p): p.detach() for part in parts for p in owner_of(part).parameters() if p.numel()}
+        return all_finite([*owned.values()])
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"
@@ -70,37 +166,31 @@ class LayerTerms(Sequence[LayerTerm]):
 
 @contextmanager
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
-    """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
+    """Within this context each forward pass adds a LayerTerm for every feed-forward layer that runs, in order.
 
-    Enter it for each pass anew, or `clear` the terms between passes: for each further pass torch.compile makes another
-    graph. Do not enter it twice at once for a model. Leave it before the backward pass: under gradient checkpointing
-    layers run a second time there, and would add a second term; for dense layers torch would raise an error, since the
-    second run lacks the first one's hook. If a dense model is compiled, compile it within the context: torch does not
-    look for hooks again. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer."""
+    That holds for frozen layers too; under torch.no_grad the terms have no gradient. Enter it for each pass anew, or
+    `clear` the terms between passes: for each further pass torch.compile makes another graph. Do not enter it twice at
+    once for a model. Leave it before the backward pass: under gradient checkpointing layers run a second time there,
+    and would add a second term; for dense layers torch would raise an error, since the second run lacks the first one's
+    hook. If a dense model is compiled, compile it within the context: torch does not look for hooks again. Raises
+    InputError for a model without a ReLU or squared ReLU feed-forward layer, and where a layer runs under reentrant
+    checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
+    sparse = [layer for layer in layers if hasattr(layer.module, "told")]
     hooks = [
-        layer.down.register_forward_pre_hook(_told_by_dense(told[layer.name]))
+        layer.down.register_forward_pre_hook(
+            lambda module, args, told=told[layer.name]: told.append(of_hidden(args[0]))
+        )
         for layer in layers
-        if not isinstance(layer.module, SparseFFN)
+        if not hasattr(layer.module, "told")
     ]
-    sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]
-    for layer in sparse:
-        layer.module.tell(told[layer.name])
     try:
+        for layer in sparse:
+            layer.module.tell(told[layer.name])
         yield LayerTerms(told, layers)
     finally:
         for hook in hooks:
             hook.remove()
         for layer in sparse:
             layer.module.tell(None)
-
-
-def _told_by_dense(told: list[Told]):
-    """A hook for a down projection, whose input is the hidden activations h [..., d_ff] as a whole."""
-
-    def tell(module: nn.Module, args: tuple) -> None:
-        if torch.is_grad_enabled():
-            told.append(Told(layer_l1(args[0]), layer_nnz(args[0].detach())))
-
-    return tell

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from .parts import Projection, weights_of
 
 
 class Weights(NamedTuple):
     """A layer's weights and biases, in the order in which the operators take them.
 
     gate, up: [d_ff, d_model], gate None for a plain layer, and up itself for one whose ReLU is squared; down: [d_model,
-    d_ff]; biases [d_ff], [d_ff], [d_model], or None; down_t: down transposed and contiguous, where a path keeps one."""
+    d_ff]; biases [d_ff], [d_ff], [d_model], or None."""
 
     gate: Tensor | None
     up: Tensor
@@ -19,27 +21,17 @@ class Weights(NamedTuple):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    down_t: Tensor | None = None
 
     @classmethod
-    def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
-        """The weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
-        (up_weight, up_bias), (down_weight, down_bias) = _tensors(up), _tensors(down)
-        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else _tensors(gate)
-        return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    def of(cls, gate: Projection | None, up: Projection, down: Projection) -> Weights:
+        """Return the weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
+        (up_weight, up_bias), (down_weight, down_bias) = weights_of(up), weights_of(down)
+        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else weights_of(gate)
+        return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)  # type: ignore[arg-type]
 
     def named(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Return those that are there, by name."""
         return {name: t for name, t in zip(NAMES, self) if t is not None}
 
 
 NAMES = Weights._fields
-
-
-def _tensors(part: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias of a projection. Asking a module for an attribute takes as long as all else here."""
-    if part is None:
-        return None, None
-    own = part.__dict__["_parameters"]
-    weight = own.get("weight")
-    return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))

@@ -41,14 +41,14 @@ class FATReLU(nn.Module):
 
 @contextmanager
 def _as_relu(config) -> Iterator[None]:
-    """The configuration says a ReLU: transformers, which makes the layers, does not know every activation."""
-    said, config.hidden_act = config.hidden_act, "relu"
+    """Let the configuration say a ReLU: transformers, which makes the layers, does not know every activation."""
+    own, config.hidden_act = config.hidden_act, "relu"
     yield
-    config.hidden_act = said
+    config.hidden_act = own
 
 
 def _set_activation(model: nn.Module) -> None:
-    """The one that the model's configuration says."""
+    """Put in the activation that the model's configuration says."""
     if model.config.hidden_act == "fatrelu":
         for layer in model.model.layers:
             layer.mlp.act_fn = FATReLU(float(model.config.hidden_act_param))
@@ -102,16 +102,14 @@ class BambooForCausalLM(MistralForCausalLM):
             layer.mlp = BambooMLP(config)
 
 
-MODELS = {
-    each.config_class.model_type: each for each in (SparseLlamaForCausalLM, MiniCPMForCausalLM, BambooForCausalLM)
-}
+MODELS = {"sparsellama": SparseLlamaForCausalLM, "minicpm": MiniCPMForCausalLM, "bamboo": BambooForCausalLM}
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 _LARGEST = 1e30  # of a scale or threshold: no type of the weights tells larger ones from infinity
 
 
-def obstacle(kind: str, said: dict) -> str | None:
-    """Why a configuration of this kind is none of those above; None where it is one."""
-    act, bound = said.get("hidden_act"), said.get("hidden_act_param")
+def obstacle(kind: str, entries: dict) -> str | None:
+    """Return why a configuration of this kind is none of those above; None where it is one."""
+    act, bound = entries.get("hidden_act"), entries.get("hidden_act_param")
     if kind == "bamboo":
         return None if act == "relu" else f"hidden_act is {act!r:.80}; 'relu' is accepted in a bamboo"
     if act not in ("relu", "fatrelu"):
@@ -120,11 +118,11 @@ def obstacle(kind: str, said: dict) -> str | None:
         return f"hidden_act_param is {bound!r:.80}; a finite number from 0 up is accepted"
     if kind == "minicpm":
         for name in _SCALES:
-            if not _positive(said.get(name)):
-                return f"{name} is {said.get(name)!r:.80}; a positive number is accepted in a minicpm"
+            if not _positive(entries.get(name)):
+                return f"{name} is {entries.get(name)!r:.80}; a positive number is accepted in a minicpm"
         for name in ("rope_scaling", "num_experts", "sparse_config"):
-            if said.get(name):
-                return f"{name} is {said[name]!r:.80}; none is accepted in a minicpm"
+            if entries.get(name):
+                return f"{name} is {entries[name]!r:.80}; none is accepted in a minicpm"
     return None
 
 

@@ -42,7 +42,7 @@ _ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
 
 
 def config_of(sizes: dict, dtype: torch.dtype) -> dict:
-    """The config.json of a LlamaForCausalLM. sizes: the fields of a ModelConfig, gated ones. InputError for others."""
+    """Return the config.json of a LlamaForCausalLM. sizes: the fields of a ModelConfig. InputError for plain layers."""
     if not sizes["gated"]:
         raise InputError("gated is False; accepted: a model with gated layers, since Llama has no plain ones")
     return {
@@ -63,8 +63,8 @@ def config_of(sizes: dict, dtype: torch.dtype) -> dict:
 
 
 def sizes_of(config: dict) -> dict:
-    """The fields of a ModelConfig that a LlamaForCausalLM's config.json stands for. InputError naming the first entry
-    that no model of ours has; an entry that is not there counts as what transformers takes for it."""
+    """Return the fields of a ModelConfig that a LlamaForCausalLM's config.json stands for. InputError naming the first
+    entry that no model of ours has; an entry that is not there counts as what transformers takes for it."""
     missing = [name for name in _SIZES.values() if name not in config]
     if missing:
         raise InputError(f"config.json of a Llama lacks {', '.join(missing)}")
@@ -72,7 +72,7 @@ def sizes_of(config: dict) -> dict:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise InputError(f"rope_parameters is {rope!r:.80} in config.json of a Llama; accepted: an object")
-    for name, found, accepted in (
+    for name, value, accepted in (
         ("architectures", config.get("architectures") or ["LlamaForCausalLM"], ["LlamaForCausalLM"]),
         ("num_key_value_heads", config.get("num_key_value_heads") or heads, heads),
         ("head_dim times num_attention_heads", _product(config.get("head_dim"), heads, width), width),
@@ -83,8 +83,8 @@ def sizes_of(config: dict) -> dict:
         ("mlp_bias", config.get("mlp_bias", False), False),
         ("tie_word_embeddings", config.get("tie_word_embeddings", False), False),
     ):
-        if found != accepted:
-            raise InputError(f"{name} is {found!r:.80} in config.json of a Llama; accepted: {accepted!r:.80}")
+        if value != accepted:
+            raise InputError(f"{name} is {value!r:.80} in config.json of a Llama; accepted: {accepted!r:.80}")
     return {ours: config[theirs] for ours, theirs in _SIZES.items()} | {"gated": True}
 
 
@@ -93,46 +93,46 @@ def _product(width, heads, otherwise):
 
 
 def to_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a LanguageModel under Llama's names."""
-    made = {}
+    """Return the weights of a LanguageModel under Llama's names."""
+    theirs = {}
     for name, weight in weights.items():
         layer, part = _parts(name, r"layers\.")
         if part == "attention.qkv_proj":
-            made |= {_ATTENTION.format(layer, which): each for which, each in zip("qkv", weight.chunk(3), strict=True)}
+            theirs |= {_ATTENTION.format(layer, which): t for which, t in zip("qkv", weight.chunk(3), strict=True)}
         else:
-            made[_NAMES[part] + ".weight" if layer is None else f"model.layers.{layer}.{_NAMES[part]}.weight"] = weight
-    return made
+            theirs[("" if layer is None else f"model.layers.{layer}.") + _NAMES[part] + ".weight"] = weight
+    return theirs
 
 
 def from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that `to_llama` made, as they were."""
-    made = {}
+    """Return the weights that `to_llama` renamed under their own names."""
+    ours = {}
     for name, weight in weights.items():
         layer, part = _parts(name, r"model\.layers\.")
         if part == "self_attn.q_proj":
             whole = torch.cat([weights[_ATTENTION.format(layer, which)] for which in "qkv"])
-            made[f"layers.{layer}.attention.qkv_proj.weight"] = whole
+            ours[f"layers.{layer}.attention.qkv_proj.weight"] = whole
         elif part not in ("self_attn.k_proj", "self_attn.v_proj"):
-            made[_OURS[part] + ".weight" if layer is None else f"layers.{layer}.{_OURS[part]}.weight"] = weight
-    return made
+            ours[("" if layer is None else f"layers.{layer}.") + _OURS[part] + ".weight"] = weight
+    return ours
 
 
 def _parts(name: str, before: str) -> tuple[str | None, str]:
-    """The number of the layer that a weight is in, if it is in one, and the name of the module in it."""
-    found = re.fullmatch(rf"(?:{before}(\d+)\.)?(.+)\.weight", name)
-    assert found is not None, name  # names were checked before
-    return found[1], found[2]
+    """Return the number of the layer that a weight is in, if it is in one, and the name of the module in it."""
+    match = re.fullmatch(rf"(?:{before}(\d+)\.)?(.+)\.weight", name)
+    assert match is not None, name  # names were checked before
+    return match[1], match[2]
 
 
 def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dict[str, str]:
-    """The tokenizer's files by name.
+    """Return the tokenizer's files by name.
 
     tokenizer: what the tokenizer.json of the tokenizers library holds; None: for a model that reads bytes. InputError
     where it is no such thing, or has token numbers that a model of this vocabulary lacks."""
     content = bytes_tokenizer() if tokenizer is None else tokenizer
     try:
         fields = json.loads(content)
-        numbers = [*fields["model"]["vocab"].values(), *(each["id"] for each in fields.get("added_tokens") or ())]
+        numbers = [*fields["model"]["vocab"].values(), *(token["id"] for token in fields.get("added_tokens") or ())]
         most = 1 + max(numbers)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
@@ -155,8 +155,8 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
 
 
 def bytes_tokenizer() -> str:
-    """A tokenizer.json whose tokens are bytes: a byte-level BPE without merges. A token's number is the value of its
-    byte; 0 is EDGE."""
+    """Return a tokenizer.json whose tokens are bytes: a byte-level BPE without merges. A token's number is the value of
+    its byte; 0 is EDGE."""
     # How byte-level tokenizers write a byte: as Latin-1 if that is printable, otherwise as a character from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)

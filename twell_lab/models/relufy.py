@@ -39,12 +39,13 @@ import torch
 from torch import nn
 
 from ..core import InputError
-from ..layers import anatomy, probe
-from ..layers.anatomy import family_of, is_relu, kind_of
+from ..layers.activations import is_relu, kind_of
 from ..layers.experts import ACTIVATION, stored
 from ..layers.families import accepted
+from ..layers.find import Only, check_model, other_layers, selected
 from ..layers.lossy import ThresholdedActivation
-from ..layers.parts import part_at, put
+from ..layers.parts import part_at, parts_of, put
+from ..layers.probe import check_all
 from ..layers.sparse_ffn import SparseFFN
 from .tiny import LanguageModel, ModelConfig
 
@@ -62,7 +63,7 @@ _FIELDS = (
 )
 
 
-def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
+def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     """Replace the activation of each feed-forward layer with a ReLU, in place; returns the model.
 
     Routed experts, which share one activation, are changed with it. Layers that have a ReLU already stay as they are,
@@ -83,20 +84,20 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
             ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
             as the head of BERT.
     """
-    anatomy.check_model(model)
+    check_model(model)
     layers = [
-        (name, module, ACTIVATION if stored(module) else family.activation)
+        (name, module, ACTIVATION if stored(module) else parts.family.activation)
         for name, module in model.named_modules()
-        if not isinstance(module, SparseFFN) and (stored(module) or (family := family_of(module)))
+        if not isinstance(module, SparseFFN) and (stored(module) or (parts := parts_of(module)))
     ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
-        raise InputError(f"no feed-forward layer in {type(model).__name__}: {anatomy.seen(model)}; {accepted()}")
+        raise InputError(f"no feed-forward layer in {type(model).__name__}: {other_layers(model)}; {accepted()}")
     layers = [
         (name, module, at)
         for name, module, at in layers
         if not is_relu(part := part_at(module, at))
         and not isinstance(part, SparseFFN)  # in OPT's place of the activation
-        and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))
+        and (_of_text(model, name) if only is None else selected(only, name, module))
     ]
     for name, module, at in layers:
         kind = kind_of(part_at(module, at))
@@ -105,7 +106,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
             raise InputError(
                 f"{name or type(module).__name__} uses {kind}{off}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
             )
-    probe.check_all((name, module) for name, module, _ in layers)
+    check_all((name, module) for name, module, _ in layers)
     before = [(module, at, part_at(module, at)) for _, module, at in layers]
     for _, module, at in layers:
         put(module, at, nn.ReLU().train(module.training))

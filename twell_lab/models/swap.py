@@ -3,178 +3,182 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..analysis.plan import Plan
+from ..analysis.planner import plan as plan_layers
+from ..analysis.profile import FiringProfile, profile
 from ..core import InputError, TwellError
-from ..formats.twell import TILE, VALUE_DTYPES, WORDS, check_geometry
-from ..layers import hooks, probe
-from ..layers.activations import kept, known
-from ..layers.anatomy import FeedForward, Only, check_model, cut_places, family_of, feed_forwards, replaced
-from ..layers.choice import DENSE, Choice
+from ..formats import TILE, WORDS, check_geometry
+from ..layers.choice import Choice
 from ..layers.experts import Expert, Routed
-from ..layers.layout import Holders
-from ..layers.lossy import ThresholdedInput, put_on
-from ..layers.parts import HandOn, own_forward, set_forward
+from ..layers.find import FeedForward, Only, check_model, feed_forwards, replaced, survey
 from ..layers.paths import PATHS
-from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
+from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import copies
+from ..ops.functional import check_finite
+
+WAYS = (
+    "tl.sparsify(model, batches), which profiles, plans and swaps; tl.sparsify(model, plan) with a tl.plan(...) or the "
+    "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
+)
 
 
 def sparsify(
     model: nn.Module,
-    plan: Plan | Choice | str | os.PathLike,
+    how: Plan | Choice | str | os.PathLike | Any = None,
     *,
     tile: int = TILE,
     words: int = WORDS,
     only: Only | None = None,
+    tokens: Sequence[int] | None = None,
+    calls: str = "eager",
 ) -> nn.Module:
-    """Swap every ReLU feed-forward layer of the model for a SparseFFN that does as told, in place; returns the model.
+    """Swap the ReLU feed-forward layers of a model for SparseFFNs, in place; returns the model.
+
+    Given batches, it profiles the model on them, plans each layer (it times the best paths beside dense), swaps, and
+    prints four lines: what fires, which paths are taken, what that should gain, and what stayed dense and why.
+
+    Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
+    transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
+    shapes and names, and nothing is held twice. CUDA graphs of the model that were captured before have to be captured
+    anew. Optimizers, averages, masks and adapters that were made before a reordering no longer fit.
+
+    A layer that cannot be sparse stays dense, and `twell_lab.report` says why: one that computes something else than
+    the formula (each is run on a few rows beside it), has hooks, adapters or weights that kernels do not read, or lies
+    on several devices. A model in training mode is not rewritten: it trains sparsely, and infers densely until it is
+    swapped anew in evaluation mode. Each routed expert of a model is a layer, named by its number. `densify` takes all
+    back. To compare a layer with itself swapped, deepcopy it first.
 
     Args:
         model: any module in which `feed_forwards` finds layers.
-        plan: a Plan (`twell_lab.plan`), or the name of a file that holds one, or of a folder that `twell-lab sparsify`
-            wrote: its paths. Or the name of a path, or a Choice: this path for every layer and number of tokens, be it
-            faster or not.
+        how: batches as `twell_lab.profile` takes them; a Plan, or the name of a file that holds one; the name of a path
+            or a Choice: this path for every layer and number of tokens, be it faster or not.
         tile, words: the TwELL geometry of layers that become sparse.
-        only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
+        only: swap the layers for which only(name, module) is true.
+        tokens, calls: given batches, the token counts to plan for, and the way of calling, as in `twell_lab.plan`.
 
     Raises:
-        InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
-            device or dtype, for weights of another dtype than bfloat16, float16 and float32, for a word that is neither
-            a path nor a file, for a path that does not take a layer's weights (on a device without it a DeviceError),
-            and where layers cannot be swapped: the message names those that differ from the formula, by how much, and
-            what to do.
-        RecordError: for a file that holds no plan, or not all of one.
+        InputError: without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for a
+            path that does not compute a layer.
+        RecordError: for a file that holds no plan.
     """
-    plan = _read(plan)
+    check_model(model)
     check_geometry(tile, words)
-    hooks.refuse_obstacles(model, only)
-    layers = feed_forwards(model, only=only)
-    if isinstance(plan, Plan):
-        plan.check_model(layers)
-    else:
-        for found in layers:
-            plan.check(found.up.weight.shape[0])
-    _check_weights(plan, layers)
-    dense = ((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
-    both = probe.check_all(dense, both=True)
-    alone = {found.name for found in layers if _alone(found, both)}
-    how = {"tile": tile, "words": words, "_check": False, "_finite": False, "_turns": True, "_reorders": True}
-    how["_holders"] = Holders(layers)
+    told = _read(how)
+    if told is None:
+        return _planned(model, how, tile=tile, words=words, only=only, tokens=tokens, calls=calls)
+    layers, _ = find_layers(model, only)
+    if isinstance(told, Plan):
+        told.check_model(layers)
+    tied = _tied(model)
     for found in layers:
-        source, followed = found.module, plan.layer(found.name) if isinstance(plan, Plan) else plan
-        followed = DENSE if found.name in alone else followed
-        if isinstance(source, SparseFFN):
-            source.follow(followed)
-            continue
-        sparse = SparseFFN(source, plan=followed, _both=id(source) in both, **how)
+        source = found.module
+        plan = told.layer(found.name) if isinstance(told, Plan) else told
+        try:
+            if isinstance(source, SparseFFN):
+                source.follow(plan)
+                continue
+            sparse = SparseFFN(source, plan=plan, tile=tile, words=words, tied=tied, probed=found.both)
+        except TwellError as error:
+            raise type(error)(f"layer {found.name!r}: {error}") from None
         if isinstance(source, Expert):
             source.of.add_module(found.name.rpartition(".")[2], sparse)
-            set_forward(source.of, Routed(source.of))
+            if not isinstance(vars(source.of).get("forward"), Routed):
+                Routed(source.of)
         elif sparse.registered:
-            ThresholdedInput.unhook(source, family_of(source).owners(source).values())
             model = replaced(model, {source: sparse})
         else:
-            # The block calls the up projection, the activation and the down projection itself, so there is no module to
-            # swap: the activation's seat does all the work and the projections on either side of it hand their input
-            # on.
             sparse.take_seat()
     return model
 
 
-def _alone(found: FeedForward, both: set[int]) -> bool:
-    """Whether the dense path is the only one that computes this layer. both: ids of modules with a ReLU on up, too."""
-    module = found.module
-    if isinstance(module, SparseFFN):
-        return module.dense_alone
-    acts, two = found.acts or torch.relu, id(module) in both
-    squared = found.gate is found.up
-    return (
-        known(acts, found.gate is not None, two, cut=found.cut) is None
-        and kept(acts, two or squared, found.cut) is None
-    )
+def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
+    """Return the layers that can be swapped, or are, and by name why each other one stays dense.
 
-
-def _check_weights(plan: Plan | Choice, layers: list[FeedForward]) -> None:
-    """Raise a TwellError where a path that a layer is told does not take its weights, and where those of a layer that
-    is to be swapped are of a dtype that no path has, or not finite."""
+    Runs each on a few rows. Raises InputError for a model without ReLU feed-forward layers."""
+    feed_forwards(model, only=only)
+    layers, reasons = survey(model, only=only)
+    able = []
     for found in layers:
-        weights = Weights.of(found.gate, found.up, found.down)
-        if not isinstance(found.module, SparseFFN) and (dtype := found.up.weight.dtype) not in VALUE_DTYPES:
-            raise InputError(f"{found.name}: the weights are {dtype}; bfloat16, float16 and float32 are accepted")
-        told = plan.layer(found.name).choices.values() if isinstance(plan, Plan) else [plan]
-        for name in {each.path for each in told if isinstance(each, Choice)}:
-            if name in FOR_CUT and found.cut is None:
-                raise InputError(f"path {name!r} {ONLY_CUT}; {found.name!r} is none")
-            if name not in (DENSE.path, *FOR_CUT) and found.cut is not None:
-                accepted = ", ".join(map(repr, [DENSE.path, *FOR_CUT]))
-                raise InputError(f"path {name!r} does not compute {found.name!r} ({found.cut}); accepted: {accepted}")
-            try:
-                PATHS[name].fitted(weights)
-            except TwellError as error:
-                raise type(error)(f"path {name!r}, layer {found.name!r}: {error}") from None
-        if not isinstance(found.module, SparseFFN):
-            try:
-                copies.check_finite(weights.named())
-            except InputError as error:
-                raise InputError(f"{found.name}: {error}") from None
+        try:
+            if not isinstance(found.module, SparseFFN):
+                check_finite(Weights.of(found.gate, found.up, found.down).named())
+            able.append(found)
+        except InputError as error:
+            reasons[found.name] = str(error)
+    return able, reasons
 
 
-def _read(plan) -> Plan | Choice:
-    """What `sparsify` was told: a file is read, and the name of a path is a Choice. InputError for anything else."""
-    if isinstance(plan, (Plan, Choice)):
-        return plan
-    if isinstance(plan, os.PathLike):
-        return Plan.load(plan)
-    whole = [name for name in PATHS.names() if name not in PATHS or not PATHS[name].splits]
-    if isinstance(plan, str):
-        if plan in whole:
-            return Choice(plan)
-        if os.path.exists(plan):
-            return Plan.load(plan)
-    splits = isinstance(plan, str) and plan in PATHS.names()
-    why = f", which needs a number of hot neurons: tl.Choice({plan!r}, 256)" if splits else ""
-    raise InputError(
-        f"plan is {plan!r:.200}{why}; accepted: a Plan or the name of a file that holds one, "
-        f"{', '.join(map(repr, whole))} or a Choice"
-    )
+def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Module:
+    """Profile, plan, swap, and say so. Of several batches every second one is for timing; one alone is for counting."""
+    mode = model.training
+    model.eval()
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    found, timed = profile(model, batches[::2], only=only), batches[1::2] or None
+    counts = {} if tokens is None else {"tokens": tokens}
+    plan = plan_layers(found, model, batches=timed, calls=calls, only=only, **counts)
+    _, reasons = find_layers(model, only)
+    model = sparsify(model, plan, only=only, **how)
+    print("\n".join([_fires(found), plan.summary(), *_left(reasons)]))
+    return model.train(mode)
+
+
+def _fires(found: FiringProfile) -> str:
+    shares = [layer.density for layer in found.layers if layer.tokens]
+    span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
+    return f"fires: {span}, counted on {found.tokens:,} tokens"
+
+
+def _left(reasons: dict[str, str]) -> list[str]:
+    kinds = Counter(reasons.values())
+    return [f"stay dense: {count} layers, {reason}" for reason, count in kinds.items()]
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """The ids of parameters that several modules have."""
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    return {known for known, count in owners.items() if count > 1}
+
+
+def _read(how) -> Plan | Choice | None:
+    """What `sparsify` was told: a Plan or a Choice; None for batches. InputError for what is neither."""
+    if isinstance(how, (Plan, Choice)):
+        return how
+    if isinstance(how, os.PathLike):
+        return Plan.load(how)
+    if isinstance(how, str):
+        if how in PATHS.names():
+            if PATHS[how].splits:
+                raise InputError(f"path {how!r} needs a number of hot neurons: tl.Choice({how!r}, 256)")
+            return Choice(how)
+        if os.path.exists(how):
+            return Plan.load(how)
+        raise InputError(
+            f"how is {how!r:.200}, neither a path ({', '.join(PATHS.names())}) nor a file; accepted: {WAYS}"
+        )
+    if how is None:
+        raise InputError(f"sparsify was not told how; accepted: {WAYS}")
+    return None
 
 
 def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
-    What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
-    whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
-    others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again, and reordered
-    neurons their own order; InputError, with nothing changed, where reordered weights were changed since."""
+    Weights get the plain layout again, and reordered neurons their own order. Hooks, parts and parameters are those
+    that the sparse layer had."""
     check_model(model)
-    for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
-        sparse.layout.check(sparse)
-    for module in [each for each in model.modules() if isinstance(own_forward(each), Routed)]:
-        set_forward(module, None)
-        for name, sparse in [(name, each) for name, each in module._modules.items() if isinstance(each, SparseFFN)]:
-            sparse.turn_back()
+    for module in [m for m in model.modules() if isinstance(vars(m).get("forward"), Routed)]:
+        Routed.take_off(module)
+        for name, sparse in [(name, m) for name, m in module._modules.items() if isinstance(m, SparseFFN)]:
+            sparse.close()
             del module._modules[name]
-    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    for module in model.modules():  # also those of a block whose SparseFFN was replaced
-        if isinstance(own_forward(module), HandOn):
-            set_forward(module, None)
-    for sparse in layers:
-        source = sparse.source
-        sparse.turn_back()
+    for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
+        dense = sparse.close()
         if sparse.registered:
-            hooks.hand_over(sparse, source)
-            if ThresholdedInput.of(source):
-                put_on(source, cut_places(family_of(source), source))
-            source.train(sparse.training)
-            model = replaced(model, {sparse: source})
-        else:
-            activation = sparse.leave_seat()
-            if isinstance(activation, nn.Module):
-                hooks.hand_over(sparse, activation)
-                activation.train(sparse.training)
+            model = replaced(model, {sparse: dense})
     return model

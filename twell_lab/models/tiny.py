@@ -8,7 +8,6 @@ takes one takes the other.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,12 +22,14 @@ from torch.nn import functional as F
 
 from .. import core
 from ..core import InputError, TwellError, read_json, write_atomically
+from ..layers.lossy import lossy_parts
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 from . import llama
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
+SIZES = ("vocabulary", "d_model", "layers", "heads", "d_ff", "context")
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
-_LAYER_BYTES = 16_384  # a layer's modules, beside its weights
+_LAYER_BYTES = 16_384  # of a layer's modules, beside its weights
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ class ModelConfig:
     activation: str = "relu"
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "d_model", "layers", "heads", "d_ff", "context"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up to {LARGEST}")
+        for name in SIZES:
+            _check_whole(name, getattr(self, name), 1)
         if not isinstance(self.gated, bool):
             raise InputError(f"gated is {self.gated!r}; accepted: True or False")
         if self.activation not in tuple(ACTIVATIONS):
@@ -72,23 +71,21 @@ class ModelConfig:
 
 
 def parameters(model: ModelConfig) -> int:
-    """How many weights a LanguageModel of these sizes has, counted from its formulas."""
+    """Return how many weights a LanguageModel of these sizes has, counted from its formulas."""
     feed_forward = (3 if model.gated else 2) * model.d_model * model.d_ff
     layer = 4 * model.d_model**2 + feed_forward + 2 * model.d_model  # attention, feed-forward, two norms
     return model.layers * layer + 2 * model.vocabulary * model.d_model + model.d_model
 
 
 def check_fits(config: ModelConfig) -> None:
-    """InputError where such a model would be more than this machine's memory, before anything of it is built."""
-    # rotary positions: angles, sines, cosines, and what one of them is made of
-    tables = 4 * config.context * (config.d_model // config.heads // 2)
+    """Raise InputError where such a model needs more than this machine's memory, before anything of it is built."""
+    tables = 4 * config.context * (config.d_model // config.heads // 2)  # cosines, sines, and what they are made of
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
     needed, there = weights + _LAYER_BYTES * config.layers, core.memory()
     if there is not None and needed > there:
-        sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
         raise InputError(
-            f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has "
-            f"{there / 2**30:,.1f}; accepted: smaller sizes"
+            f"a model of {', '.join(f'{name} {getattr(config, name)}' for name in SIZES)} takes "
+            f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: smaller sizes"
         )
 
 
@@ -113,28 +110,27 @@ class Attention(nn.Module):
 
 
 class Past:
-    """The keys and values of the tokens that an Attention has seen, so that the next token needs only its own.
+    """The keys and values of the tokens that an Attention has read, so that the next token needs only its own.
 
-    It takes any number of tokens at first, and then one at a time: each of those sees all that are held."""
+    It takes any number of tokens at first, and then one at a time, which attends to all before it."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens, self.held = tokens, 0  # how many there is room for, and how many there are
+        self.tokens, self.length = tokens, 0  # how many fit, and how many there are
         self.keys = self.values = torch.empty(0)
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the keys and values of further tokens [batch, heads, tokens, width]; returns those of all."""
-        if not self.held:
+        """Take the keys and values of further tokens [batch, heads, tokens, width]; return those of all."""
+        if not self.length:
             batch, heads, _, width = key.shape
-            self.keys, self.values = (each.new_empty(batch, heads, self.tokens, width) for each in (key, value))
-        first, self.held = self.held, self.held + key.shape[2]
-        self.keys[:, :, first : self.held], self.values[:, :, first : self.held] = key, value
-        return self.keys[:, :, : self.held], self.values[:, :, : self.held]
+            self.keys, self.values = (t.new_empty(batch, heads, self.tokens, width) for t in (key, value))
+        first, self.length = self.length, self.length + key.shape[2]
+        self.keys[:, :, first : self.length], self.values[:, :, first : self.length] = key, value
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864): turn each pair (i, i + half) by an angle that grows
-    with the position, so that a query meets a key through their distance alone. x is [..., context, width],
-    the tables are [context, width / 2]."""
+    """Turn each pair (i, i + half) by an angle that grows with the position (rotary positions, arXiv 2104.09864), so
+    that a query meets a key through their distance alone. x: [..., context, width]; tables: [context, width / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -190,7 +186,7 @@ class LanguageModel(nn.Module):
         return self.head(self._read(tokens, 0, [None] * len(self.layers)))
 
     def _read(self, tokens: Tensor, first: int, pasts: Sequence[Past | None]) -> Tensor:
-        """What the head takes, at each of these tokens [batch, n], which stand in the positions from `first` on."""
+        """Return what the head takes at each of these tokens [batch, n], whose positions count from `first`."""
         cosine, sine = (table[first : first + tokens.shape[1]] for table in (self.cosine, self.sine))
         x = self.embedding(tokens)
         for layer, past in zip(self.layers, pasts, strict=True):
@@ -210,7 +206,7 @@ class LanguageModel(nn.Module):
         """Continue a prompt, one token after the other.
 
         Each token is scored from those before it. Once there are more than `context` of them, the model reads on from a
-        multiple of half the context, the first at which what follows fits: it always sees at least half a context. In
+        multiple of half the context, the first at which what follows fits: it always reads at least half a context. In
         between, keys and values are kept (Past), and give what reading all these tokens anew would give.
 
         Args:
@@ -218,7 +214,7 @@ class LanguageModel(nn.Module):
             tokens: how many tokens to add, from 0 up.
             temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature).
             top_k: draw from the so many most likely tokens alone.
-            seed: of the draw, on the CPU: the same one gives the same tokens. None draws others each time.
+            seed: of the draw, on the CPU: the same one gives the same tokens. None draws others on every call.
 
         Returns:
             The new tokens, int64 [tokens] or [batch, tokens], on the device of the model.
@@ -231,157 +227,141 @@ class LanguageModel(nn.Module):
         generator.seed() if seed is None else generator.manual_seed(seed)
         context = self.config.context
         batch = prompt.to(self.embedding.weight.device).reshape(-1, prompt.shape[-1])
-        every = torch.cat([batch, batch.new_empty(len(batch), tokens)], 1)
+        ids = torch.cat([batch, batch.new_empty(len(batch), tokens)], 1)
         begin, pasts = -1, []
-        for end in range(batch.shape[1], every.shape[1]):
+        for end in range(batch.shape[1], ids.shape[1]):
             half = (context + 1) // 2
-            now = max(0, -(-(end - context) // half) * half)  # the first token that is read
-            if now != begin:
-                begin, pasts, fresh = now, [Past(context) for _ in self.layers], every[:, now:end]
+            first = max(0, -(-(end - context) // half) * half)  # the first token that is read
+            if first != begin:
+                begin, pasts, fresh = first, [Past(context) for _ in self.layers], ids[:, first:end]
             else:
-                fresh = every[:, end - 1 : end]
+                fresh = ids[:, end - 1 : end]
             scores = self.head(self._read(fresh, end - begin - fresh.shape[1], pasts)[:, -1])
-            every[:, end] = pick(scores, temperature, top_k, generator)
-        return every[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
+            ids[:, end] = pick(scores, temperature, top_k, generator)
+        return ids[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Write model.safetensors and config.json into `folder` (made if need be), each whole or not at all.
+        """Write model.safetensors and config.json into `folder`, which is made where it is missing; return the folder.
 
-        Raises InputError where the folder can't be written.
-        """
-        weights = self._saved()
-        fields = asdict(self.config)
-        if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
-            del fields["activation"]
-        described = {"format": FORMAT, **fields}
-        return _write(
-            folder,
-            {
-                "model.safetensors": safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
-                "config.json": json.dumps(described, indent=2) + "\n",
-            },
-        )
+        Raises InputError where the folder can't be written, and for a model with thresholds on it."""
+        return _write(folder, {"format": FORMAT, **asdict(self.config)}, self._weights())
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
-        """Write the model into `folder` (made if need be) as a LlamaForCausalLM with its tokenizer, each file whole or
-        not at all: transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. Where bytes are
-        read, token 0 begins, ends and pads a text for them (llama.EDGE); a BPE of ours has no token for that.
+        """Write the model into `folder` as a LlamaForCausalLM with its tokenizer; return the folder.
+
+        transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. Where bytes are read, token 0
+        begins, ends and pads a text for them (llama.EDGE); a BPE of ours has no token for that.
 
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. Raises
         InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
-        vocabulary, and where the folder can't be written.
-        """
-        weights = {name: weight.contiguous() for name, weight in llama.to_llama(self._saved()).items()}
+        vocabulary, for a model with thresholds on it, and where the folder can't be written."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
-        return _write(
-            folder,
-            {
-                **llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context),
-                "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
-                "config.json": json.dumps(config, indent=2) + "\n",
-            },
-        )
+        files = llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context)
+        return _write(folder, config, llama.to_llama(self._weights()), files)
 
-    def _saved(self) -> dict[str, Tensor]:
-        return {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights on the CPU. InputError for a model with thresholds on it."""
+        if lossy_parts(self):
+            raise InputError(
+                "the model has thresholds on it, which its file does not hold; accepted: one without "
+                "(Thresholds.remove), and Thresholds.save beside it"
+            )
+        return {name: value.detach().cpu() for name, value in self.state_dict().items()}
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
-        """The model that `save` or `save_pretrained` wrote, on the CPU, in training mode.
+        """Return the model that `save` or `save_pretrained` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, a Llama that is none of ours, weights of other
-        names or shapes, and files that changed since `save` wrote them."""
+        Raises InputError for a folder without one, an unknown format, a Llama that is none of ours, and weights of
+        other names, shapes or types."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
                 hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
+        where = f"the weights in {str(folder)!r}"
         try:
-            said = read_json(folder / "config.json", "model")
-            content = (folder / "model.safetensors").read_bytes()
-            weights = safetensors.torch.load(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
-            found = fingerprint(weights, said)
-            is_llama = isinstance(said, dict) and said.get("model_type") == llama.KIND
-            if is_llama:
-                said = llama.sizes_of(said)
-            elif isinstance(said, dict) and "format" not in said and isinstance(said.get("model_type"), str):
-                raise InputError(
-                    f"{str(folder)!r} holds a model of transformers ({said['model_type']!r:.80}); accepted: a folder "
-                    "that LanguageModel.save or save_pretrained wrote (tl.load reads others, too)"
-                )
-            elif not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
-                raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
-            if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
-                raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
-            config = ModelConfig(**said)
-            held = len({name.split("layers.")[1].split(".")[0] for name in weights if "layers." in name})
+            config, is_llama = _read_config(folder)
+            weights = safetensors.torch.load_file(folder / "model.safetensors")
+            numbers = {name.split("layers.")[1].split(".")[0] for name in weights if "layers." in name}
             # On meta nothing is built yet. Of layers without weights one is enough: it is named as missing.
             with torch.device("meta"):
-                wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+                wanted = cls(replace(config, layers=min(config.layers, len(numbers) + 1))).state_dict()
             wanted = llama.to_llama(wanted) if is_llama else wanted
-            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
-            if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
-                raise InputError(
-                    f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: "
-                    "floating-point weights"
-                )
-            if noted not in (None, found):
-                raise InputError(
-                    f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the "
-                    f"model's SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
-                )
+            check_shapes(where, weights, {name: t.shape for name, t in wanted.items()})
+            for name, weight in weights.items():
+                if not weight.dtype.is_floating_point:
+                    raise InputError(f"{name} is {weight.dtype} in {where}; accepted: floating-point weights")
             model = cls(config)
             model.load_state_dict(llama.from_llama(weights) if is_llama else weights)
         except InputError:
             raise
-        except Exception as error:  # each library raises its own kind
+        except Exception as error:  # safetensors, json and torch raise their own kinds
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
 
 
-def _write(folder: str | os.PathLike, files: dict[str, str | bytes]) -> Path:
-    """Write these files into the folder, each whole or not at all. InputError where it can't be written."""
+def _read_config(folder: Path) -> tuple[ModelConfig, bool]:
+    """Return the sizes that config.json says, and whether it is a Llama's. InputError for that of another model."""
+    entries = read_json(folder / "config.json", "model")
+    kind = entries.get("model_type") if isinstance(entries, dict) else None
+    if is_llama := kind == llama.KIND:
+        entries = llama.sizes_of(entries)
+    elif isinstance(kind, str) and "format" not in entries:
+        raise InputError(
+            f"{str(folder)!r} holds a model of transformers ({kind!r:.80}); accepted: a folder that LanguageModel.save "
+            "or save_pretrained wrote (tl.load reads others, too)"
+        )
+    elif not isinstance(entries, dict) or type(entries.get("format")) is not int or entries.pop("format") != FORMAT:
+        raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
+    if unknown := sorted(entries.keys() - {field.name for field in fields(ModelConfig)}):
+        raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
+    return ModelConfig(**entries), is_llama
+
+
+def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:
+    """Write a model and further files into the folder, every one whole or not at all. InputError where it can't be."""
+    weights = {name: t.contiguous() for name, t in weights.items()}
+    content = {
+        **(files or {}),
+        "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+        "config.json": json.dumps(config, indent=2) + "\n",
+    }
     try:
-        for name, content in files.items():
-            write_atomically(Path(folder) / name, content)
+        for name, data in content.items():
+            write_atomically(Path(folder) / name, data)
     except TwellError as error:
         raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
     return Path(folder)
 
 
 def check_generation(prompt, tokens, temperature, top_k, seed, vocabulary: int) -> None:
-    """InputError naming the argument of LanguageModel.generate that is wrong."""
-    if (
-        not isinstance(prompt, Tensor)
-        or prompt.dtype != torch.int64
-        or prompt.dim() not in (1, 2)
-        or not prompt.numel()
-    ):
-        what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+    """Raise InputError naming the argument of LanguageModel.generate that is wrong."""
+    is_tensor = isinstance(prompt, Tensor)
+    if not is_tensor or prompt.dtype != torch.int64 or prompt.dim() not in (1, 2) or not prompt.numel():
+        what = f"{prompt.dtype} {list(prompt.shape)}" if is_tensor else type(prompt).__name__
         raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
     low, high = prompt.min().item(), prompt.max().item()
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         raise InputError(f"prompt has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")
-
-    def whole(value, least: int, most: int) -> bool:
-        return type(value) is int and least <= value <= most
-
-    if not whole(tokens, 0, LARGEST):
-        raise InputError(f"tokens is {tokens!r}; accepted: a whole number from 0 up to {LARGEST}")
+    _check_whole("tokens", tokens, 0)
     if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
         raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
-    if top_k is not None and not whole(top_k, 1, LARGEST):
-        raise InputError(f"top_k is {top_k!r}; accepted: a whole number from 1 up to {LARGEST}, or None")
-    if seed is not None and not whole(seed, 0, 2**63 - 1):
-        raise InputError(f"seed is {seed!r}; accepted: a whole number from 0 up to {2**63 - 1}, or None")
+    if top_k is not None:
+        _check_whole("top_k", top_k, 1)
+    if seed is not None:
+        _check_whole("seed", seed, 0, 2**63 - 1)
+
+
+def _check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InputError(f"{name} is {value!r}; accepted: a whole number from {least} up to {most}")
 
 
 def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """A token for each row of scores [batch, vocabulary]; as LanguageModel.generate says."""
+    """Return a token for each row of scores [batch, vocabulary], as LanguageModel.generate says."""
     if not scores.isfinite().all():
         raise InputError("the model's scores are not finite; accepted: a model whose weights are")
     if not temperature:
@@ -392,18 +372,8 @@ def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch
     return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]
 
 
-def fingerprint(weights: dict[str, Tensor], config: object) -> str:
-    """A SHA-256 of a model: of what its config.json holds, and the name, dtype, shape and bytes of every weight (on the
-    CPU)."""
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, weight in sorted(weights.items()):
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
-        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
-    """InputError naming the first tensor among those found that is missing, unknown, or of another shape."""
+    """Raise InputError naming the first tensor that is missing, unknown, or of another shape."""
     for name in sorted(found.keys() ^ wanted.keys()):
         raise InputError(
             f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model"

@@ -1,6 +1,3 @@
-"""The operators, and how the kernels of each are launched. May import cuda, simulator, formats and core."""
+"""The operations: each in a file of its own, with its kernels, its launch, its reference and its tolerance.
 
-from .inference import infer
-from .operators import gated_ffn, pack, packed_down, packed_gated, plain_ffn
-
-__all__ = ["gated_ffn", "infer", "pack", "packed_down", "packed_gated", "plain_ffn"]
+`functional` is the face, `dispatch` picks kernels for a layer, `train` is the layer with gradients."""

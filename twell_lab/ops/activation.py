@@ -12,8 +12,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..cuda.macros import ACTIVATIONS, activation
+from ..cuda.launch import Macros
 from ..formats import twell
+
+# By kind: the macro of activation.cuh; "" for the ReLU, which needs none.
+ACTIVATIONS = {
+    "relu": "",
+    "above": "ACTS_ABOVE",
+    "silu": "ACTS_SILU",
+    "gelu": "ACTS_GELU",
+    "gelu_tanh": "ACTS_GELU_TANH",
+}
+
+
+def activation(kind: str, both: bool = False) -> Macros:
+    """Return the macros for an activation of this kind, with a ReLU on up as well or not."""
+    return (*(((ACTIVATIONS[kind], True),) if ACTIVATIONS[kind] else ()), *((("BOTH", True),) if both else ()))
+
 
 # Those that return to zero far below it, without a threshold.
 CURVES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -52,7 +67,7 @@ class Activation(NamedTuple):
         return self.kind in CURVES
 
     @property
-    def macros(self) -> tuple:
+    def macros(self) -> Macros:
         """What kernels that compute it are compiled with."""
         return activation(self.kind, self.both)
 

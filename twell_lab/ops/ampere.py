@@ -43,7 +43,7 @@ def gate_pack(
     x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as
-    twell_lab.formats.pool.packed_and_pool describes them.
+    twell_lab.formats.packed_and_pool describes them.
 
     Unused words of both are not written. lost: int32 [1 or more] or None; lost[0] is set to 0 for the kernels that
     follow. version: 1 to 4, None the newest that this GPU takes (`macros.setup_for`). Raises InputError unless takes(x,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
-from ..formats import twell
 from . import reference
 from .activation import RELU, Activation
 
@@ -123,21 +122,13 @@ def plain(
     return y.float()
 
 
-def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down_t: Tensor, up_bias, down_bias) -> Tensor:
-    """start + the result of `gated`, or of `plain` where up is None, for 16-bit values. start: float32 [tokens,
-    d_model]; the sums are added to it in place, and rounded once: a part that is rounded by itself may overflow float16
-    where the whole sum does not."""
-    token, neuron, value = _entries(gate)
-    if _pays(gate, token.numel()):
-        hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
-        for t, n, h in _chunks(token, neuron, hidden, rows=_at_once(len(start), down_t.shape[1])):
-            _add_wide(start, h.to(start.dtype), t, down_t.index_select(0, n))
-    else:
-        hidden = reference.relu(gate)
-        if up is not None:
-            hidden = torch.where(twell.fires(gate), hidden * linear(x, up, up_bias), torch.zeros_like(gate))
-        start += hidden.to(start.dtype) @ down_t.to(start.dtype)
-    return (start if down_bias is None else start + down_bias).to(gate.dtype)
+def layer(x, gate, up, down, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
+    """Compute a layer: x [tokens, d_model] -> [tokens, d_model]; gate None for a plain layer. down: [d_model, d_ff],
+    fastest where it is stored transposed."""
+    if gate is None:
+        return plain(linear(x, up, up_bias), down, down.t(), down_bias, x, (up, up_bias), acts=acts)
+    first = linear(x, gate, gate_bias)
+    return gated(x, first, up, down, down.t(), up_bias, down_bias, (gate, gate_bias), acts=acts)
 
 
 def _entries(gate: Tensor, acts: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,75 +1,149 @@
-"""How the decode kernels are launched: a whole sparse layer for 1 to 64 tokens in two launches.
+"""decode: a whole sparse layer for 1 to 64 tokens in two launches (kernels/sm80_decode.cu).
 
-CUDA tensors only. Everything runs on torch's current stream and nothing waits for the GPU."""
+The first computes the gate and, for what fires, up; the second reads the rows of down_t of what fires."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from struct import Struct
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..cuda import launcher, sources
-from ..cuda.macros import decode as specialisation
-from ..cuda.macros import decode_shape as shape_for
-from ..cuda.macros import decode_tokens as rounded_up
-from ..cuda.tape import empty
-from .activation import RELU, Activation
-from .checks import plain
+from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Call, Entry, Layout, Macros, Source, aligned, value
+from .activation import ACTIVATIONS, RELU, Activation, activation
+from .reference import gated_ffn, plain_ffn
 
 MOST_TOKENS = 64
 VERSIONS = (1, 2)
-FILE = "sm80_decode.cu"
-_TILE = sources.number(FILE, "BAND")
-_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: the addresses of masks and values
+TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
+_BAND, _DOWN_WARPS = 16, 16  # neurons of a band; warps of a block of decode_down
+_SIZES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source
+# Their values, by `decode_tokens`:
+_SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
+_SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # the same on GPUs with 99 or 163 KiB of shared memory a block
+# Lanes of a row of down_t, by `decode_tokens`, for activations other than the ReLU, which may leave half of the neurons
+# firing.
+_DOWN_LANES = {1: 4, 8: 8, 16: 16}
 
 
-def takes(x: Tensor, up: Tensor) -> bool:
-    """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate must be of up's shape and type."""
-    if (
-        x.dim() != 2
-        or not 1 <= x.shape[0] <= MOST_TOKENS
-        or not x.is_cuda
-        or x.dtype not in (torch.bfloat16, torch.float16)
-    ):
-        return False
-    if x.shape[1] % 8 or x.shape[1] != up.shape[1] or x.dtype != up.dtype or not 1 <= up.shape[0] < 2**27:
-        return False
-    if not (launcher.aligned(x, up) and x.is_contiguous() and up.is_contiguous()):
-        return False
-    return launcher.capability(x.device.index) >= (8, 0)
+def decode_tokens(tokens: int) -> int:
+    """Return the number of tokens that the decode kernel for this many tokens is compiled for."""
+    return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
-class _Layer(NamedTuple):
-    """The two kernels for layers of one shape on one device, their grids, and the threshold of the activation."""
+def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
+    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them.
 
-    gate: launcher.Kernel
-    down: launcher.Kernel
-    blocks: int
-    tiles: int
-    slabs: int
-    threshold: float
+    From 17 tokens on a multiprocessor holds one block, and reading the weights and x takes most of the time. So a block
+    has three bands or two, whichever leaves the busiest multiprocessor less to read."""
+    shape = _SHAPES[rows]
+    if capability[0] not in (9, 10):
+        return _SMALLER.get(rows, shape)
+    if rows <= 16:
+        return shape
+
+    def busiest(bands: int) -> int:
+        return -(-d_ff // (_BAND * bands * multiprocessors)) * (_BAND * bands + rows)
+
+    return (min((shape[0], shape[0] - 1), key=busiest), *shape[1:])
 
 
 @lru_cache(maxsize=1024)
-def _layer(
-    index: int, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, version: int, acts: Activation
-) -> _Layer:
-    if version not in VERSIONS:
-        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
-    shape = shape_for(rows, d_ff, launcher.capability(index), launcher.multiprocessors(index))
-    defines, shared = specialisation(dtype, d_model, rows, shape, acts.macros)
-    neurons, shared = (_TILE * dict(defines)["BANDS"], shared) if version > 1 else (_TILE, 0)
-    gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, shared, early=True)
-    down = launcher.kernel(FILE, "decode_down", defines, early=True)
-    columns = sources.number(FILE, "DOWN_COLUMNS", defines)
-    return _Layer(gate, down, -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // columns), acts.bound(dtype))
+def specialisation(
+    dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], acts: Macros = ()
+) -> tuple[Macros, int]:
+    """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from
+    `decode_shape`. acts: the macros of the activation."""
+    bands, warps, stages, step, _ = shape
+    padded, neurons = -(-rows // 8) * 8, bands * _BAND
+    shared = warps * max(stages * (neurons + rows) * step * 2, padded * (neurons + 4) * 4)
+    macros = (*value(dtype), ("D_MODEL", d_model), ("TOKENS", rows), *zip(_SIZES, shape), *acts)
+    if acts and rows in _DOWN_LANES:
+        macros += (("DOWN_LANES", _DOWN_LANES[rows]),)
+    macros += (("LAUNCH_SHARED", shared),)
+    if shared > SHARED_BY_DEFAULT - 16 * 1024:
+        # With the kernel's static shared memory this is more than a launch gets without permission. A number above
+        # SHARED_BY_DEFAULT makes the launch ask for it.
+        shared = max(shared, SHARED_BY_DEFAULT + 16)
+    return macros, shared
+
+
+def _builds(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Macros]:
+    """List each width and number of tokens, in every shape that `decode_shape` returns for some GPU; and for the other
+    activations in those for this one."""
+    if dtype.itemsize != 2:
+        return []
+    wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
+    narrow = [(rows, _SHAPES[rows]) for rows in (1, 8, 16)]
+    own = [*narrow, *(wide if capability[0] in (9, 10) else _SMALLER.items())]
+    others = sorted({activation(kind) for kind in ACTIVATIONS} - {()}) + [activation("relu", both=True)]
+    shapes: list[tuple] = [(shape, ()) for shape in (*narrow, *wide, *_SMALLER.items())]
+    shapes += [(shape, acts) for acts in others for shape in own]
+    widths = [width for width in widths if width % 8 == 0]
+    return [specialisation(dtype, width, *shape, acts)[0] for width in widths for shape, acts in shapes]
+
+
+DECODE = Source(
+    "sm80_decode",
+    {
+        "decode_gate_v1": Entry(_BAND * 32, "pppppp2piif"),
+        "decode_gate_v2": Entry(lambda macros: 32 * macros["BLOCK_WARPS"], "pppppp2piif"),
+        "decode_down": Entry(_DOWN_WARPS * 32, "2pppi"),
+    },
+    builds=_builds,
+    constants=(("BAND", _BAND), ("DOWN_WARPS", _DOWN_WARPS)),
+    oldest=(8, 0),
+)
+
+
+def takes(capability: tuple[int, int], x: Buffer | Layout, up: Buffer | Layout) -> bool:
+    """Return whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate and down_t must be of up's shape
+    and type."""
+    (tokens, d_model), d_ff = x.shape, up.shape[0]
+    sizes = 1 <= tokens <= MOST_TOKENS and d_model > 0 and d_model % 8 == 0 and 1 <= d_ff < 2**27
+    dense = (tokens == 1 or x.strides[0] == d_model) and x.strides[1] == 1 and up.strides == (d_model, 1)
+    return sizes and dense and x.dtype == up.dtype and x.dtype.itemsize == 2 and aligned(x, up) and capability >= (8, 0)
 
 
 def decode(
+    call: Call,
+    x: Buffer,
+    gate: Buffer | None,
+    up: Buffer,
+    down_t: Buffer,
+    gate_bias: Buffer | None = None,
+    up_bias: Buffer | None = None,
+    down_bias: Buffer | None = None,
+    version: int = VERSIONS[-1],
+    acts: Activation = RELU,
+) -> Buffer:
+    """Add a sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
+
+    gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, act(x up^T + up_bias) down^T + down_bias.
+    version: 1 or 2. acts: what fires."""
+    if version not in VERSIONS:
+        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
+    (d_ff, d_model), tokens = up.shape, len(x)
+    rows = decode_tokens(tokens)
+    shape = decode_shape(rows, d_ff, call.capability, call.units)
+    macros, shared = specialisation(x.dtype, d_model, rows, shape, acts.macros)
+    neurons, shared = (_BAND * shape[0], shared) if version > 1 else (_BAND, 0)
+    tiles, columns = -(-d_ff // _BAND), dict(macros).get("DOWN_LANES", 32) * 8  # of y, those of a block of decode_down
+    values = call.empty(tokens, tiles * _BAND, dtype=torch.float32)
+    masks = call.empty(tokens, tiles, dtype=torch.int16)
+    y = call.empty(tokens, d_model, dtype=x.dtype)
+    first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
+    weights, hidden = (first, first_bias, second, up_bias, down_t), (masks, values)
+    of_gate = DECODE.kernel(f"decode_gate_v{version}", macros, shared, early=True)
+    numbers = (None, tokens, d_ff, acts.bound(x.dtype))  # None: nothing is counted
+    call.launch(of_gate, (-(-d_ff // neurons), 1), x, *weights, hidden, *numbers)
+    of_down = DECODE.kernel("decode_down", macros, early=True)
+    call.launch(of_down, (-(-d_model // columns), tokens), hidden, down_t, down_bias, y, tiles)
+    return y
+
+
+def reference(
     x: Tensor,
     gate: Tensor | None,
     up: Tensor,
@@ -77,25 +151,9 @@ def decode(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    stats: Tensor | None = None,
-    version: int = VERSIONS[-1],
     acts: Activation = RELU,
 ) -> Tensor:
-    """A sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
-
-    gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, act(x up^T + up_bias) down^T + down_bias. stats:
-    int64 [4] or None; the tokens and the kept values are added to its first two. version: 1 or 2. acts: what fires.
-    """
-    gate, down_t = plain(gate), plain(down_t)
-    gate_bias, up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_bias, up_bias, down_bias))
-    (d_ff, d_model), tokens, device = up.shape, len(x), x.device
-    layer = _layer(device.index, x.dtype, d_model, d_ff, rounded_up(tokens), version, acts)
-    values = empty(tokens, layer.tiles * _TILE, dtype=torch.float32, device=device)
-    masks = empty(tokens, layer.tiles, dtype=torch.int16, device=device)
-    y = empty(tokens, d_model, dtype=x.dtype, device=device)
-    hidden = launcher.Structure(_HIDDEN, (masks, values))
-    first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
-    weights = (first, first_bias, second, up_bias, down_t)
-    layer.gate.launch(device, (layer.blocks, 1), (x, *weights, hidden, stats, tokens, d_ff, layer.threshold))
-    layer.down.launch(device, (layer.slabs, tokens), (hidden, down_t, down_bias, y, layer.tiles))
-    return y
+    """Return what `decode` computes, from torch's operations."""
+    if gate is None:
+        return plain_ffn(x, up, down_t.t(), up_bias, down_bias, acts)
+    return gated_ffn(x, gate, up, down_t.t(), gate_bias, up_bias, down_bias, acts)

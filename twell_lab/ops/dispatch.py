@@ -4,305 +4,234 @@ Three paths compute the same function:
   dense      every neuron, through the tensor cores;
   twell      the gate GEMM packs its positive values before they are written, and the rest of the layer is computed for
              these alone;
-  hot_cold   the neurons that fire most (the first `hot` rows of permuted weights) are computed as in dense, the others
-             as in twell, and both are added up before y is rounded.
+  hot_cold   the neurons that fire most (the first `hot` rows of the weights) are computed as in dense, the others as in
+             twell, and both are added up before y is rounded.
 Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or, after torch's
-own gate GEMM, the kernels that list or pack its values. The operators (inference.py, operators.py) have checked the
-arguments and made them contiguous, apart from `down`, which only the dense path reads. Everything runs on torch's
-current stream, and nothing waits for the GPU.
+own gate GEMM, the kernels that list or pack its values.
 
-The choice for a call, and the launches that it made, are kept in `calls` under `key_of` the call: the next call with
-the same key replays the launches (twell_lab.cuda.tape).
-"""
+A tile that holds more values than it has words for puts the rest into a pool that 16 rows share; a row that the pool
+cannot hold, or that has more than HEAVY values, is finished by `down_rows` from the dense weights. So overflow costs
+time for that row, never a value, and the host does not learn of it.
+
+What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
+(`_prepared`); all layers of a shape share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.tape import Tape, empty
-from . import decode, hopper_dense, hopper_pack, listed, portable
+from ..cuda.launch import Call, Layout, layout
+from ..formats.twell import TILE, WORDS
+from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
 from .activation import RELU, Activation
-from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
 # Tokens from which the packing GEMM computes the gate, whose tiles of 128 x 256 then fill the GPU. For fewer torch's
 # product and the kernel that lists its kept values are faster (docs/kernels/smxx_listed.md).
 LEAST_PACKED = 2048
-LEAST_COUNTED = 2048  # tokens from which the portable kernels count for `stats`: for fewer it would take too much time
 # A row with more kept values than this is handed on like the lost rows: the one warp that would walk it would hold up
-# its launch. Few such rows are shared among all blocks of a launch, many are computed densely: the GEMMs take less of
-# the GPU's time for them than reading so many rows of up and down.
+# its launch. Few such rows are shared among all blocks of a launch, many are computed densely.
 HEAVY = 128
 LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU less time than four operations of torch
 # Tokens from which the GPU works for so long that the host's time for it is hidden, also in a model whose host is
 # behind: torch's operations cost the host less than that GEMM's call.
 LEAST_HIDDEN = 4096
 
-
-calls = Kept()  # a Call for each key of `key_of`
-
-
-def key_of(x, weights, stats, path, hot, tile, words, acts=RELU):
-    """Everything that decides which kernels a call launches and with which arguments, without the addresses of x and
-    stats. None where the call cannot be kept.
-
-    x: [..., d_model]; weights: gate, up, down, down_t, gate_bias, up_bias, down_bias, some of them None."""
-    if not x.is_contiguous():
-        return None
-    shape = x.shape
-    counted = None if stats is None else (stats.shape, stats.stride(), stats.dtype, stats.device)
-    rows = shape[:-1].numel(), shape[-1], x.data_ptr() & 15, x.dtype, x.device
-    return path, hot, tile, words, acts, rows, counted, *map(place, weights)
+Weights = tuple[Layout | None, Layout, Layout, Layout | None, Layout | None, Layout | None]
+Run = Callable[..., Tensor]
 
 
-def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words, *acts) -> Tensor:
-    """One layer without gradients on the named path: x [tokens, d_model] -> [tokens, d_model]. gate: None for a plain
-    layer. acts: the fields of an Activation, or nothing for the ReLU. The other arguments: as twell_lab.ops.infer takes
-    them."""
-    weights, how = (gate, up, down, down_t, gate_bias, up_bias, down_bias), (path, hot, tile, words, Activation(*acts))
-    return _kept(key_of(x, weights, stats, *how), lambda: _chosen(x, weights, *how)).run(x, weights, stats)
+def infer(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    path: str,
+    hot: int = 0,
+    tile: int = TILE,
+    words: int = WORDS,
+    acts: Activation = RELU,
+) -> Tensor:
+    """Compute one layer on a GPU, without gradients: x [..., d_model] -> [..., d_model]. gate: None for a plain layer.
+
+    gate and up: contiguous [d_ff, d_model]; down: [d_model, d_ff], for all paths but "dense" stored transposed
+    (`is_turned`). hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    x = x if x.is_contiguous() else x.contiguous()
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    d_model = x.shape[-1]
+    rows = Layout((x.numel() // d_model, d_model), (d_model, 1), x.dtype, x.data_ptr() & 15)
+    return _prepared(x.device, rows, tuple(map(layout, weights)), path, hot, tile, words, acts)(x, *weights)
 
 
-def _kept(key: Hashable, make: Callable[[], Call]) -> Call:
-    """The Call kept under this key. Where there is none, a new one, kept from now on unless the key is None."""
-    call = None if key is None else calls.get(key)
-    if call is None:
-        call = make()
-        if key is not None:
-            calls.put(key, call)
-    return call
+def is_turned(down: Tensor | Layout) -> bool:
+    """Return whether a matrix is stored transposed, so that its columns lie one after another."""
+    strides = down.strides if isinstance(down, Layout) else down.stride()
+    rows, columns = down.shape
+    return (strides[0] == 1 or rows == 1) and (strides[1] == rows or columns == 1)
 
 
-class Call:
-    """How calls of `infer` with the same key run: the choices made for the first of them, and its recorded launches.
-    It keeps no tensor alive.
-
-    checked: whether these arguments passed every check of twell_lab.ops.infer, which sets it."""
-
-    checked = False
-
-    def run(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
-        """x: [tokens, d_model] -> [tokens, d_model]."""
-        raise NotImplementedError
-
-    def again(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
-        """The same for an x of any number of dimensions, contiguous: [..., d_model] -> [..., d_model]."""
-        if x.dim() == 2:
-            return self.run(x, weights, stats)
-        return self.run(x.view(-1, x.shape[-1]), weights, stats).view(x.shape)
-
-
-def _chosen(x, weights, path, hot, tile, words, acts) -> Call:
-    gate, up, _, down_t, *_ = weights
+@lru_cache(maxsize=1024)
+def _prepared(
+    device: torch.device, x: Layout, weights: Weights, path: str, hot: int, tile: int, words: int, acts: Activation
+) -> Run:
+    call = Call(device)
+    given = [call.input(each) for each in (x, *weights)]
+    rows, gate, up, *_ = given
     if path == "dense":
-        return _Dense(x, gate, up, acts)
-    if not hot and decode.takes(x, up) and (tile, words) == (256, 32):
-        return _Decode(acts)
+        return _dense(x, weights, acts, device)
+    if not hot and (tile, words) == (TILE, WORDS) and decode.takes(call, rows, up):
+        rows, gate, up, down_, *biases = given
+        call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
+        return call
     # Values of either sign are so many that packing them pays for few tokens alone. And in plain layers a row of x that
     # is not finite shows in every neuron, which its packed row does not say.
-    if acts.falls_back and (gate is None or x.shape[0] > decode.MOST_TOKENS):
-        return _Dense(x, gate, up, acts)
-    if acts == RELU and _hopper(x, gate, up, down_t, hot, tile, words):
-        return _Hopper(hot)
-    if _lists(x, weights, acts):
-        return _Listed(acts)
-    return _Portable(hot, tile, words, acts)
+    if acts.falls_back and (gate is None or len(rows) > decode.MOST_TOKENS):
+        return _dense(x, weights, acts, device)
+    if acts == RELU and (tile, words) == (TILE, WORDS) and _takes_packed(call, *given):
+        call.returns(_packed(call, *given, hot=hot))
+        return call
+    return _after_gate(x, weights, tile, words, acts, device)
 
 
-class _Decode(Call):
-    """The decode kernels, for few tokens."""
-
-    def __init__(self, acts: Activation) -> None:
-        self.acts, self.tape = acts, Tape()
-
-    def run(self, x, weights, stats):
-        gate, up, _, *rest = weights
-        return self.tape.play(self._decode, (x, stats), (gate, up, *rest))
-
-    def again(self, x, weights, stats):
-        y = self.tape.replayed((x, stats))  # to see x as a matrix, and y as x, takes as long as a launch
-        return super().again(x, weights, stats) if y is None else y
-
-    def _decode(self, x, stats, *weights) -> Tensor:
-        return decode.decode(x, *weights, stats, acts=self.acts)
+# ---- the packed path on Hopper
 
 
-class _Dense(Call):
+def _takes_packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias) -> bool:
+    first = up if gate is None else gate
+    return (
+        len(x) >= LEAST_PACKED
+        and gated.pooled_takes(x.dtype, x.shape[1])
+        and gate_pack.takes_sm90(call, x, first)
+        and gate_up.takes(call, x, up, down_.t())
+        and all(bias is None or bias.low % 4 == 0 for bias in (gate_bias, up_bias, down_bias))
+    )
+
+
+def _packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90):
+    """Write the packed path: the gate GEMM packs its result, the kernels that read a pool compute the rest, and rows
+    that the pool could not hold are computed densely. hot: how many neurons, the first ones, are computed densely
+    before. packs: the operation that packs."""
+    y, down_t = call.empty(*x.shape, dtype=x.dtype), down_.t()
+    for first in range(0, len(x), _PIECE):
+        rows, out, start = x[first : first + _PIECE], y[first : first + _PIECE], None
+        of_neurons = (gate, up, gate_bias, up_bias, down_t)
+        if hot:
+            *of_hidden, hot_down_t = (b if b is None else b[:hot] for b in of_neurons)
+            start = down_sums.down_sums(call, gate_up.gate_up(call, rows, *of_hidden), hot_down_t)
+        cold = [b if b is None else b[hot:] for b in of_neurons]
+        cold_gate, cold_up, cold_gate_bias, cold_up_bias, cold_down_t = cold
+        lost = call.empty(1 + len(rows), dtype=torch.int32)
+        lost_x = call.empty(*rows.shape, dtype=x.dtype)
+        kept, bias = (cold_up, cold_up_bias) if gate is None else (cold_gate, cold_gate_bias)
+        packed, pool = packs(call, rows, kept, bias, lost)
+        rest = (start, lost, lost_x, out, HEAVY)
+        if gate is None:
+            down.down_pooled(call, rows, packed, pool, cold_down_t, down_bias, *rest)
+        else:
+            gated.gated_pooled(call, rows, packed, pool, cold_up, cold_down_t, cold_up_bias, down_bias, *rest)
+        layer = (cold_gate, cold_up, cold_gate_bias, cold_up_bias, cold_down_t, down_bias)
+        down_rows.finish_lost(call, lost, lost_x, *layer, start, out, packed, pool)
+    return y
+
+
+# ---- after torch's own gate GEMM
+
+
+def _after_gate(x: Layout, weights: Weights, tile, words, acts: Activation, device: torch.device, may_list=True) -> Run:
+    """torch's gate GEMM, then the kernels that list its kept values, for some hundred tokens, or pack them: any width
+    and type, any GPU from sm_75.
+
+    Hot neurons are packed like the others: these kernels round their sums to x's type. A sum over the cold neurons that
+    is rounded before the hot part is added may overflow float16 where the whole sum does not."""
+    gate, up, down_, _, up_bias, down_bias = weights
+    d_ff = up.shape[0]
+    call = Call(device)
+    rows, kept = call.input(x), call.input(Layout((x.shape[0], d_ff), (d_ff, 1), x.dtype, 0))
+    up_, down_t, up_bias_, down_bias_ = (call.input(each) for each in (up, down_, up_bias, down_bias))
+    down_t = down_t.t()
+    lists = may_list and not acts.both and not acts.falls_back and listed.takes(call, rows, up_, down_t, down_bias_)
+    signed = acts.falls_back
+    if lists:
+        left = (None, down_t, None, down_bias_) if gate is None else (up_, down_t, up_bias_, down_bias_)
+        y = listed.listed(call, rows, kept, *left)
+    else:
+        packed = pack.pack(call, kept, tile, words, signed=signed)
+        if gate is None:
+            y = down.down(call, packed, kept, _NO_TAIL, down_t, down_bias_, d_ff, tile, signed=signed)
+        else:
+            left = (up_, down_t, up_bias_, down_bias_)
+            y = gated.gated(call, rows, packed, kept, _NO_TAIL, *left, tile, signed=signed, both=acts.both)
+    call.returns(y)
+
+    def run(x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
+        first = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+        first = first if acts.kind == "relu" else acts.applied(first)
+        return call(x, first, up, down_, up_bias, down_bias)
+
+    return run
+
+
+# ---- dense
+
+
+def _dense(x: Layout, weights: Weights, acts: Activation, device: torch.device) -> Run:
     """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere, and for other
     activations, torch's operations."""
+    call = Call(device)
+    rows, gate, up, _, gate_bias, up_bias, _ = (call.input(each) for each in (x, *weights))
+    takes = gate_up.takes(call, *(b for b in (rows, gate, up) if b is not None))
+    if len(rows) < LEAST_DENSE or acts != RELU or not takes:
+        return lambda x, *weights: by_torch(x, *weights, acts=acts)
+    if not all(bias is None or bias.low % 4 == 0 for bias in (gate_bias, up_bias)):
+        return lambda x, *weights: by_torch(x, *weights, acts=acts)
+    call.returns(gate_up.gate_up(call, rows, gate, up, gate_bias, up_bias))
 
-    def __init__(self, x, gate, up, acts: Activation = RELU) -> None:
-        self.acts, self.tape = acts, Tape()
-        weights = [w for w in (gate, up) if w is not None]
-        self.fused = x.shape[0] >= LEAST_DENSE and acts == RELU and hopper_dense.takes(x, *weights)
+    def run(x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
+        return linear(call(x, gate, up, down_, gate_bias, up_bias, down_bias), down_, down_bias).view(x.shape)
 
-    def run(self, x, weights, stats):
-        gate, up, down, _, gate_bias, up_bias, down_bias = weights
-        of_hidden = (gate, up, gate_bias, up_bias)
-        h = self.tape.play(hopper_dense.gate_up, (x,), of_hidden) if self.fused else self._hidden(x, *of_hidden)
-        return linear(h, down, down_bias)
-
-    def _hidden(self, x, gate, up, gate_bias, up_bias) -> Tensor:
-        first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
-        if gate is None:
-            return self.acts.dense(first)
-        # What falls back is asked neuron by neuron: torch's own curve of a gate that overflowed far below zero is NaN.
-        value = self.acts.applied(first) if self.acts.falls_back else self.acts.dense(first)
-        return value.mul_(self.acts.of_up(linear(x, up, up_bias)))
+    return run
 
 
-def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
-    """The dense path: x [tokens, d_model] -> [tokens, d_model]."""
-    return _Dense(x, gate, up).run(x, (gate, up, down, None, gate_bias, up_bias, down_bias), None)
+def by_torch(x, gate, up, down_, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
+    """Compute the layer by torch's operations: x [..., d_model] -> [..., d_model]."""
+    first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+    if gate is None:
+        return linear(acts.dense(first), down_, down_bias)
+    # What falls back is asked neuron by neuron: torch's own curve of a gate that overflowed far below zero is NaN.
+    hidden = acts.applied(first) if acts.falls_back else acts.dense(first)
+    return linear(hidden.mul_(acts.of_up(linear(x, up, up_bias))), down_, down_bias)
 
 
 def fuses(weight: Tensor) -> bool:
-    """Whether `dense` is faster than torch's operations, also when those are compiled, for a layer with this gate or up
-    weight and at least LEAST_DENSE tokens."""
-    sizes = weight.dim() == 2 and all(n and n % hopper_pack.VECTOR == 0 for n in weight.shape)
-    return sizes and hopper_pack.fits(weight)
-
-
-def _hopper(x, gate, up, down_t, hot, tile, words) -> bool:
-    first = up if gate is None else gate
-    if (tile, words) != (256, 32) or x.shape[0] < LEAST_PACKED or not portable.pooled_takes(x.dtype, x.shape[1]):
+    """Return whether the dense path is faster than torch's operations, also when those are compiled, for a layer with
+    this gate or up weight and at least LEAST_HIDDEN tokens."""
+    if not weight.is_cuda:
         return False
-    return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down_t)
+    call = Call(weight.device)
+    return gate_up.takes(call, call.input(weight))
 
 
-class _Hopper(Call):
-    """The packed path on Hopper: the gate GEMM packs its result, the portable kernels that read a pool compute the
-    rest, and rows that the pool could not hold are computed densely.
+def sm90(x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90) -> Tensor:
+    """Compute a layer on the packed path on Hopper, also where others would be chosen. packs: the packing operation."""
+    from ..cuda.launch import run
 
-    hot: how many neurons, the first ones, are computed densely before. packs: the module whose gate_pack is used,
-    hopper_pack, or ampere to compare the two."""
-
-    def __init__(self, hot: int, packs=hopper_pack) -> None:
-        self.hot, self.packs, self.tape = hot, packs, Tape()
-
-    def again(self, x, weights, stats):
-        y = self.tape.replayed((x, stats))
-        return super().again(x, weights, stats) if y is None else y
-
-    def run(self, x, weights, stats):
-        return self.tape.play(self._passes, (x, stats), weights)
-
-    def _passes(self, x, stats, *weights) -> Tensor:
-        y = empty(*x.shape, dtype=x.dtype, device=x.device)
-        for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-            self._pass(piece, out, stats, *weights)
-        return y
-
-    def _pass(self, x, y, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> None:
-        """At most _PIECE tokens, written into y."""
-        x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
-        start, of_neurons = None, (gate, up, gate_bias, up_bias, down_t)
-        if self.hot:
-            *of_hidden, hot_down_t = (t if t is None else t[: self.hot] for t in of_neurons)
-            start = hopper_dense.down_sums(hopper_dense.gate_up(x, *of_hidden), hot_down_t)
-        gate, up, gate_bias, up_bias, down_t = (t if t is None else t[self.hot :] for t in of_neurons)
-        gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
-        (tokens, d_model), device = x.shape, x.device
-        lost = empty(1 + tokens, dtype=torch.int32, device=device)
-        lost_x = empty(tokens, d_model, dtype=x.dtype, device=device)
-        first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
-        packed, pool = self.packs.gate_pack(x, first, bias, lost)
-        rest = (start, lost, lost_x, stats, None, y, HEAVY)
-        if gate is None:
-            portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
-        else:
-            portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
-        layer = (gate, up, gate_bias, up_bias, down_t, down_bias)
-        hopper_dense.finish_lost(lost, lost_x, *layer, start, y, packed, pool)
+    return run(_packed, x, gate, up, down_, gate_bias, up_bias, down_bias, hot=hot, packs=packs)
 
 
-def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:
-    """The packed path on Hopper, also where others would be chosen: x [tokens, d_model] -> [tokens, d_model]. hot,
-    packs: see _Hopper."""
-    weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
-    if not len(x):
-        return torch.empty_like(x)
-    x = x.contiguous()
-    key = key_of(x, weights, stats, packs.__name__, hot, 256, 32)
-    return _kept(key, lambda: _Hopper(hot, packs)).run(x, weights, stats)
-
-
-def _first(x, weights, acts: Activation) -> Tensor:
-    """What is packed or listed: the gate, or in a plain layer up, with what the activation makes of it. x may have any
-    number of dimensions."""
-    gate, up, _, _, gate_bias, up_bias, _ = weights
-    g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-    return g if acts.kind == "relu" else acts.applied(g)
-
-
-def _lists(x, weights, acts: Activation) -> bool:
-    _, up, _, down_t, _, _, down_bias = weights
-    return x.is_cuda and not acts.both and not acts.falls_back and listed.takes(x, up, down_t, down_bias)
-
-
-class _Listed(Call):
-    """torch's gate GEMM, then the kernels that take its result as it is: for some hundred tokens. The hot neurons are
-    computed like the others, see _Portable."""
-
-    def __init__(self, acts: Activation = RELU) -> None:
-        self.acts, self.tape = acts, Tape()
-
-    def run(self, x, weights, stats):
-        _, up, _, down_t, _, up_bias, down_bias = weights
-        left = (None, down_t, None, down_bias) if weights[0] is None else (up, down_t, up_bias, down_bias)
-        return self.tape.play(listed.listed, (x, _first(x, weights, self.acts)), left)
-
-    def again(self, x, weights, stats):
-        y = self.tape.replayed((x, _first(x, weights, self.acts))) if self.tape.recorded else None
-        return super().again(x, weights, stats) if y is None else y
-
-
-class _Portable(Call):
-    """torch's gate GEMM, then the portable kernels: any width and type, any GPU from sm_75.
-
-    The hot neurons are packed like the others: these kernels round their sums to x's type. A sum over the cold neurons
-    that is rounded before the hot part is added may overflow float16 where the whole sum does not; and where the two
-    parts nearly cancel, the error of that rounding would remain."""
-
-    def __init__(self, hot: int, tile: int, words: int, acts: Activation = RELU) -> None:
-        self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
-        self.acts, self.how = acts, {"signed": acts.falls_back}
-
-    def run(self, x, weights, stats):
-        gate, up, _, down_t, _, up_bias, down_bias = weights
-        left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
-        made = (x, _first(x, weights, self.acts))
-        y, packed = self.tape.play(self._plain if gate is None else self._gated, made, left)
-        if stats is not None and x.shape[0] >= LEAST_COUNTED:
-            _count(packed[:, self.hot // self.tile :], stats, self.words)
-        return y
-
-    def _plain(self, x, g, down_t, down_bias) -> tuple[Tensor, Tensor]:
-        packed = portable.pack(g, self.tile, self.words, **self.how)
-        return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], self.tile, **self.how), packed
-
-    def _gated(self, x, g, up, down_t, up_bias, down_bias) -> tuple[Tensor, Tensor]:
-        packed, how = portable.pack(g, self.tile, self.words, **self.how), {**self.how, "both": self.acts.both}
-        return portable.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, self.tile, **how), packed
-
-
-def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words) -> Tensor:
-    """The portable kernels after torch's gate GEMM, also where others would be chosen: x [tokens, d_model] -> [tokens,
-    d_model]."""
-    x, weights = x.contiguous(), (gate, up, None, down_t, gate_bias, up_bias, down_bias)
-    key = key_of(x, weights, None, "portable", 0, tile, words)
-    return _kept(key, lambda: _Portable(0, tile, words)).run(x, weights, None)
-
-
-def _count(packed: Tensor, stats: Tensor, words: int) -> None:
-    """Add this call to stats: tokens, kept values, rows with a tile that overflows, rows computed densely (0 here)."""
-    counts = packed[..., 0].long()
-    seen = torch.stack(
-        [counts.new_full((), packed.shape[0]), counts.sum(), (counts >= words).any(1).sum(), counts.new_zeros(())]
-    )
-    stats.add_(seen)
+def portable(x, gate, up, down_, gate_bias, up_bias, down_bias, tile: int = TILE, words: int = WORDS) -> Tensor:
+    """Compute a layer by the portable kernels after torch's gate GEMM, also where others would be chosen, and in the
+    simulator: x [tokens, d_model] -> [tokens, d_model]."""
+    weights = tuple(map(layout, (gate, up, down_, gate_bias, up_bias, down_bias)))
+    run = _after_gate(layout(x), weights, tile, words, RELU, x.device, may_list=False)
+    return run(x, gate, up, down_, gate_bias, up_bias, down_bias)

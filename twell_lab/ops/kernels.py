@@ -23,7 +23,11 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = ("pack",)  # the files of this folder that declare sources
+OPERATIONS = (  # the files of this folder that declare sources
+    *("pack", "gate_pack", "down", "gated", "gate_up", "down_sums", "down_rows", "decode", "listed", "kept_inputs"),
+    *("survivors", "train_rows", "train_lost", "train_dense", "columns", "transpose"),
+    *("spmm", "blocks", "microtiles", "int8"),
+)
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 
@@ -33,6 +37,13 @@ def sources() -> dict[str, Source]:
     modules = [import_module(f"{__package__}.{name}") for name in OPERATIONS]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
     return {source.name: source for source in found}
+
+
+@cache
+def files() -> dict[str, str]:
+    """Return the module that declares each source, by the source's name."""
+    names = [f"{__package__}.{name}" for name in reversed(OPERATIONS)]
+    return {v.name: name for name in names for v in vars(import_module(name)).values() if isinstance(v, Source)}
 
 
 def builds(

@@ -1,107 +1,122 @@
-"""How micro-tiles are found and multiplied (kernels/smxx_find_microtiles.cu and sm80_microtiles.cu).
+"""microtiles: columns of stripes that hold anything are found, and multiplied on tensor cores
+(kernels/smxx_find_microtiles.cu and kernels/sm80_microtiles.cu).
 
-CUDA tensors run on torch's current stream and nothing waits for the GPU. CPU tensors are found in twell_lab.simulator,
-which cannot run the product."""
+`sparsities.microtiles` says what they are for, and computes what these kernels do not take."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..core import InputError
-from ..cuda import launcher, sources
-from ..cuda.macros import MICROTILE_ROWS, TENSOR_CORES_OF_BF16, microtile
-from ..cuda.tape import empty
+from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
 
-FIND, PRODUCT = "smxx_find_microtiles.cu", "sm80_microtiles.cu"
+HEIGHTS = (32, 64, 128)  # rows of a stripe
 VECTOR = 8  # values in 16 bytes
-COLUMNS = sources.number(PRODUCT, "BN")  # of c that a block computes
+COLUMNS = 256  # of c that a block computes
+OLDEST = (8, 0)
+TOLERANCE = 1.0
 _DTYPES = (torch.bfloat16, torch.float16)
+_STAGES, _STEP = 4, 32  # parts of the pipeline, and micro-tiles of each
 _MOST = 2**31 - 1
 _WIDEST = 65_535 * COLUMNS  # columns of c: a grid's second dimension
 
 
-def finds(a: Tensor, height: int) -> bool:
-    """Whether `find` takes a [rows, width] and tiles of this height: 16-bit values, contiguous, 32, 64 or 128 rows."""
+def _macros(dtype: torch.dtype, height: int) -> Macros:
+    return (*value(dtype), ("BM", height))
+
+
+def _each(dtype: torch.dtype, widths=(), capability=(9, 0)) -> list[Macros]:
+    return [_macros(dtype, height) for height in HEIGHTS] if dtype in _DTYPES else []
+
+
+def _product_macros(dtype: torch.dtype, height: int) -> tuple[Macros, int]:
+    """The macros of the product, and the bytes of one part of its pipeline."""
+    stage = _STEP * (COLUMNS + height) * 2
+    return (*_macros(dtype, height), ("LAUNCH_SHARED", _STAGES * stage)), stage
+
+
+FIND = Source(
+    "smxx_find_microtiles",
+    {f"find_microtiles_v{version}": Entry(512, "ppppii") for version in (1, 2)},
+    _each,
+    (("THREADS", 512),),
+)
+MICROTILES = Source(
+    "sm80_microtiles",
+    {
+        f"microtiles_v{version}": Entry(lambda macros: -(-macros["BM"] // 64) * 128, "pppppiii")  # type: ignore[operator]
+        for version in (1, 2)
+    },
+    lambda dtype, widths, capability: [_product_macros(dtype, dict(each)["BM"])[0] for each in _each(dtype)],  # type: ignore[arg-type]
+    (("BN", COLUMNS), ("STAGES", _STAGES)),
+    OLDEST,
+)
+
+
+def finds(a: Layout | Buffer, height: int) -> bool:
+    """Return whether `find` takes a [rows, width] and tiles of this height: 16-bit values, contiguous."""
+    rows, width = a.shape
     return (
-        a.dim() == 2
-        and a.dtype in _DTYPES
-        and a.is_contiguous()
-        and height in MICROTILE_ROWS
-        and max(a.shape) + height <= _MOST
+        a.dtype in _DTYPES
+        and tuple(a.strides) in ((width, 1), (1, 1))
+        and height in HEIGHTS
+        and max(rows, width) + height <= _MOST
     )
 
 
-def find(a: Tensor, height: int, version: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each stripe of `height` rows: how many columns hold anything, which, ascending, and their values.
+def find(call: Call, a: Buffer, height: int, version: int | None = None) -> tuple[Buffer, Buffer, Buffer]:
+    """Find which columns of each stripe of `height` rows hold anything, of a that `finds` takes.
 
-    version: 1 or 2, None the newest that takes a; 2 takes widths that are multiples of 8, aligned to 16 bytes.
-
-    Returns:
-        counts int32 [stripes], columns int32 [stripes, width], values [stripes, width, height]. What lies past a
-        stripe's count is not written.
-
-    Raises:
-        InputError: unless finds(a, height), and for a version that does not take it.
-    """
-    if not finds(a, height):
-        raise InputError(
-            f"a is {a.dtype} {list(a.shape)} and the height {height}; contiguous bfloat16 or float16 [rows, width] and "
-            f"heights of {', '.join(map(str, MICROTILE_ROWS))} are accepted"
-        )
+    version: 1, or 2 for widths that are multiples of 8, aligned to 16 bytes; None: the newest that takes a. Returns
+    counts int32 [stripes], columns int32 [stripes, width], ascending, and values [stripes, width, height]. What lies
+    past a stripe's count is not written."""
     rows, width = a.shape
-    versions = (1, 2) if width % VECTOR == 0 and launcher.aligned(a) else (1,)
-    if version not in (None, *versions):
-        raise InputError(f"version is {version}; of {list(a.shape)} at this address {versions} are accepted")
     stripes = -(-rows // height)
-    counts = empty(stripes, dtype=torch.int32, device=a.device)
-    columns = empty(stripes, width, dtype=torch.int32, device=a.device)
-    values = empty(stripes, width, height, dtype=a.dtype, device=a.device)
+    counts = call.empty(stripes, dtype=torch.int32)
+    columns = call.empty(stripes, width, dtype=torch.int32)
+    values = call.empty(stripes, width, height, dtype=a.dtype)
+    version = version or (2 if width % VECTOR == 0 and aligned(a) else 1)
     if stripes:
-        name = f"find_microtiles_v{version or versions[-1]}"
-        made = launcher.kernel(FIND, name, microtile(a.dtype, height))
-        made.launch(a.device, (stripes, 1), (a, counts, columns, values, rows, width))
+        kernel = FIND.kernel(f"find_microtiles_v{version}", _macros(a.dtype, height))
+        call.launch(kernel, (stripes, 1), a, counts, columns, values, rows, width)
     return counts, columns, values
 
 
-def multiplies(values: Tensor, b: Tensor) -> bool:
-    """Whether `product` takes values [stripes, width, height] and b [width, n]: of one 16-bit dtype on one GPU of
+def find_reference(a: Tensor, height: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `find` does by torch's operations, of any type and height; what lies past a count is in order too."""
+    values = pad(a, (0, 0, 0, -len(a) % height)).view(-1, height, a.shape[1]).transpose(1, 2)
+    used = (values != 0).any(2)
+    columns = (~used).to(torch.uint8).argsort(dim=1, stable=True)  # those that hold anything first, ascending
+    return used.sum(1).int(), columns.int(), values.gather(1, columns[..., None].expand_as(values))
+
+
+def multiplies(values: Layout | Buffer, b: Layout | Buffer, capability: tuple[int, int]) -> bool:
+    """Return whether `product` takes values [stripes, width, height] and b [width, n]: of one 16-bit dtype on a GPU of
     compute capability 8.0 or more, contiguous, on 16-byte boundaries, n a multiple of 8."""
-    if not (b.is_cuda and b.device == values.device and b.dtype == values.dtype and b.dtype in _DTYPES):
-        return False
-    fits = b.dim() == 2 and b.shape[0] == values.shape[1] and b.shape[1] % VECTOR == 0 and b.shape[1] <= _WIDEST
-    laid_out = b.is_contiguous() and values.is_contiguous() and launcher.aligned(values, b)
-    new_enough = launcher.capability(b.device.index) >= TENSOR_CORES_OF_BF16
-    return fits and laid_out and new_enough and values.shape[2] in MICROTILE_ROWS
+    width, n = b.shape
+    fits = b.dtype == values.dtype and b.dtype in _DTYPES and n % VECTOR == 0 and n <= _WIDEST
+    laid_out = tuple(b.strides) in ((n, 1), (1, 1)) and aligned(values, b) and values.shape[1] == width
+    return fits and laid_out and values.shape[2] in HEIGHTS and capability >= OLDEST
 
 
 def product(
-    counts: Tensor, columns: Tensor, values: Tensor, b: Tensor, rows: int, version: int | None = None
-) -> Tensor:
-    """a b [rows, n], for what `find` found of a [rows, width], and b [width, n]; sums in float32.
-
-    version: 1 or 2, None for 2. Raises InputError unless multiplies(values, b)."""
-    if not multiplies(values, b):
-        raise InputError(
-            f"the tiles are {values.dtype} {list(values.shape)} on {values.device} and b is {b.dtype} {list(b.shape)} "
-            f"on {b.device}; the kernel takes one 16-bit dtype on one GPU of compute capability 8.0 or more, b "
-            f"contiguous and aligned to 16 bytes, with a multiple of {VECTOR} columns"
-        )
-    if version not in (None, 1, 2):
-        raise InputError(f"version is {version}; 1 and 2 are accepted")
+    call: Call, counts: Buffer, columns: Buffer, values: Buffer, b: Buffer, rows: int, version: int = 2
+) -> Buffer:
+    """Multiply what `find` found of a [rows, width] with b [width, n]: a b [rows, n]; sums in float32."""
     (stripes, width, height), n = values.shape, b.shape[1]
-    c = empty(rows, n, dtype=b.dtype, device=b.device)
+    c = call.empty(rows, n, dtype=b.dtype)
+    macros, stage = _product_macros(b.dtype, height)
     if c.numel():
-        made = _product(version or 2, b.dtype, height)
-        made.launch(b.device, (stripes, -(-n // COLUMNS)), (counts, columns, values, b, c, rows, width, n))
+        kernel = MICROTILES.kernel(f"microtiles_v{version}", macros, stage if version == 1 else _STAGES * stage)
+        grid = stripes, -(-n // COLUMNS)
+        call.launch(kernel, grid, counts, columns, values, b, c, rows, width, n)
     return c
 
 
-@lru_cache
-def _product(version: int, dtype: torch.dtype, height: int) -> launcher.Kernel:
-    """The kernel, with the shared memory that its source says it needs; reading that takes half a millisecond."""
-    defines = microtile(dtype, height)
-    shared = sources.number(PRODUCT, "STAGE_BYTES" if version == 1 else "SHARED_BYTES", defines)
-    return launcher.kernel(PRODUCT, f"microtiles_v{version}", defines, shared)
+def product_reference(counts: Tensor, columns: Tensor, values: Tensor, b: Tensor, rows: int) -> Tensor:
+    """Return a b by torch's operations, stripe by stripe. Waits for the counts."""
+    made = b.new_zeros(len(values), values.shape[2], b.shape[1])
+    for stripe, count in enumerate(counts.tolist()):
+        made[stripe] = values[stripe, :count].t() @ b[columns[stripe, :count].long()]
+    return made.flatten(0, 1)[:rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..core import InputError
@@ -56,7 +55,7 @@ def pack(
 
 
 def reference(gate: Tensor, tile: int, words: int, *, signed: bool = False) -> Tensor:
-    """Return what `pack` computes, from torch's operations; words past a count are 0. TOLERANCE: none, the same bits."""
+    """Return what `pack` computes, from torch's operations; words past a count are 0."""
     made = TwELL.from_dense(gate, tile, words) if signed else TwELL.from_gate(gate, tile, words)
     return made.packed
 

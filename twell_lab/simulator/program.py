@@ -462,11 +462,11 @@ def watching(
         _session.reset(token)
 
 
-def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> None:
+def launch(file: str, kernel: str, defines: tuple, grid, block, arguments, shared_bytes: int = 0) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
     session = _session.get() or _Session({"watch": None})
     program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
-    session.runs.append(program.launch(kernel, grid, block, arguments, **session.options))
+    session.runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **session.options))
 
 
 def _stamp(own: str | Path | None):

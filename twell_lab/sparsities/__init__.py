@@ -1,6 +1,7 @@
-"""The other kinds of sparsity, one file a method: of weights (weights, two_four, two_four_training, blocks;
-quantised: fewer bits), of tokens and activations (microtiles, experts, predictors, kept_inputs), and what changes few
-weights or drops them (adapters, dropout).
+"""The other kinds of sparsity, one file a method: of weights (magnitude, weights, prune, blocks, two_four with
+semi_structured, two_four_bound and two_four_training; fewer bits in quantised, int8, fp8, twell_int8 and bitmap), of
+tokens and activations (microtiles, padding, experts, routed, neuron_experts, predictors with low_rank and core_neurons,
+predicted, kept_inputs), and what changes few weights or drops them (adapters, dropout).
 
 May import training and all below."""
 
@@ -8,13 +9,13 @@ from ..layers.paths import PATHS
 
 # What of them is a path through a feed-forward layer: its name, and the file here that has it.
 _PATHS = {
-    "two_four": "two_four",
+    "two_four": "semi_structured",
     "blocks": "blocks",
-    "int8": "quantised",
-    "fp8": "quantised",
-    "twell_int8": "quantised",
-    "predicted": "predictors",
-    "experts": "experts",
+    "int8": "int8",
+    "fp8": "fp8",
+    "twell_int8": "twell_int8",
+    "predicted": "predicted",
+    "experts": "neuron_experts",
     "kept_inputs": "kept_inputs",
 }
 PATHS.further |= {name: f"{__name__}.{file}" for name, file in _PATHS.items()}

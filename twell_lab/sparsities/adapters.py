@@ -10,88 +10,53 @@ Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training
 (peft.ShiraConfig). peft merges by adding differences, and unmerges by subtracting them, which leaves the rounding of
 both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
 
-**Under a sparse layer** (twell_lab.sparsify) nothing else is needed: `switch` tells torch that it wrote, so copies that
-a layer holds in another order follow, and what fires is decided by the weights as they are. Which is why it gives what
-the dense layer gives. Layers of peft's in the place of a projection are refused by name while they are there
-(layers.hooks), merged or not; after `merge_and_unload` they are gone, and the layer goes on with the merged weights.
+**Under a sparse layer** (twell_lab.sparsify) nothing else is needed: it reads the model's own parameters, however they
+are stored. An adapter that was made before `sparsify` put a layer's neurons in another order no longer fits that layer:
+densify first, or make the adapter afterwards. Layers that own another representation (INT8, 2:4, blocks) do not follow
+what is written.
 
 `switching` measures it beside fusing and unfusing a LoRA of as many parameters, W += B A, which writes all of W."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers.anatomy import check_model
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.find import check_model
 from ..ops import clock
-from .weights import check_sparsity, kept_of
+from .magnitude import check_sparsity, kept_of
 
+SWITCH, FUSE = "switch in place", "fuse LoRA"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST = 2**31 - 1  # weights in a matrix, as int32 counts them
 
 
-@dataclass(frozen=True, eq=False)
-class Change:
+class Change(NamedTuple):
     """New values for some weights of one matrix.
 
-    places: int32 [n], row * columns + column, ascending. values: [n], of the weight's dtype. shape: of the matrix.
-    checked: whether the places are known to be good, and need not be looked at, which would wait for a GPU."""
+    places: int64 [n], row * columns + column, each once. values: [n], of the weight's dtype. shape: of the matrix."""
 
     places: Tensor
     values: Tensor
     shape: tuple[int, int]
-    checked: bool = False
-
-    def __post_init__(self) -> None:
-        if self.checked:
-            return
-        where, values, size = self.places, self.values, self.shape[0] * self.shape[1]
-        if size > _MOST:
-            raise InputError(f"a matrix of {size:,} weights; up to {_MOST:,} are accepted")
-        if where.dtype != torch.int32 or where.dim() != 1 or where.shape != values.shape:
-            raise InputError(
-                f"places are {where.dtype} {list(where.shape)} and values {list(values.shape)}; accepted: torch.int32 "
-                "[n] and [n]"
-            )
-        if len(where) and not 0 <= int(where.min()) <= int(where.max()) < size:
-            raise InputError(f"places are {int(where.min())} to {int(where.max())}; accepted: 0 to {size - 1}")
-        if bool((where.diff() <= 0).any()):
-            raise InputError("places do not ascend, or one is there twice; accepted: each once, ascending")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of places and values."""
-        return self.places.nbytes + self.values.nbytes
 
 
-@dataclass(frozen=True, eq=False)
-class Adapter:
+class Adapter(NamedTuple):
     """What an adapter makes of a model: a Change for some of its parameters, by name."""
 
     changes: dict[str, Change]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all changes."""
-        return sum(each.nbytes for each in self.changes.values())
-
-    def share(self, model: nn.Module) -> float:
-        """How much of the model's parameters is written."""
-        return sum(len(each.places) for each in self.changes.values()) / sum(p.numel() for p in model.parameters())
-
     def to(self, device: torch.device | str) -> Adapter:
-        """The same, on another device."""
-        moved = lambda c: Change(c.places.to(device), c.values.to(device), c.shape, checked=True)
-        return Adapter({name: moved(change) for name, change in self.changes.items()})
+        """Return the same, on another device."""
+        moved = {name: Change(c.places.to(device), c.values.to(device), c.shape) for name, c in self.changes.items()}
+        return Adapter(moved)
 
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
-    """What one SHiRA adapter of a peft model makes of the base model's weights.
+    """Return what one SHiRA adapter of a peft model makes of the base model's weights.
 
     Args:
         model: what peft.get_peft_model or peft.inject_adapter_in_model returned, nothing merged into its weights.
@@ -105,8 +70,7 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
         InputError: for a model without a SHiRA adapter of this name, and for one that is merged.
     """
     check_model(model)
-    changes, others = {}, set()
-    inner = model
+    changes, others, inner = {}, set(), model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
         inner = inner._modules["base_model" if "base_model" in inner._modules else "model"]
     for place, layer in inner.named_modules():
@@ -119,11 +83,10 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
             continue
         base = layer.get_base_layer().weight.detach()
         rows, columns = layer.shira_indices[name].to(base.device).long()
-        places, order = (rows * base.shape[1] + columns).sort()
         wide = torch.promote_types(base.dtype, torch.float32)
         difference = layer.shira_weight[name].detach().to(base.device, wide) * layer.scaling[name]
-        values = (base[rows, columns].to(wide) + difference)[order].to(base.dtype)
-        changes[f"{place}.weight".lstrip(".")] = Change(places.to(torch.int32), values, tuple(base.shape))
+        values = (base[rows, columns].to(wide) + difference).to(base.dtype)
+        changes[f"{place}.weight".lstrip(".")] = Change(rows * base.shape[1] + columns, values, tuple(base.shape))
     if not changes:
         there = ", ".join(map(repr, sorted(others))) or "none"
         raise InputError(f"there is no SHiRA adapter {name!r:.80} in the model; accepted: one of those there: {there}")
@@ -146,50 +109,35 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
 
     Raises:
         InputError: with nothing written, for a parameter that the model does not have, or has in another shape, dtype
-            or on another device; and for layers whose neurons were reordered (`sparsify(reorder=True)`), where these
-            places hold other weights.
+            or on another device.
     """
     check_model(model)
-    if not isinstance(adapter, Adapter):
-        raise InputError(f"adapter is a {type(adapter).__name__}; an Adapter is accepted")
-    held = dict(model.named_parameters(remove_duplicate=False))
-    moved = {id(p): n for n, m in model.named_modules() if isinstance(m, SparseFFN) and m.reordered for p in _of(m)}
+    own = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.changes.items():
-        weight = held.get(name)
+        weight = own.get(name)
         if weight is None:
             raise InputError(f"the model has no parameter {name!r}; accepted: the model that the adapter was made for")
-        found = tuple(weight.shape), weight.dtype, weight.device
+        there = tuple(weight.shape), weight.dtype, weight.device
         wanted = change.shape, change.values.dtype, change.values.device
-        if found != wanted or hasattr(weight, "device_mesh"):
+        if there != wanted or hasattr(weight, "device_mesh"):
             shown = "{} {} on {}".format
-            raise InputError(f"{name} is {shown(*found)}; accepted: {shown(*wanted)}, whole")
-        if not weight.is_contiguous() and not weight.t().is_contiguous():
-            raise InputError(f"{name} has strides {weight.stride()}; accepted: rows, or columns, one after the other")
-        if id(weight) in moved:
-            raise InputError(
-                f"{name} belongs to {moved[id(weight)]!r}, whose neurons were reordered; accepted: densify(model), or "
-                "a model that was swapped without reorder"
-            )
+            raise InputError(f"{name} is {shown(*there)}; accepted: {shown(*wanted)}, whole")
     before = {}
     for name, change in adapter.changes.items():
-        weight, places, (rows, columns) = held[name], change.places.long(), change.shape
-        if not weight.is_contiguous():  # a turned one
-            weight, places = weight.t(), places % columns * rows + places // columns
+        weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
-        bits, dtype = _BITS[weight.itemsize], weight.dtype
-        flat = weight.view(-1).view(bits)
-        before[name] = Change(change.places, flat.index_select(0, places).view(dtype), change.shape, checked=True)
-        flat.scatter_(0, places, change.values.view(bits))
+        bits, at = (
+            weight.view(_BITS[weight.itemsize]),
+            (change.places // change.shape[1], change.places % change.shape[1]),
+        )
+        before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
+        bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.
     return Adapter(dict(reversed(before.items())))
 
 
-def _of(layer: SparseFFN) -> list[Tensor]:
-    return [*layer.parameters(), *layer.source.parameters()]
-
-
 def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
-    """An adapter that writes random values to random places of all matrices: for measurements.
+    """Return an adapter that writes random values to random places of all matrices: for measurements.
 
     share: of each matrix's weights, above 0 and below 1. InputError for another share and a model without matrices."""
     check_sparsity(share)
@@ -203,15 +151,10 @@ def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
         places = edges[:-1] + (torch.rand(count, generator=draw, dtype=torch.float64) * edges.diff()).long()
         values = 0.02 * torch.randn(count, generator=draw)
         here = weight.device
-        changes[name] = Change(places.to(here, torch.int32), values.to(here, weight.dtype), tuple(weight.shape))
+        changes[name] = Change(places.to(here), values.to(here, weight.dtype), tuple(weight.shape))
     if not changes:
         raise InputError(f"{type(model).__name__} has no matrix among its parameters; one or more are accepted")
     return Adapter(changes)
-
-
-# ---- what it costs ----
-
-SWITCH, FUSE = "switch in place", "fuse LoRA"
 
 
 @torch.no_grad()
@@ -219,8 +162,7 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
 
     The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
-    calls in turn (twell_lab.ops.clock). Nothing of a forward is in it; a sparse layer that holds copies of weights
-    makes them anew in its next one.
+    calls in turn (twell_lab.ops.clock). Nothing of a forward is in it.
 
     Args:
         model: whose matrices are all written.
@@ -240,7 +182,7 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     for name, weight in weights.items():
         rank = max(1, round(len(adapter.changes[name].places) / sum(weight.shape)))
         up, down = (torch.randn(*s, generator=draw) for s in ((weight.shape[0], rank), (rank, weight.shape[1])))
-        factors[name] = [each.to(device, weight.dtype) for each in (0.01 * up, down)]
+        factors[name] = [t.to(device, weight.dtype) for t in (0.01 * up, down)]
 
     def fuse(turn: int) -> None:
         for name, weight in weights.items():
@@ -252,13 +194,12 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
         switch(model, switch(model, adapter))
 
     calls: dict[str, Callable] = {SWITCH: swap, FUSE: fuse}
-    errors = {}
+    errors, walls = {}, {}
     for path, call in calls.items():
         call(0)
         errors[path] = max(float((weights[name] - kept[name]).abs().max()) for name in weights)
         for name, weight in weights.items():
             weight.copy_(kept[name])
-    walls: dict = {}
     if device.type == "cuda":
         samples = clock.time_cuda(calls, 10)
         walls = {path: wall for path, (_, wall) in clock.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
@@ -267,17 +208,15 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, se
     for name, weight in weights.items():
         weight.copy_(kept[name])
     written = [change.values for change in adapter.changes.values()]
-    sizes = {
-        SWITCH: (sum(each.numel() for each in written), sum(each.nbytes for each in written)),
-        FUSE: (
-            sum(each.numel() for pair in factors.values() for each in pair),
-            sum(each.nbytes for each in weights.values()),
-        ),
+    parameters = {
+        SWITCH: sum(t.numel() for t in written),
+        FUSE: sum(t.numel() for pair in factors.values() for t in pair),
     }
+    moved = {SWITCH: sum(t.nbytes for t in written), FUSE: sum(t.nbytes for t in weights.values())}
     rows = []
     for path, taken in samples.items():
         ms, spread = clock.quartiles(taken)
-        row = {"path": path, "ms": ms, "spread": spread, "parameters": sizes[path][0], "written_bytes": sizes[path][1]}
+        row = {"path": path, "ms": ms, "spread": spread, "parameters": parameters[path], "written_bytes": moved[path]}
         row |= {"wall_ms": clock.quartiles(walls[path])[0]} if path in walls else {}
-        rows.append(row | {"worst_error": errors[path], "samples": [round(each, 6) for each in taken]})
+        rows.append(row | {"worst_error": errors[path], "samples": [round(ms, 6) for ms in taken]})
     return rows

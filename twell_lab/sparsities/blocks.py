@@ -1,72 +1,63 @@
 """Block sparsity: whole blocks of a weight are zero, so that the others are small dense products for tensor cores.
 
-    prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # weights.prune; what is left trains on
-    model = to_linears(model)
-    fast = to_bsr_linear(layer, 32)    # a layer with torch's block-sparse tensor and its kernels
-    y = block_linear(x, fast.weight)    # ops.block_linear: the same product by our kernel
+    prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # sparsities.prune; what is left trains on
+    fast = BlockOperand(to_bsr(weight, 32))    # ops.blocks: our kernel, for weights of 16 bits on a GPU
+    y = fast(x)                                # x weight^T; F.linear(x, to_bsr(weight, 32)) is torch's own
+    tl.sparsify(model, "blocks")               # as a path of feed-forward layers, or tl.plan(..., paths=["blocks"])
 
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
 weights", 2017.
 
 **2:4 inside blocks**: `nested_mask` keeps two of each four weights, and then the blocks in which most is left. Where a
-share s of the blocks is empty, (1 - s) / 2 of the weights are left: with three of four blocks empty, 12.5%. It is a
-pattern to prune to, and no faster than blocks: both products above hold its blocks, and multiply them, as dense ones. A
-kernel that read them as 2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as many with
-blocks of 32 x 32: 5% less in all (docs/kernels/sm80_blocks.md). Nor do torch's 2:4 products serve: each would take one
-row of blocks and the columns of x that it needs, and one such call costs the host more than all dense blocks cost.
+share s of the blocks is empty, (1 - s) / 2 of the weights are left. It is a pattern to prune to, and no faster than
+blocks: a kernel that read them as 2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as
+many with blocks of 32 x 32: 5% less in all (docs/kernels/sm80_blocks.md).
 
 Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
-lie in the same rows, as others reorder matrices into blocks (Labini et al., arXiv 2202.05868); `empty_share` says what
-it was worth. It finds structure that is there: where zeros are drawn independently, a block of 32 x 32 at 90% has a
-value almost surely, and no order changes much.
-
-As a path of a feed-forward layer: `tl.plan(..., paths=["blocks"])`, `tl.sparsify(model, "blocks")`."""
+lie in the same rows (Labini et al., arXiv 2202.05868); `empty_share` says what it was worth. It finds structure that is
+there: where zeros are drawn independently, a block of 32 x 32 at 90% has a value almost surely."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..cuda import sources
 from ..formats.matrix import as_matrix
-from ..layers.paths.converted import Products
 from ..layers.paths.cost import Work
-from ..ops import block_linear
-from ..ops.checks import needs_gradient
+from ..ops import blocks as kernel
+from .magnitude import check_sparsity, checked_weight, kept_of, largest
+from .products import Product, Products
 from .two_four import two_four_mask
-from .weights import check_sparsity, checked_linear, checked_weight, kept_of, largest
 
 Size = int | tuple[int, int]
 
 SMALLEST, LARGEST = 16, 128
 NORMS = (1, 2, math.inf)
+LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
+_SIZES = (128, 64, 32, 16)
+_NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
 
 
 def _cut(matrix: Tensor, size: Size) -> Tensor:
     """A view of a matrix as its blocks, [rows / high, columns / wide, high, wide]. InputError for another size than its
     widths allow."""
     high, wide = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    for each in (high, wide):
-        if type(each) is not int or not SMALLEST <= each <= LARGEST:
-            raise InputError(
-                f"the block size is {size!r:.80}; a whole number from {SMALLEST} to {LARGEST}, or two, (rows, "
-                "columns), is accepted"
-            )
     rows, columns = matrix.shape
-    if not rows or not columns or rows % high or columns % wide:
+    fits = all(type(n) is int and SMALLEST <= n <= LARGEST for n in (high, wide))
+    if not fits or not rows or not columns or rows % high or columns % wide:
         raise InputError(
-            f"blocks of {high} x {wide} do not divide a matrix of shape {[rows, columns]}; sizes that divide both are "
-            "accepted"
+            f"the block size is {size!r:.80} for a matrix of shape {[rows, columns]}; a whole number from {SMALLEST} "
+            f"to {LARGEST} that divides both, or two, (rows, columns), is accepted"
         )
     return matrix.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
 
 
 def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the blocks whose norm is largest.
+    """Keep the blocks whose norm is largest: bool [out, in], True for what is kept.
 
     Args:
         weight: [out, in], floating-point values of 16 bits or more.
@@ -75,9 +66,6 @@ def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float 
         size: of a block: one number for a square, or (rows, columns); 16 to 128, and divisors of out and in.
         norm: of a block's values: 1 (sum of magnitudes), 2 (root of the sum of squares) or math.inf (the largest),
             computed in float64.
-
-    Returns:
-        bool [out, in], True for what is kept.
 
     Raises:
         InputError: for other arguments, and for a weight that is no matrix, on meta or not finite.
@@ -91,27 +79,34 @@ def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float 
     return kept[:, :, None, None].expand(blocks.shape).transpose(1, 2).reshape(weight.shape)
 
 
+def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
+    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those whose norm is
+    then largest (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
+    kept = two_four_mask(weight)
+    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size, norm=norm)
+
+
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
-    """The share of the blocks that hold zeros alone: what a block-sparse product may skip.
+    """Return the share of the blocks that hold zeros alone: what a block-sparse product may skip.
 
-    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. Raises InputError for other sizes, and for
-    what is no dense matrix that holds its values."""
-    return 1 - _filled(matrix, size).double().mean().item()
-
-
-def _filled(matrix: Tensor, size: Size) -> Tensor:
-    """Which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
-    return _cut(_used(matrix), size).any(3).any(2)
+    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. InputError for other sizes, and for what is
+    no dense matrix that holds its values."""
+    return 1 - _filled(_used(matrix), size).double().mean().item()
 
 
 def _used(matrix: Tensor) -> Tensor:
-    return (
-        as_matrix(matrix.half() if isinstance(matrix, Tensor) and matrix.dtype == torch.bool else matrix).detach() != 0
-    )
+    is_mask = isinstance(matrix, Tensor) and matrix.dtype == torch.bool
+    return as_matrix(matrix.half() if is_mask else matrix).detach() != 0
+
+
+def _filled(used: Tensor, size: Size) -> Tensor:
+    """Which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
+    return _cut(used, size).any(3).any(2)
 
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
-    """An order of the columns that leaves more blocks empty, found greedily.
+    """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], column order[i] comes to
+    place i.
 
     Each block of columns begins with the column, of those left, that needs the most blocks of rows (has a value in
     them); it is filled with those that need the fewest blocks of rows more, of these with what needs the most of those
@@ -120,18 +115,7 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
 
     Columns may be reordered if the inputs are: weight[:, order] takes x[..., order]. That costs nothing where the rows
     of the weight before it, and its bias, are reordered alike. For rows call it with the transpose, and `size` turned.
-    Its time grows with the square of the columns.
-
-    Args:
-        matrix: [rows, columns], a weight or a mask.
-        size: as in `block_mask`.
-
-    Returns:
-        int64 [columns], on the matrix's device: column order[i] comes to place i.
-
-    Raises:
-        InputError: as `empty_share`.
-    """
+    Its time grows with the square of the columns. Arguments and errors as `empty_share`."""
     used = _used(matrix)
     own = torch.arange(used.shape[1], device=used.device)
     blocks = _cut(used, size)
@@ -151,62 +135,65 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
         left[chosen] = False
         covered = torch.maximum(covered, needs[:, chosen])
         order.append(chosen)
-    found = torch.tensor(order, device=used.device)
-    return found if empty_share(used[:, found], size) > empty_share(used, size) else own
+    grouped = torch.tensor(order, device=used.device)
+    return grouped if empty_share(used[:, grouped], size) > empty_share(used, size) else own
 
 
 def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
-    """A weight as torch's block-sparse tensor (layout torch.sparse_bsr), which holds the blocks that are not all zero.
+    """Return a weight as torch's block-sparse tensor (layout torch.sparse_bsr) of the blocks that are not all zero.
 
-    `to_dense` gives every value back bit for bit, zeros as +0.
-
-    Args:
-        weight: [out, in], floating-point values of 16 bits or more.
-        size: as in `block_mask`.
-
-    Raises:
-        InputError: for a size that does not divide, and for what is no dense matrix that holds its values.
-    """
+    `to_dense` gives every value back bit for bit, zeros as +0. weight: [out, in]. InputError as `empty_share`."""
     matrix = as_matrix(weight).detach()
     return matrix.to_sparse_bsr(tuple(_cut(matrix, size).shape[2:]))
 
 
-class BlockLinear(nn.Linear):
-    """x W^T + b for inference, with W as torch's block-sparse tensor, whose product skips empty blocks: x
-    [..., in_features], y [..., out_features]. Made by `to_bsr_linear`. torch does not copy or cast such a tensor, and
-    its product has no gradient for x: copy, cast and train the dense layer, and make this one of it. To cast or move
-    it is an InputError; so is an x that needs a gradient. The bias has one."""
+class Blocks(Products):
+    """A feed-forward layer whose weights have many empty blocks, through block-sparse products: each projection of
+    which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned. Blocks are squares
+    of 16 to 128, the largest that leave nearly as much empty as small ones. Weights of 16 bits on a GPU from sm_80 on
+    take the kernel of ops.blocks, which needs less than half of the time of torch's at 90% (docs/measured.md), all
+    others torch's products. The layer owns the filled blocks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y of x. InputError for another width, dtype or device, an x that needs a gradient, and under autocast."""
-        cast = torch.is_autocast_enabled(x.device.type)
-        if (
-            x.shape[-1:] != (self.in_features,)
-            or (x.dtype, x.device) != (self.weight.dtype, self.weight.device)
-            or cast
-        ):
+    name = "blocks"
+    patterned = True
+
+    def product(self, weight: Tensor) -> Product:
+        blocks = to_bsr(weight, int(self.weigh(weight)[1]))
+        if _has_kernel(weight):
+            return kernel.BlockOperand(blocks)
+        return lambda x, bias: _by_torch(x, blocks, bias)
+
+    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+        used = checked_weight(weight) != 0
+        sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
+        if not sizes:
+            raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
+        shares = {size: _filled(used, size).double().mean().item() for size in sizes}
+        size = next(size for size in shares if shares[size] <= _NEARLY * min(shares.values()))
+        if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
+            raise InputError(f"blocks of {weight.dtype} on a CPU; accepted there: float32 and float64")
+        if shares[size] > 1 - LEAST_EMPTY:
             raise InputError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device}{', under autocast' * cast}; {self.weight.dtype} "
-                f"[..., {self.in_features}] on {self.weight.device} is accepted, without autocast"
+                f"{1 - shares[size]:.1%} of the weight's blocks of {size} x {size} are empty; at least "
+                f"{LEAST_EMPTY:.0%} are accepted (block_mask)"
             )
-        if needs_gradient(x):
-            raise InputError(
-                "x needs a gradient, which torch's product of blocks does not have; x.detach(), torch.no_grad() and "
-                "the dense layer are accepted"
-            )
-        return _product(x, self.weight, self.bias)
+        count = round(shares[size] * weight.numel() / size**2)
+        return count * (size**2 * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
 
-    def _apply(self, fn, recurse: bool = True):
-        probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
-        if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
-            raise InputError(
-                "a BlockLinear is not cast or moved, since torch does neither with its weight; cast or move the dense "
-                "layer, and make this one of it"
-            )
-        return self
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
+        """Return the time of what takes longest: the filled blocks' operations, every tensor once from memory, or what
+        a GPU's L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of
+        tokens."""
+        stored, size, share = counted
+        moved = stored + work.tokens * (n + k) * work.itemsize
+        tiles = -(-work.tokens // kernel.TILE_ROWS)
+        served = share * n * k / size * (work.tokens + tiles * size) * work.itemsize
+        rates = work.rates
+        cached = served / rates.l2 if rates.cache else 0.0
+        return max(2 * work.tokens * n * k * share / rates.matmul, moved / rates.bandwidth, cached)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, weight.shape[1])
     # torch's Triton kernels take numbers of tokens that the rows of a block divide.
     missing = -len(rows) % weight.values().shape[1] if rows.is_cuda else 0
@@ -214,117 +201,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y[: len(rows)].reshape(*x.shape[:-1], weight.shape[0])
 
 
-def to_bsr_linear(linear: nn.Linear, size: Size = 32) -> BlockLinear:
-    """The layer with torch's block-sparse product. On a GPU torch runs its Triton kernels, which take float32 and 16
-    bits, and block sizes that are powers of two; on a CPU MKL, which takes float32, float64 and square blocks.
-
-    Args:
-        linear: with whole blocks of zeros (`block_mask`). It is left as it was; the bias is shared.
-        size: as in `block_mask`.
-
-    Returns:
-        A layer of the same widths, whose weight has no gradient.
-
-    Raises:
-        InputError: for a size that does not divide, or that the device's product does not take, as above; for a module
-            that is not exactly an nn.Linear, or has hooks; and for a weight that is on meta or not finite.
-    """
-    weight = checked_weight(checked_linear(linear).weight)
-    high, wide = _cut(weight, size).shape[2:]
-    _check_product(weight, high, wide)
-    made = BlockLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
-    made.weight = nn.Parameter(to_bsr(weight, size), requires_grad=False)
-    made.bias = linear.bias
-    return made.train(linear.training)
-
-
-def _check_product(weight: Tensor, high: int, wide: int) -> None:
-    """InputError where torch has no block-sparse product of such blocks on the weight's device."""
-    if weight.device.type == "cpu":
-        taken = high == wide and weight.dtype.itemsize >= 4
-        accepted = "square blocks of float32 and float64"
-    else:
-        taken = not (high & (high - 1) or wide & (wide - 1)) and weight.dtype.itemsize <= 4
-        accepted = "blocks of a power of two, of float32 and 16 bits"
-    if not taken:
-        where = weight.device.type
-        raise InputError(f"blocks of {high} x {wide} of {weight.dtype} on {where}; accepted there: {accepted}")
-
-
-# ---- 2:4 inside blocks ----
-
-
-def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those whose norm is
-    then largest (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
-    kept = two_four_mask(weight)
-    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size, norm=norm)
-
-
-# ---- as a path ----
-
-LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
-_SIZES = (128, 64, 32, 16)
-_TOKENS = sources.number(block_linear.FILE, "BM")  # that the kernel computes with a block of W fetched once
-_NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
-
-
-class Blocks(Products):
-    """A feed-forward layer whose weights have many empty blocks, through block-sparse products: each projection of
-    which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned. Blocks are squares
-    of 16 to 128, the largest that leave nearly as much empty as small ones. Weights of 16 bits on a GPU from sm_80 on
-    take the kernel of `ops.block_linear`, which needs less than half of the time of torch's at 90% (docs/measured.md),
-    all others torch's products, as those of `BlockLinear`.
-
-    It holds the filled blocks beside the weights. A row of x that is not finite gives NaN."""
-
-    name = "blocks"
-    patterned = True
-
-    def product(self, weight: Tensor):
-        made = to_bsr(weight, int(self.weigh(weight)[1]))
-        if _has_kernel(weight):
-            held = block_linear.BlockOperand(made)
-            return held, [held.pointer, held.column, held.values, held.order]
-        parts = [made.crow_indices(), made.col_indices(), made.values()]
-        return lambda x, bias: _product(x, made, bias), parts
-
-    def weigh(self, weight: Tensor) -> tuple[float, ...]:
-        checked_weight(weight)
-        sizes = [size for size in _SIZES if not any(each % size for each in weight.shape)]
-        filled = {size: _filled(weight, size) for size in sizes if all(weight.shape)}
-        if not filled:
-            raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
-        shares = {size: blocks.double().mean().item() for size, blocks in filled.items()}
-        size = next(size for size in shares if shares[size] <= _NEARLY * min(shares.values()))
-        _check_product(weight, size, size)
-        if shares[size] > 1 - LEAST_EMPTY:
-            raise InputError(
-                f"{1 - shares[size]:.1%} of the weight's blocks of {size} x {size} are empty; at least "
-                f"{LEAST_EMPTY:.0%} are accepted (block_mask)"
-            )
-        count = int(filled[size].sum())
-        return count * (size * size * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        """As long as what takes longest: the filled blocks' operations, every tensor once from memory, or what a GPU's
-        L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of tokens."""
-        held, size, share = counted
-        moved = held + work.tokens * (n + k) * work.itemsize
-        tiles = -(-work.tokens // _TOKENS)
-        served = share * n * k / size * (work.tokens + tiles * size) * work.itemsize
-        rates = work.rates
-        cached = served / rates.l2 if rates.cache else 0.0
-        return max(2 * work.tokens * n * k * share / rates.matmul, moved / rates.bandwidth, cached)
-
-
 def _has_kernel(weight: Tensor) -> bool:
-    """Whether the kernel of ops.block_linear multiplies blocks of such a weight."""
-    return (
-        weight.is_cuda
-        and weight.dtype in block_linear.DTYPES
-        and torch.cuda.get_device_capability(weight.device) >= block_linear.OLDEST
-    )
+    """Whether the kernel of ops.blocks multiplies blocks of such a weight."""
+    new_enough = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= kernel.OLDEST
+    return new_enough and weight.dtype in kernel.DTYPES
 
 
 PATHS = (Blocks(),)

@@ -5,8 +5,8 @@
     print(verdict(rows))                  # computed from the rows: what it does to the loss, and whether it is faster
 
 Dropout at one half already sets half of the activations to zero, in places that no hardware skips. In 2:4 places tensor
-cores from sm_80 on skip them (twell_lab.sparsities.two_four), and the first operand of y = h Wd^T, the one that may be
-2:4, is h. The pattern is new in each step, so h has to be compressed in each step too: `product_times` measures both.
+cores from sm_80 on skip them, and the first operand of y = h Wd^T, the one that may be 2:4, is h. The pattern is new in
+each step, so h has to be compressed in each step too: `product_times` measures both.
 
 What changes for training: every value is kept with probability 1/2, as by Bernoulli dropout (Srivastava et al., JMLR
 2014), and doubled, so its mean is the value and its variance value^2. But two of four are kept always, so that two
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core import DeviceError, InputError
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..ops import clock
 from ..training.config import TrainConfig
 from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
 from ..training.text.load import load_any
-from .two_four import tensor_kind, usual_backend
+from .semi_structured import tensor_kind, usual_backend
 
 _PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # what may stay of four
 NONE, BERNOULLI, TWO_FOUR = "none", "Bernoulli 1/2", "2:4"
@@ -42,28 +42,20 @@ KINDS = (NONE, BERNOULLI, TWO_FOUR)
 DENSE, COMPRESS, PRODUCT, BOTH = "dense product", "compress", "2:4 product", "compress and 2:4 product"
 
 
-def two_four_pattern(shape: Iterable[int], device: torch.device | str = "cpu", generator=None) -> Tensor:
-    """Which values stay: bool of this shape, two of each four neighbours in the last dimension, each of the six pairs
-    equally likely. InputError for a last dimension that is no multiple of 4."""
-    sizes = [*shape]
-    if not sizes or sizes[-1] % 4:
-        raise InputError(f"the shape is {sizes}; a last dimension that is a multiple of 4 is accepted")
-    table = torch.zeros(6, 4, dtype=torch.bool)
-    for number, pair in enumerate(_PAIRS):
-        table[number, list(pair)] = True
-    drawn = torch.randint(6, (*sizes[:-1], sizes[-1] // 4), device=device, generator=generator)
-    return table.to(device)[drawn].view(sizes)
-
-
 def two_four_dropout(h: Tensor, *, training: bool = True, generator: torch.Generator | None = None) -> Tensor:
-    """Two of each four neighbours in the last dimension, drawn at random, doubled; the others are +0. Not in training:
-    h itself. Gradients go through what stays, doubled. InputError for a last dimension that is no multiple of 4, and
-    for values that are not floating-point."""
-    if not isinstance(h, Tensor) or not h.is_floating_point():
-        raise InputError(f"h is {getattr(h, 'dtype', type(h).__name__)}; floating-point values are accepted")
+    """Keep two of each four neighbours in the last dimension, each of the six pairs equally likely, doubled; the others
+    become +0. Not in training: h itself. Gradients go through what stays, doubled. InputError for a last dimension that
+    is no multiple of 4, and for values that are not floating-point."""
+    if not isinstance(h, Tensor) or not h.is_floating_point() or not h.dim() or h.shape[-1] % 4:
+        shown = f"{h.dtype} {list(h.shape)}" if isinstance(h, Tensor) else type(h).__name__
+        raise InputError(f"h is {shown}; floating-point values, a multiple of 4 in the last dimension, are accepted")
     if not training:
         return h
-    return torch.where(two_four_pattern(h.shape, h.device, generator), 2 * h, 0)
+    kept = torch.zeros(6, 4, dtype=torch.bool)
+    for number, pair in enumerate(_PAIRS):
+        kept[number, list(pair)] = True
+    pairs = torch.randint(6, (*h.shape[:-1], h.shape[-1] // 4), device=h.device, generator=generator)
+    return torch.where(kept.to(h.device)[pairs].view(h.shape), 2 * h, 0)
 
 
 class TwoFourDropout(nn.Module):
@@ -74,26 +66,19 @@ class TwoFourDropout(nn.Module):
 
 
 def sum_variance(terms: Tensor, kind: str = TWO_FOUR) -> Tensor:
-    """The variance of the sum of terms [..., n] that dropout of this kind makes: exactly, [...]. InputError for another
-    kind, and with 2:4 for an n that is no multiple of 4."""
-    _check_kind(kind)
-    if kind == NONE:
-        return torch.zeros_like(terms[..., 0])
+    """Return the variance of the sum of terms [..., n] that dropout of this kind makes: exactly, [...]. InputError for
+    another kind than BERNOULLI and TWO_FOUR, and with the latter for an n that is no multiple of 4."""
+    if kind not in KINDS[1:] or kind == TWO_FOUR and terms.shape[-1] % 4:
+        raise InputError(
+            f"kind is {kind!r:.80} for {terms.shape[-1]} terms; {KINDS[1:]} and multiples of 4 are accepted"
+        )
     squares = terms.square().sum(-1)
     if kind == BERNOULLI:
         return squares
-    if terms.shape[-1] % 4:
-        raise InputError(f"there are {terms.shape[-1]} terms; a multiple of 4 is accepted")
-    sums = terms.unflatten(-1, (-1, 4)).sum(-1).square().sum(-1)
-    return (4 * squares - sums) / 3
+    return (4 * squares - terms.unflatten(-1, (-1, 4)).sum(-1).square().sum(-1)) / 3
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise InputError(f"kind is {kind!r:.80}; accepted: {', '.join(map(repr, KINDS))}")
-
-
-# ---- what it does to a small model ----
+# ---- what it does to a small model
 
 
 def loss_effect(
@@ -115,13 +100,10 @@ def loss_effect(
         (mean of the last tenth of the steps, in nats, with dropout), and noise_ratio: the mean variance that the kind
         gives the layers' outputs at the end, over that of Bernoulli dropout on the same hidden values.
     """
-    config = config or TrainConfig(steps=300, warmup=30)
-    rows = []
-    for seed in seeds:
-        for kind in kinds:
-            _check_kind(kind)
-            rows.append(_trained(replace(config, seed=seed), kind))
-    return rows
+    config, kinds = config or TrainConfig(steps=300, warmup=30), tuple(kinds)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise InputError(f"kind is {unknown[0]!r:.80}; accepted: {', '.join(map(repr, KINDS))}")
+    return [_trained(replace(config, seed=seed), kind) for seed in seeds for kind in kinds]
 
 
 def _trained(config: TrainConfig, kind: str) -> dict:
@@ -129,9 +111,9 @@ def _trained(config: TrainConfig, kind: str) -> dict:
     text = load_any(config.text)
     seen, held_out = (part.tokens for part in text.split())
     model = initial_model(config, text.vocabulary).to(device).train()
-    layers = feed_forwards(model)
     drop = {NONE: nn.Identity(), BERNOULLI: nn.Dropout(0.5), TWO_FOUR: TwoFourDropout()}[kind]
-    hooks = [layer.down.register_forward_pre_hook(lambda module, args: (drop(args[0]),)) for layer in layers]
+    downs = [layer.down for layer in feed_forwards(model)]
+    hooks = [down.register_forward_pre_hook(lambda module, args: (drop(args[0]),)) for down in downs]
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, (0.9, 0.95), weight_decay=config.weight_decay)
     warm = max(1, config.warmup)
     slope = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
@@ -165,21 +147,21 @@ def _trained(config: TrainConfig, kind: str) -> dict:
 def _noise(model: nn.Module, windows: Tensor) -> float:
     """The variance of the layers' outputs by 2:4 dropout over that by Bernoulli dropout: a mean over layers, tokens and
     outputs of each."""
-    found = {BERNOULLI: 0.0, TWO_FOUR: 0.0}
+    sums = {BERNOULLI: 0.0, TWO_FOUR: 0.0}
 
-    def see(module: nn.Linear, args: tuple) -> None:
+    def add(module: nn.Linear, args: tuple) -> None:
         for row in args[0].reshape(-1, args[0].shape[-1])[::16]:
-            for kind in found:
-                found[kind] += float(sum_variance(module.weight * row, kind).mean())
+            for kind in sums:
+                sums[kind] += float(sum_variance(module.weight * row, kind).mean())
 
-    hooks = [layer.down.register_forward_pre_hook(see) for layer in feed_forwards(model)]
+    hooks = [layer.down.register_forward_pre_hook(add) for layer in feed_forwards(model)]
     model(windows[:, :-1])
     for hook in hooks:
         hook.remove()
-    return found[TWO_FOUR] / found[BERNOULLI] if found[BERNOULLI] else math.nan
+    return sums[TWO_FOUR] / sums[BERNOULLI] if sums[BERNOULLI] else math.nan
 
 
-# ---- whether its product is faster ----
+# ---- whether its product is faster
 
 
 @torch.no_grad()
@@ -188,47 +170,36 @@ def product_times(
 ) -> list[dict]:
     """Time y = h Wd^T with h [tokens, d_ff] dropped 2:4 as the first operand, on a GPU, by device events.
 
-    Args:
-        tokens, d_ff, d_model: sizes, as the backend takes them (two_four.check_convertible).
-        dtype: bfloat16 or float16.
-        backend: "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it.
-
-    Returns:
-        Rows, JSON-able: path ("dense product", "compress", "2:4 product", "compress and 2:4 product"), ms, spread,
-        samples, and for the 2:4 ones error_over_dense: how far the result is from float64, over the dense product's
-        distance. Drawing the pattern is in none of them: both kinds of dropout draw one.
-
-    Raises:
-        InputError: for sizes and dtypes that the backend does not take.
-        DeviceError: without a GPU of sm_80 or newer, or where this build of torch has no such backend.
-        clock.WrongResult: where the 2:4 product is more than twice as far from float64 as the dense one.
-    """
+    tokens, d_ff, d_model, dtype, backend: as `semi_structured.tensor_kind` takes them. Returns rows, JSON-able: path
+    ("dense product", "compress", "2:4 product", "compress and 2:4 product"), ms, spread, samples, and for the 2:4 ones
+    error_over_dense: how far the result is from float64, over the dense product's distance. Drawing the pattern is in
+    none of them: both kinds of dropout draw one. Raises InputError and DeviceError as `tensor_kind`, DeviceError where
+    the backend does not run it, and clock.WrongResult where the 2:4 product is more than twice as far from float64 as
+    the dense one."""
     backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = tensor_kind((tokens, d_ff), dtype, device, backend)
     draw = torch.Generator("cuda").manual_seed(0)
-    drawn = lambda *sizes: torch.randn(*sizes, device="cuda", generator=draw).to(dtype)
+    drawn = lambda *sizes: torch.randn(*sizes, device="cuda", generator=draw).to(dtype)  # noqa: E731
     h = two_four_dropout(torch.relu(drawn(tokens, d_ff)), generator=draw)
     weight = drawn(d_model, d_ff) / d_ff**0.5
     try:
-        held = kind.from_dense(h)
-        found = {DENSE: h @ weight.t(), BOTH: held @ weight.t()}
+        sparse = kind.from_dense(h)
+        results = {DENSE: h @ weight.t(), BOTH: sparse @ weight.t()}
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        said = f"{str(error).splitlines()[0]:.200}"
-        raise DeviceError(
-            f"torch's {backend} does not run this product here: {said}; accepted: another backend"
-        ) from error
+        why = f"{str(error).splitlines()[0]:.200}"
+        raise DeviceError(f"torch's {backend} does not run this product here: {why}; accepted: another") from error
     some = slice(0, 256)
     exact = h[some].double() @ weight.double().t()
-    off = {path: float((y[some].double() - exact).norm()) for path, y in found.items()}
+    off = {path: float((y[some].double() - exact).norm()) for path, y in results.items()}
     ratio = off[BOTH] / max(off[DENSE], 1e-30)
     if not ratio <= 2:
         raise clock.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
     calls = {
         DENSE: lambda turn: h @ weight.t(),
         COMPRESS: lambda turn: kind.from_dense(h),
-        PRODUCT: lambda turn: held @ weight.t(),
+        PRODUCT: lambda turn: sparse @ weight.t(),
         BOTH: lambda turn: kind.from_dense(h) @ weight.t(),
     }
     rows = []
@@ -240,36 +211,23 @@ def product_times(
     return rows
 
 
-# ---- the verdict ----
-
-
 def verdict(losses: list[dict], times: list[dict] | None = None) -> dict:
-    """What the rows say, computed from them.
+    """Say what the rows say, computed from them.
 
-    Args:
-        losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more.
-        times: of `product_times`, if there are any.
-
-    Returns:
-        loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds. loss_spread: 1.96 standard errors
-        of it. loss_differs: whether the change is larger than its spread. With `times` also product_x and
-        with_compress_x (how many times as fast as dense), and pays: whether it is faster with compression, and no worse
-        in loss.
-
-    Raises:
-        InputError: for rows without the seeds and kinds that this needs.
-    """
+    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`,
+    if there are any. Returns loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds;
+    loss_spread: 1.96 standard errors of it; loss_differs: whether the change is larger than its spread. With `times`
+    also product_x and with_compress_x (how many times as fast as dense), and pays: whether it is faster with
+    compression, and no worse in loss. InputError for rows without the seeds and kinds that this needs."""
     by = {(row["kind"], row["seed"]): row["bits_per_byte"] for row in losses}
     seeds = sorted({seed for _, seed in by if all((kind, seed) in by for kind in (BERNOULLI, TWO_FOUR))})
     if len(seeds) < 2:
         raise InputError(f"there are both kinds of dropout for the seeds {seeds}; two seeds or more are accepted")
-    each = torch.tensor([by[TWO_FOUR, seed] - by[BERNOULLI, seed] for seed in seeds], dtype=torch.float64)
-    change, spread = float(each.mean()), float(1.96 * each.std() / len(seeds) ** 0.5)
-    found = {"loss_change": change, "loss_spread": spread, "loss_differs": abs(change) > spread}
+    changes = torch.tensor([by[TWO_FOUR, seed] - by[BERNOULLI, seed] for seed in seeds], dtype=torch.float64)
+    change, spread = float(changes.mean()), float(1.96 * changes.std() / len(seeds) ** 0.5)
+    result = {"loss_change": change, "loss_spread": spread, "loss_differs": abs(change) > spread}
     if times:
         ms = {row["path"]: row["ms"] for row in times}
-        if missing := [path for path in (DENSE, PRODUCT, BOTH) if path not in ms]:
-            raise InputError(f"the times lack {missing[0]!r}; rows of product_times are accepted")
-        found |= {"product_x": ms[DENSE] / ms[PRODUCT], "with_compress_x": ms[DENSE] / ms[BOTH]}
-        found["pays"] = found["with_compress_x"] > 1 and not (found["loss_differs"] and change > 0)
-    return found
+        result |= {"product_x": ms[DENSE] / ms[PRODUCT], "with_compress_x": ms[DENSE] / ms[BOTH]}
+        result["pays"] = result["with_compress_x"] > 1 and not (result["loss_differs"] and change > 0)
+    return result

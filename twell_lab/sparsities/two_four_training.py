@@ -1,26 +1,23 @@
 """2:4 chosen anew in every step of training: of weights, or of activations after a squared ReLU.
 
-    train_two_four(model)                                        # weights: every nn.Linear
-    train_two_four(model, "input", only=lambda name, module: name.endswith("down_proj"))    # its activations
-    model = to_linears(model)                                    # nn.Linear again; weights as they were trained
+    layer.up_proj = TwoFourLinear(layer.up_proj)                # weights; the same Parameters
+    layer.down_proj = TwoFourLinear(layer.down_proj, "input")   # activations
 
 Of each 4 x 4 values at most two in each row and each column stay, the largest in magnitude first, so that the values
-and their transpose are 2:4, and both products that they are an operand of skip the zeros (sparsities.two_four writes
-the three products of a layer out). The gradient passes straight through, as if all had stayed, so what was dropped can
-come back.
+and their transpose are 2:4, and both products that they are an operand of skip the zeros (sparsities.two_four_bound
+writes the three products of a layer out). The gradient passes straight through, as if all had stayed, so what was
+dropped can come back.
 
 - "weight": y = x W^T and dx = dy W gain, dW is dense (torch's way; Hu et al., arXiv 2404.01847, have variants).
 - "input": y = x W^T and dW = dy^T x gain, where x [tokens, d_ff] enters the down projection. After a squared ReLU most
-  of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672): `dropped` says how
-  much. A tile holds four neighbouring tokens, so what stays of one depends on the others.
+  of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672). A tile holds four
+  neighbouring tokens, so what stays of one depends on the others.
 
 On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
 cuSPARSELt's or CUTLASS's. That kernel packs both forms in the same pass, for cuSPARSELt in the layout that it has for
 GPUs of 8.x and multiples of 128 alone; here cuSPARSELt packs its two forms itself, which takes two passes more and
-holds for every GPU that it knows. `step_times` says whether the products gain what choosing and packing take.
-torchao's `SemiSparseLinear` rests on the same kernel, but chooses the largest values with their sign, so that it drops
-large negative weights; here magnitudes count. On a CPU the same is computed densely, which is the reference; where
-values tie a GPU may keep others."""
+holds for every GPU that it knows. `step_times` says whether the products gain what choosing and packing take. On a CPU
+the same is computed densely, which is the reference; where values tie a GPU may keep others."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
-from ..layers.anatomy import Only, check_model, raise_all, replaced
 from ..ops import clock
-from .two_four import tensor_kind, two_four_mask, usual_backend
-from .weights import checked_linear, prunable
+from .semi_structured import tensor_kind, usual_backend
+from .two_four import two_four_mask
+from .weights import checked_linear
 
 OPERANDS = ("weight", "input")
 ALGORITHM = "largest_abs_values_greedy"  # of torch._sparse_semi_structured_tile; its default ranks signed values
@@ -42,9 +39,9 @@ SIDE = 64  # on a GPU rows and columns of what becomes 2:4 are multiples of it; 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, backend: str | None) -> Tensor:
-        if backend is None:
+        if not values.is_cuda:
             return values.masked_fill(~two_four_mask(values, transposable=True), 0)
-        return _packed(values, backend)
+        return _packed(values, backend or usual_backend())
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -52,24 +49,18 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def two_four(values: Tensor, *, backend: str | None = None) -> Tensor:
-    """The values with at most two of each four neighbours of a row, and of a column, kept; the gradient is that of all.
+    """Keep at most two of each four neighbours of a row, and of a column; the gradient is that of all values.
 
-    Args:
-        values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE.
-        backend: of torch's 2:4 tensor on a GPU, "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it.
-
-    Returns:
-        On a GPU torch's 2:4 tensor, which matrix products take as one of their operands; on a CPU a dense one.
-
-    Raises:
-        InputError: for other sizes and dtypes, and on a CPU for values that are not finite.
-        DeviceError: for a GPU before sm_80, without the backend, or one that its kernels refuse.
-    """
-    return _StraightThrough.apply(values, backend or usual_backend() if values.is_cuda else None)
+    values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE. backend: of torch's 2:4
+    tensor on a GPU, "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it. Returns on a GPU torch's 2:4
+    tensor, which matrix products take as one of their operands; on a CPU a dense one. Raises InputError for other sizes
+    and dtypes, and on a CPU for values that are not finite; DeviceError for a GPU before sm_80, without the backend, or
+    one that its kernels refuse."""
+    return _StraightThrough.apply(values, backend)
 
 
 def _packed(values: Tensor, backend: str) -> Tensor:
-    if any(each % SIDE or not each for each in values.shape):
+    if any(n % SIDE or not n for n in values.shape):
         raise InputError(f"the values have shape {list(values.shape)}; multiples of {SIDE} are accepted on a GPU")
     kind = tensor_kind(values.shape, values.dtype, values.device, backend)
     values = values.contiguous()
@@ -78,7 +69,7 @@ def _packed(values: Tensor, backend: str) -> Tensor:
             return kind.prune_dense_static_sort(values, algorithm=ALGORITHM)
         masks = torch._sparse_semi_structured_tile(values, algorithm=ALGORITHM, use_cutlass=True)[4]
         kept = torch._sparse_semi_structured_apply_dense(values, masks)
-        packed, packed_t = (torch._cslt_compress(each) for each in (kept, kept.t().contiguous()))
+        packed, packed_t = (torch._cslt_compress(t) for t in (kept, kept.t().contiguous()))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -90,115 +81,54 @@ def _packed(values: Tensor, backend: str) -> Tensor:
     return kind(kept.shape, packed, None, packed_t, None, None, fused)
 
 
-@torch.no_grad()
-def dropped(values: Tensor) -> float:
-    """What `two_four` would lose of these values [..., columns], as a share of their norm; rows are filled up with
-    zeros to a multiple of 4. InputError for columns that are none, and for values that are not finite."""
-    rows = _filled(values.reshape(-1, values.shape[-1]), 4)
-    lost, norm = rows.masked_fill(two_four_mask(rows, transposable=True), 0).double().norm(), rows.double().norm()
-    return float(lost / norm) if norm else 0.0
-
-
-def _filled(rows: Tensor, multiple: int) -> Tensor:
-    missing = -len(rows) % multiple
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
 class TwoFourLinear(nn.Linear):
     """y = x W^T + b of which one operand is made 2:4 in every forward, in training and in evaluation: x [...,
     in_features], y [..., out_features].
 
     Under autocast both operands are cast first, as nn.Linear's are. Weight and bias are those of the nn.Linear that it
-    was made of, the same Parameters.
+    was made of, the same Parameters, so that optimizers stay as they are.
 
-    Args:
-        linear: an nn.Linear whose widths are multiples of 4, on a GPU of SIDE.
-        operand: "weight" or "input".
-        backend: as of `two_four`.
-
-    Raises:
-        InputError: for another operand or backend, other widths, and a module that is not exactly an nn.Linear, or has
-            hooks. A forward raises what `two_four` does.
-    """
+    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE. operand: "weight" or "input". backend:
+    as of `two_four`. Raises InputError for others; a forward raises what `two_four` does."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
-        if operand not in OPERANDS:
-            raise InputError(f"operand is {operand!r:.80}; accepted: {', '.join(map(repr, OPERANDS))}")
-        if backend not in (None, "cutlass", "cusparselt"):
-            raise InputError(f"backend is {backend!r:.80}; accepted: 'cutlass', 'cusparselt' and None")
+        if operand not in OPERANDS or backend not in (None, "cutlass", "cusparselt"):
+            raise InputError(
+                f"operand is {operand!r:.80} and backend {backend!r:.80}; accepted: {', '.join(map(repr, OPERANDS))}, "
+                "and 'cutlass', 'cusparselt' and None"
+            )
         weight = checked_linear(linear).weight
         by = SIDE if weight.is_cuda else 4
-        sizes = weight.shape if operand == "weight" else weight.shape[1:]
-        if any(each % by or not each for each in sizes):
-            raise InputError(
-                f"the {operand} is [..., {linear.in_features}] of a layer with the weight "
-                f"{list(weight.shape)}; multiples of {by} are accepted"
-            )
+        if any(n % by or not n for n in (weight.shape if operand == "weight" else weight.shape[1:])):
+            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of {by} are accepted")
         super().__init__(linear.in_features, linear.out_features, False, "meta", weight.dtype)
         self.weight, self.bias = weight, linear.bias
         self.operand, self.backend = operand, backend
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        weight, bias = self.weight, self.bias
-        if dtype is not None:
+        device, weight, bias = x.device.type, self.weight, self.bias
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         with torch.autocast(device, enabled=False):
             if self.operand == "weight":
                 y = F.linear(rows, two_four(weight, backend=self.backend))
             elif len(rows):
-                y = two_four(_filled(rows, SIDE if x.is_cuda else 4), backend=self.backend) @ weight.t()
-                y = y[: len(rows)]
+                missing = -len(rows) % (SIDE if x.is_cuda else 4)
+                filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+                y = (two_four(filled, backend=self.backend) @ weight.t())[: len(rows)]
             else:
                 y = F.linear(rows, weight)
             y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], self.out_features)
 
-    def to_linear(self) -> nn.Linear:
-        """An nn.Linear with the same Parameters: all weights, also those that `two_four` would drop."""
-        linear = nn.Linear(self.in_features, self.out_features, False, "meta", self.weight.dtype)
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear.train(self.training)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, 2:4 {self.operand}"
 
 
-def train_two_four(
-    model: nn.Module, operand: str = "weight", *, only: Only | None = None, backend: str | None = None
-) -> nn.Module:
-    """Make the nn.Linear layers of a model TwoFourLinear, in place; returns the model. Optimizers stay as they are.
-
-    Args:
-        model: any module. An nn.Linear itself is returned as a TwoFourLinear.
-        operand, backend: of the layers.
-        only: the layers for which only(name, module) is true.
-
-    Raises:
-        InputError: with nothing changed, for a model without such layers, and for layers that TwoFourLinear or
-            `weights.prune` refuses.
-    """
-    check_model(model)
-    made, reasons = {}, []
-    for name, module in prunable(model, only).items():
-        try:
-            made[module] = TwoFourLinear(module, operand, backend=backend)
-        except InputError as error:
-            reasons.append(f"{name or 'the model'}: {error}")
-    raise_all(reasons)
-    return replaced(model, made)
-
-
-def to_linears(model: nn.Module) -> nn.Module:
-    """Make the TwoFourLinear layers of a model nn.Linear again, in place (`TwoFourLinear.to_linear`); returns it."""
-    check_model(model)
-    return replaced(model, {each: each.to_linear() for each in model.modules() if isinstance(each, TwoFourLinear)})
-
-
-# ---- whether it is faster ----
+# ---- whether it is faster
 
 
 def step_times(
@@ -225,9 +155,8 @@ def step_times(
     with torch.no_grad():
         dense.weight.copy_(drawn(out_features, in_features) / in_features**0.5)
     dy = drawn(tokens, out_features).to(dtype)
-    layers = {"dense step": dense} | {
-        f"2:4 {each} step": TwoFourLinear(dense, each, backend=backend) for each in OPERANDS
-    }
+    layers: dict[str, nn.Module] = {"dense step": dense}
+    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand, backend=backend) for operand in OPERANDS}
     facts = {name: _checked(layer, x, dtype, backend) for name, layer in layers.items()}
 
     def step(layer: nn.Module):
@@ -242,11 +171,11 @@ def step_times(
     calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach(), backend=backend)
     calls["2:4 input chosen"] = lambda turn: two_four(x, backend=backend)
     sizes = {"tokens": tokens, "d_ff": in_features, "d_model": out_features, "backend": backend}
-    found = []
+    rows = []
     for path, samples in clock.time_cuda(calls, 15).items():
         ms, spread = clock.quartiles(samples)
-        found.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts.get(path, {}), "samples": samples})
-    return found
+        rows.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts.get(path, {}), "samples": samples})
+    return rows
 
 
 @torch.no_grad()

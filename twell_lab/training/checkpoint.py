@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..core import InputError, RecordError, check_folder
 from ..models.tiny import FORMAT as MODEL_FORMAT
-from ..models.tiny import ModelConfig, fingerprint
+from ..models.tiny import ModelConfig
 from .config import TrainConfig
 from .seal import seal, sha256, to_disk, unseal
 from .text.prepared import PreparedText
@@ -142,10 +142,9 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
         part.mkdir()
-        printed = {"sha256": fingerprint(state.weights, model_config)}
-        for name, tensors, about in (("model", state.weights, printed), ("optimizer", extra, None)):
+        for name, tensors in (("model", state.weights), ("optimizer", extra)):
             whole = {key: value.contiguous() for key, value in tensors.items()}
-            safetensors.torch.save_file(whole, part / f"{name}.safetensors", metadata=about)
+            safetensors.torch.save_file(whole, part / f"{name}.safetensors")
         (part / "config.json").write_text(json.dumps(model_config, indent=1, allow_nan=False) + "\n")
         if (folder / TOKENIZER).is_file():  # so that a checkpoint can be copied elsewhere and used without its run
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..analysis.running import ALL, Gate, on_gate
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.anatomy import FeedForward, firing_layers
+from ..layers.find import FeedForward, firing_layers
 from . import parallel
 
 STRENGTH, SIGMA = 0.1, 0.02  # the paper's lambda and sigma
@@ -32,7 +32,7 @@ STRENGTH, SIGMA = 0.1, 0.02  # the paper's lambda and sigma
 class Tracker:
     """For each neuron, how many tokens have passed since it last fired, counted in whole calls of `see`.
 
-    layers: the model's feed-forward layers (layers.anatomy.firing_layers), or their widths d_ff.
+    layers: the model's feed-forward layers (layers.find.firing_layers), or their widths d_ff.
     window_tokens: a neuron that was silent for this many tokens or more is dead. Before so many tokens, none is.
 
     The counts are int64 tensors on the device of what `see` is given; nothing here waits for it. Raises InputError
@@ -100,7 +100,7 @@ class Tracker:
 def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     """A context that notes which neurons fire in the model's forward passes. It gives a function that returns them.
 
-    For each layer, in the order of layers.anatomy.firing_layers, that function returns bool [d_ff]: whether a neuron
+    For each layer, in the order of layers.find.firing_layers, that function returns bool [d_ff]: whether a neuron
     fired at any token since the function was last called. For layers swapped by `sparsify`, each pass computes the gate
     a second time. Passes of a compiled model are not noticed. Raises InputError for a model without such layers.
     """

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ..core import InputError
-from ..layers.anatomy import FeedForward, firing_layers
-from ..layers.learner import Told
+from ..layers.find import FeedForward, firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import layer_l1, layer_nnz
+from ..layers.terms import Told, layer_l1, layer_nnz
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -100,14 +99,14 @@ class Objective(nn.Module):
         # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
         self.running = False
         layers = firing_layers(model)
-        # A list for each layer (see Learner.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # A list for each layer (see terms.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
         # enters the down projection of a dense layer.
         self.seen: list[list] = [[] for _ in layers]
         self.hooks = ExitStack()
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
                 layer.module.tell(seen)
-                self.hooks.callback(layer.module.tell, None)
+                self.hooks.callback(tell, layer.module, None)
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 
@@ -121,7 +120,7 @@ class Objective(nn.Module):
 
         Returns:
             Seven tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
-            nnz, and what layers.learner.LayerTerm has as lost, light and heavy, by layer, float32 [layers] each, or
+            nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by layer, float32 [layers] each, or
             five empty tensors if not `count`."""
         self._forget()
         self.running = True

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 
 from ..analysis.switching import Switch
 from ..core import InputError
-from ..layers.anatomy import feed_forwards, firing_layers
-from ..layers.learner import LayerTerm
+from ..layers.find import feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import LayerTerm
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, check_shapes
-from ..ops.copies import all_finite
+from ..ops.checks import all_finite
 from . import checkpoint, dead, parallel
 from .compiled import Compiled
 from .config import TrainConfig
@@ -35,7 +34,6 @@ from .parallel import World
 from .text.source import random_windows
 
 RESIDENT = 2**31  # bytes of tokens that are copied to the device
-AGAIN = 1.0  # seconds after the first signal from which another Ctrl-C stops at once
 GRACE = 20.0  # seconds in which several processes agree to stop; torchrun kills them after 30
 FRESH = 4  # readings of a text that teach nearly as much as fresh text would (Muennighoff et al., arXiv 2305.16264)
 
@@ -287,11 +285,9 @@ class Diverged(InputError):
 
 
 class Stop:
-    """A context in which Ctrl-C, SIGTERM (from a cluster's scheduler) and SIGHUP (from a terminal that closes) let a
-    run save itself before it stops.
+    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself before it stops.
 
-    The first signal sets `asked`, and the run is to stop after its step. Signals often come in pairs, so the next ones
-    change nothing; but another Ctrl-C, AGAIN seconds or more after the first signal, stops at once.
+    The first signal sets `asked`, and the run is to stop after its step. Another Ctrl-C stops at once.
 
     active: False leaves the signals alone, for a run that is not saved.
     patient: for one of several processes. No Ctrl-C stops such a process at once, since the terminal sends it to each
@@ -302,20 +298,11 @@ class Stop:
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
         self.patient, self.asked = patient, False
-        self.listening = False  # whether every signal is noted: before that, the next one may end the process
-        self.first: float | None = None  # when it was asked
         self.agreed = threading.Event()
 
     def __enter__(self) -> Stop:
         if self.active:
-            numbers = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
-            # A signal that is ignored, as SIGHUP is under nohup, stays ignored.
-            noted = [each for each in numbers if each and signal.getsignal(each) not in (signal.SIG_IGN, None)]
-            wanted = (signal.SIGINT, *noted)
-            self.old = {number: signal.signal(number, self._note) for number in wanted}
-            self.listening = True
-            if self.asked:
-                self._answer()
+            self.old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
             if self.patient:
                 self._watch()
         return self
@@ -323,32 +310,20 @@ class Stop:
     def __exit__(self, *raised) -> None:
         self.agreed.set()
         if self.active:
-            self._restore()
+            for number, handler in self.old.items():
+                signal.signal(number, handler)
             if self.patient:
                 signal.set_wakeup_fd(self.woken)
                 os.close(self.writer)
                 self.watcher.join()
 
-    def _restore(self) -> None:
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if self.patient or not self.listening:
+        before, self.asked = self.asked, True
+        if self.patient:
             return
-        if self.first is None:
-            self._answer()
-        elif number == signal.SIGINT and time.monotonic() - self.first >= AGAIN:
-            self._restore()
-            if callable(old := self.old[number]):
-                old(number, frame)
+        if before and number == signal.SIGINT:
             raise KeyboardInterrupt
-
-    def _answer(self) -> None:
-        """Say what was understood; a run that says this is going to be saved."""
-        if not self.patient and self.first is None:
-            self.first = time.monotonic()
+        if not before:
             # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
             with suppress(OSError, RuntimeError):
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..analysis.profile import profile
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.anatomy import feed_forwards
-from ..records.record import Record
+from ..layers.find import feed_forwards
+from ..records import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train
 from .objective import EVAL_BATCH, bits_per_byte

@@ -77,7 +77,7 @@ def test_help_and_version_load_neither_torch_nor_plotly():
             [sys.executable, "-c", code, argument],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert ran.returncode == 0 and "twell-lab" in ran.stdout, ran.stderr
@@ -157,7 +157,7 @@ def test_a_reader_who_leaves_is_no_error(folder):
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     os.close(write)
@@ -212,8 +212,8 @@ def test_what_does_not_fit_into_memory_is_one_line(capsys):
 
 def test_verify_answers_by_its_status(capsys, folder):
     answer = json.loads(ask(capsys, "records", "--verify", "--json", "--folder", str(folder), status=1))
-    assert answer["holds"] is False and answer["kernels"] == records.provenance.kernel_hashes()
-    entry = {"kernels": records.provenance.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
+    assert answer["holds"] is False and answer["kernels"] == records.kernel_hashes()
+    entry = {"kernels": records.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
     (folder / records.UNVERIFIED).write_text(json.dumps(entry))
     assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
 

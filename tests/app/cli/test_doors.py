@@ -319,7 +319,7 @@ def test_streams_of_a_shell(folder):
             ["sh", "-c", command],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
         )
         assert (

@@ -47,7 +47,7 @@ def test_the_bar_fits_80_columns_and_shows_bits_per_byte(text):
     while shown.count(b"per byte") < 20:
         shown += os.read(ours, 4096)
     work.terminate()
-    work.wait(timeout=60)
+    work.wait(timeout=300)
     os.close(ours)
     lines = re.split("[\r\n]", re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", shown.decode("utf-8", "ignore")))[:-1]
     bars = [line for line in lines if "per byte" in line and "l1 0.0001234" in line]

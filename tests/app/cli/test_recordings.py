@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from twell_lab import records
-from twell_lab.app import cli, recordings, terminal
+from twell_lab.app import cli, recordings
 from twell_lab.core import DeviceError, RecordError
-from twell_lab.ops import clock as clocks
+from twell_lab.ops import measure
 
 
 @pytest.fixture
@@ -80,22 +79,6 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
         recordings._sections({"one": [interrupt]}, 100)
 
 
-def test_a_second_sigterm_does_not_interrupt_what_saves_after_the_first():
-    """`timeout` sends two."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with terminal.terminated_like_interrupted():
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-            except KeyboardInterrupt:
-                pytest.fail("interrupted twice")
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 ROW = {"kind": "x", "device": "a machine", "dtype": "float32", "path": "dense", "ms": 1.0, "spread": 0.0}
 
 
@@ -134,17 +117,6 @@ def test_a_recording_that_is_told_to_stop_is_saved(tmp_path, record_slow, kind):
     notes = json.loads(saved.read_text())["notes"]
     assert notes["left_out"] == {"one": "1 of 2 steps: interrupted", "two": "1 of 1 steps: interrupted"}
     assert "unfinished" not in notes
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
-def test_a_library_that_took_the_signals_in_an_earlier_step_costs_no_rows(tmp_path, record_slow, kind):
-    """As LLVM within Triton does: at the second of two signals the system would end the process, silently."""
-    took = f"ctypes.CDLL(None).signal(signal.{kind}, ctypes.c_void_p(0)); return [ROW]"
-    done = record_slow(took, f"os.kill(os.getpid(), signal.{kind}); return []")
-    assert done.returncode == 0, done.stderr
-    (saved,) = tmp_path.iterdir()
-    assert records.load(saved).rows == [ROW]
 
 
 def test_a_recording_that_is_killed_leaves_what_it_has(tmp_path, record_slow, capsys):
@@ -190,15 +162,6 @@ def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
     sections = {"one": [lambda: clock(1.0), lambda: clock(1.0)]}
     assert len(recordings._recorded("slow", "a test", sections, 100, full).rows) == 2
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
-
-
-def test_each_recording_in_sections_keeps_what_it_has():
-    keeping = {name for name, made in recordings.RECORDINGS.items() if "keep" in inspect.signature(made).parameters}
-    sized = {name for name in recordings.RECORDINGS if name.startswith("bench-")}
-    assert len(sized) == 4 and keeping == sized | {
-        *("inference", "training", "model", "model-paths", "thresholds", "comparison", "pruning", "trained"),
-        *("predictors", "experiments"),
-    }
 
 
 def test_pruning_is_recorded_without_a_gpu_too(monkeypatch, tmp_path):

@@ -19,8 +19,8 @@ import torch
 from twell_lab import formats, records
 from twell_lab.app import charts, cli, page, tour
 from twell_lab.app import options as options_module
+from twell_lab.app import page as plain
 from twell_lab.core import RecordError, TextError, TwellError
-from twell_lab.plots import data as plain
 from twell_lab.training import loop
 
 ROOT = Path(__file__).parents[3]

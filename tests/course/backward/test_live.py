@@ -10,7 +10,7 @@ from twell_lab.core import InputError
 from twell_lab.course import training
 from twell_lab.course.backward import live
 from twell_lab.course.roofline.data import Rates
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.terms import layer_terms
 from twell_lab.training.objective import cross_entropy

@@ -11,7 +11,7 @@ from twell_lab.bench import methods
 from twell_lab.course.choosing import checks, data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock as clocks
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 from twell_lab.sparsities import predictors
 
 WHERE = "yours, now, on CPU"

@@ -1,19 +1,14 @@
 """What a tile goes through: the layout held against the kernel's own code, the words against the library's."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab import core, formats, simulator
+from twell_lab import formats, simulator
 from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
-from twell_lab.formats import pool
-
-KERNEL = (core.kernels_dir() / "sm90_gate_pack.cu").read_text(encoding="utf-8")
-PTX = (core.kernels_dir() / "ptx_sm90.cuh").read_text(encoding="utf-8")
+from twell_lab.formats import packed_and_pool
 
 
 def test_the_sizes_are_those_that_the_kernel_needs():
@@ -48,42 +43,6 @@ def test_every_sum_has_one_place_and_every_register_one_sum():
     for wrong in (0, 12, 264):
         with pytest.raises(InputError, match=f"columns is {wrong};"):
             tile.sums(wrong)
-
-
-def test_the_layout_is_what_the_header_of_the_instructions_says():
-    text = PTX[PTX.index("// d [64][256] =") : PTX.index("wgmma_64x256x16(")].replace("//", "")
-    text = " ".join(text.split())
-    row, column = re.search(r"is row (.+?), column (.+?)\.", text).groups()
-    held = tile.sums()
-    for warp, lane, j, r, e in ((0, 0, 0, 0, 0), (3, 31, 31, 1, 1), (1, 13, 7, 1, 0), (2, 6, 20, 0, 1)):
-        known = {"warp": warp, "lane": lane, "j": j, "r": r, "e": e}
-        at = tuple(value_of(each.replace("8 r", "8 * r").replace("8 j", "8 * j"), known) for each in (row, column))
-        assert tuple(int(each[at]) for each in held) == (warp, lane, 4 * j + 2 * r + e)
-
-
-def value_of(expression: str, known: dict) -> int:
-    """An expression of C over whole numbers."""
-    return eval(re.sub(r"(?<!/)/(?!/)", "//", expression), {}, known)
-
-
-def test_the_layout_and_the_order_are_what_the_kernel_assumes():
-    """`round_tile` makes pairs of registers, and `store_dense` says which row and neuron each of them is."""
-    first, second = re.search(r": round_pair\(d\[(.+?)\], d\[(.+?)\]\);", KERNEL).groups()
-    line = re.search(r"row = p\.row0 \+ (.+?), in = (.+?), c = (.+?);", KERNEL).groups()
-    pair = re.search(r"value_of_bits\(p\.v\[(.+?)\]\[(.+?)\] >> (.+?) \* 16", KERNEL).groups()
-    warp, lane, register = tile.sums()
-    place = {(int(lane[r, c]), int(register[r, c])): (r, c) for r in range(16) for c in range(256)}  # of warp 0
-    for of_lane in (0, 1, 5, 30, 31):
-        for i in range(128):
-            known = {"lane": of_lane, "i": i, "span": 64}
-            known["in"] = value_of(line[1], known)
-            row, neuron = (
-                value_of(line[0], known),
-                value_of(line[2].replace("in", "inside"), {**known, "inside": known["in"]}),
-            )
-            r, j, e = (value_of(each.replace("in", "inside"), {**known, "inside": known["in"]}) for each in pair)
-            at = value_of((first, second)[e], {"j": j, "r": r})
-            assert place[of_lane, at][0] == row and tile.neuron_at(place[of_lane, at][1]) == neuron
 
 
 def test_a_tensor_map_reads_the_weights_in_this_order():
@@ -150,4 +109,4 @@ def test_counts_that_are_no_group_are_refused(counts):
 def test_the_lost_rows_are_those_of_the_reference():
     gate = torch.full((16, 256), -1.0, dtype=torch.bfloat16)
     gate[3, :40], gate[5, :90] = 1, 1
-    assert pool.packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]
+    assert packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]

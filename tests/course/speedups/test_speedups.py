@@ -8,7 +8,7 @@ from twell_lab.course import speedups
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
 from twell_lab.course.speedups import data
 from twell_lab.models.tiny import ModelConfig
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 
 SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
 

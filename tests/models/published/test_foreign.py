@@ -10,7 +10,8 @@ from torch import nn
 
 import twell_lab as tl
 from twell_lab.core import InputError, StackError
-from twell_lab.layers.anatomy import feed_forwards, is_threshold
+from twell_lab.layers.activations import is_threshold
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models import published
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.app import cli
 from twell_lab.core import DeviceError, InputError
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models import published
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from tests.simulator.without_ptx import without_ptx
 from twell_lab import simulator
 from twell_lab.cuda import macros, sources
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import train_lost
 from twell_lab.ops.activation import Activation
 from twell_lab.simulator import program

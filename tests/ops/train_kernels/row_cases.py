@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.simulator.pooled_cases import POISON, adversarial, gate_of
 from twell_lab.cuda import sources
-from twell_lab.formats import POOL_ROWS, fires
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats import POOL_ROWS, fires, packed_and_pool
 from twell_lab.ops import portable, train_rows
 
 __all__ = ["RowCase", "adversarial", "gate_of", "most_light", "same_bits", "with_counts"]

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from twell_lab.analysis import costs, switching
 from twell_lab.core import InputError
 from twell_lab.layers import terms as penalty
-from twell_lab.layers.anatomy import feed_forwards
-from twell_lab.layers.learner import LayerTerm
+from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.terms import LayerTerm
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import cpu, train_lost, train_rows
+from twell_lab.ops import cpu, survivors, train_lost
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.training.objective import Objective
 
@@ -286,7 +286,7 @@ def heavy_terms(nnz, light, heavy, lost=None):
 def test_few_tokens_with_many_neurons_cost_what_lost_ones_do(monkeypatch):
     """512 of 16,384 tokens with 1,500 of 5,632 neurons: 76 fire on average, above the break-even of 75, yet the step
     takes 2.5 ms on the sparse path and 4.8 on the dense one (training-20261126T021907Z.json)."""
-    monkeypatch.setattr(switching.train_lost, "held", lambda x: 512)
+    monkeypatch.setattr(switching.train_lost, "tensor_core_rows", lambda *_: 512)
     up, share = torch.empty(5632, 2048, device="meta"), 512 / 16384
     (seen,) = heavy_terms(75.7, 28.1, share)
     assert switching.cost(seen, up) == pytest.approx(28.1 + 0.07 * 5632 * share)
@@ -298,12 +298,12 @@ def test_few_tokens_with_many_neurons_cost_what_lost_ones_do(monkeypatch):
     # More of them than tensor cores take are walked, as all are where there are none.
     (many,) = heavy_terms(300.0, 28.1, 0.2)
     assert switching.cost(many, up) == 300
-    monkeypatch.setattr(switching.train_lost, "held", lambda x: 0)
+    monkeypatch.setattr(switching.train_lost, "tensor_core_rows", lambda *_: 0)
     assert switching.cost(seen, up) == pytest.approx(75.7)
 
 
 def test_a_layer_sent_back_by_lost_tokens_does_not_return_for_its_heavy_ones(monkeypatch):
-    monkeypatch.setattr(switching.train_lost, "held", lambda x: 512)
+    monkeypatch.setattr(switching.train_lost, "tensor_core_rows", lambda *_: 512)
     net = sparsify(model(), "twell")
     change = switching.Switch(net, below=50.0)
     seen = 10.0 + switching.LOST_TO_TENSOR_CORES * CONFIG.d_ff * 0.1
@@ -370,7 +370,7 @@ def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
     net, asked = sparsify(model(), "twell"), []
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
     monkeypatch.setattr(
-        switching.differentiable, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
+        switching.train, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
     )
     monkeypatch.setattr(switching, "break_even", lambda *_: 7.0)
     assert switching.Switch(net).measure(300) == {"layers.0.mlp": 0.0, "layers.1.mlp": 7.0}
@@ -386,8 +386,8 @@ def test_a_break_even_needs_tokens(tokens):
 def test_a_break_even_stays_within_the_room_for_entries(monkeypatch):
     net, tokens = sparsify(model(), "twell"), 100
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
-    monkeypatch.setattr(switching.differentiable, "takes", lambda *_: True)
+    monkeypatch.setattr(switching.train, "takes", lambda *_: True)
     monkeypatch.setattr(switching, "break_even", lambda *_: 1e6)
     limit = switching.Switch(net).measure(tokens)["layers.0.mlp"]
-    room = train_rows.capacity_for(tokens, CONFIG.d_ff)
+    room = survivors.capacity_for(tokens, CONFIG.d_ff)
     assert 0.8 * room < limit * tokens < limit * (1 + switching.MARGIN) * tokens < room

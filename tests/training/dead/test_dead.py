@@ -6,7 +6,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import FeedForward, feed_forwards, firing_layers
+from twell_lab.layers.find import FeedForward, feed_forwards, firing_layers
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training.dead import Tracker, collect_fired, fired_in, reinitialise

@@ -9,7 +9,7 @@ import torch
 
 from twell_lab.analysis.profile import profile
 from twell_lab.core import InputError
-from twell_lab.records.record import Record
+from twell_lab.records import Record
 from twell_lab.training import sweep
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import initial_model

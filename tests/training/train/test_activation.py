@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import feed_forwards, firing_layers
+from twell_lab.layers.find import feed_forwards, firing_layers
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig

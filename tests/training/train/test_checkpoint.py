@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
+from tests.training.train.small_runs import Enough, broken_off, options, until
 from twell_lab.app import cli
 from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel
@@ -22,7 +22,7 @@ from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Everything that has a state of its own: neurons counted and re-initialised, the ramp of l1, parts of a step.
 FULL = dict(dead_window=60, reinit=0.1, dead_every=3, l1_warmup=2, accumulate=2, l1=1.0, lr=0.08, warmup=2)
 
@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     ) as killed:
         wait_for_rows(out, 20, killed)
         killed.send_signal(signal.SIGKILL)
-        assert killed.wait(60) == -signal.SIGKILL
+        assert killed.wait() == -signal.SIGKILL
     saved = checkpoint.load(out).step
     same_as_unbroken(config, out, saved, curve)
 
@@ -92,47 +92,13 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
         ) as stopped:
             wait_for_rows(out, saved // 2 + 20, stopped)
             stopped.send_signal(number)
-            printed, said = stopped.communicate(timeout=60)
+            printed, said = stopped.communicate(timeout=600)
         assert stopped.returncode == 130 and printed == ""
         assert said.splitlines()[-1].startswith("twell-lab: stopped after step ") and "Traceback" not in said
         assert said.splitlines()[-1].endswith(f"to go on: python -m twell_lab train --resume {out}")
         before, saved = saved, checkpoint.load(out).step
         assert saved > before and len((out / "metrics.jsonl").read_text().splitlines()) >= saved // 2
         same_as_unbroken(config, out, saved, curve)
-
-
-def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_path, some_text):
-    """Ctrl-C, Ctrl-C, SIGTERM one right after the other: while torch is imported, in the first steps, and later."""
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    for number, wait in enumerate((0.3, 1.0, 2.0, 2.5, 3.0, None)):
-        out = tmp_path / str(number)
-        command = [sys.executable, "-m", "twell_lab", "train"]
-        with subprocess.Popen(
-            [*command, "--text", tmp_path / "text.py", "--out", out, "--steps=100000", *SMALL],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as stopped:
-            if wait is None:
-                wait_for_rows(out, 20, stopped)
-            else:
-                time.sleep(wait)
-            for signal_ in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                stopped.send_signal(signal_)
-                time.sleep(0.002)
-            said = stopped.communicate(timeout=60)[1]
-        assert "Traceback" not in said and "Error" not in said, (wait, said)
-        # Which of several signals ends a process that does not listen yet is not ours to say, and torch's libraries may
-        # abort where their loading or unloading is interrupted. It never ends as if all were done (0), and what it
-        # promised is kept. (That one Ctrl-C ends with status 130 has tests of its own.)
-        assert stopped.returncode != 0
-        if "stopping after this step" in said:
-            assert checkpoint.load(out).step
-            # So small a run is saved in a few milliseconds, and the next signal may end the process before it says so.
-            assert "stopped after step" in said or stopped.returncode < 0
-        else:
-            assert wait is not None and not checkpoint.checkpoints(out)
 
 
 @pytest.mark.filterwarnings("ignore:100000 steps")
@@ -162,12 +128,12 @@ def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_t
         wait_for_rows(out, 20, stopped)
         stopped.stdout.close()
         stopped.send_signal(signal.SIGINT)
-        assert stopped.wait(60) == 130
+        assert stopped.wait() == 130
     assert checkpoint.load(out).step >= 20
 
 
 def wait_for_rows(out: Path, rows: int, process) -> None:
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 60
+    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 600
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.01)
@@ -203,36 +169,22 @@ def test_what_a_folder_holds_after_a_run(unbroken, tiny):
     assert checkpoint.config_of(folder, text=result.config.text) == result.config
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_interruption_stops_at_once(first, monkeypatch):
-    monkeypatch.setattr(running, "AGAIN", 0.0)
-    before = signal.getsignal(signal.SIGTERM)
-    with running.Stop(active=True, patient=False) as stop:
-        os.kill(os.getpid(), first)
-        assert stop.asked
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize("patient", [False, True], ids=["alone", "several processes"])
-def test_signals_in_quick_succession_ask_once_and_lose_nothing(patient):
+def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    with running.Stop(active=True, patient=patient) as stop:
-        for number in (signal.SIGINT, signal.SIGINT, *SIGNALS, *SIGNALS):
-            os.kill(os.getpid(), number)
-            assert stop.asked
-    assert before == {number: signal.getsignal(number) for number in SIGNALS}
-
-
-def test_a_hangup_that_nohup_has_switched_off_stays_off():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    for first in SIGNALS:
         with running.Stop(active=True, patient=False) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.asked
-    finally:
-        signal.signal(signal.SIGHUP, before)
+            signal.raise_signal(first)
+            signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
+            assert stop.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        with running.Stop(active=True, patient=True) as stop:
+            for number in (first, *SIGNALS):
+                signal.raise_signal(number)
+            assert stop.asked
+        with running.Stop(active=False, patient=False) as stop, pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert before == {number: signal.getsignal(number) for number in SIGNALS}
 
 
 @pytest.mark.parametrize("waits", ["in Python", "in C, where no handler runs"])
@@ -254,24 +206,13 @@ def test_one_of_several_processes_ends_where_the_others_do_not_answer(waits):
         [sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as waiting:
         assert waiting.stdout.readline() == "there\n"
-        time.sleep(0.2)
-        began = time.monotonic()
         waiting.send_signal(signal.SIGTERM)
-        said = waiting.communicate(timeout=30)[1]
-    assert waiting.returncode == 128 + signal.SIGTERM and 0.4 < time.monotonic() - began < 10
+        said = waiting.communicate()[1]
+    assert waiting.returncode == 128 + signal.SIGTERM
     assert (
         "told to stop by SIGTERM, and the other processes did not agree to stop within 0.5 s" in said
         and "Traceback" not in said
     )
-
-
-def test_one_of_several_processes_that_agreed_takes_the_time_it_needs(monkeypatch):
-    monkeypatch.setattr(running, "GRACE", 0.05)
-    with running.Stop(active=True, patient=True) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        stop.agreed.set()
-        time.sleep(0.3)  # or this process would be gone
-    assert stop.asked
 
 
 # What is refused
@@ -409,24 +350,3 @@ def test_a_loss_that_is_no_number_leaves_the_state_of_the_step_before(tiny, tmp_
     assert kept.step == wanted.step == 4 and torch.equal(kept.order, wanted.order)
     for part in ("weights", "optimizer"):
         assert all(torch.equal(value, getattr(wanted, part)[name]) for name, value in getattr(kept, part).items())
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_cannot_be_sure_to_be_saved_says_nothing(monkeypatch, capsys, number):
-    """A signal that comes while the others are not noted yet: the next one might end the process."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    install, told = signal.signal, []
-
-    def interrupted(each, handler):
-        replaced = install(each, handler)
-        if each == number and not told:
-            told.append(signal.raise_signal(number))
-            assert not capsys.readouterr().err
-        return replaced
-
-    monkeypatch.setattr(signal, "signal", interrupted)
-    with running.Stop(active=True, patient=False) as stop:
-        assert stop.asked and capsys.readouterr().err.count("stopping after this step") == 1
-        signal.raise_signal(number)  # one of a pair
-        assert not capsys.readouterr().err
-    assert {each: signal.getsignal(each) for each in before} == before

@@ -144,7 +144,7 @@ def started(out, *more):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
     out = tmp_path / "out"
     with started(out) as stopped:
@@ -164,7 +164,7 @@ def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_sa
             pytest.skip("the kernel does not list the children of a process")
         (other,) = {int(number) for number in children.read_text().split()} - {lead}
         os.kill(other, signal.SIGKILL)
-        stopped.communicate(timeout=60)
+        stopped.communicate(timeout=600)
     assert stopped.returncode and checkpoint.load(out).step >= 10
 
 

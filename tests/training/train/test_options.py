@@ -4,10 +4,8 @@ tokenizers."""
 import argparse
 import dataclasses
 import functools
-import inspect
 import json
 import math
-import re
 import warnings
 from typing import Literal
 
@@ -26,7 +24,6 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import differentiable
 from twell_lab.training import checkpoint as checkpoint_module
 from twell_lab.training import compiled, presets
-from twell_lab.training import config as train_config
 from twell_lab.training import run as running
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import Objective, hidden_activations, l1_penalty, mean_nnz
@@ -380,27 +377,6 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
 def test_a_wrong_value_is_refused_by_name(tiny, name, value):
     with pytest.raises(InputError, match=f"^{name} is "):
         tiny(**{name: value})
-
-
-def test_the_help_names_every_field_with_its_default(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(train_config.TrainConfig):
-        option = f"--{field.name.replace('_', '-')}"
-        assert option in shown, field.name
-        if field.default is not None and not isinstance(field.default, bool):
-            told = shown[shown.index("the model:") :]
-            stated = re.search(rf"{option} (?:[NX]|WORD|{{[a-z0-9,]+}}) [^\[]*\[([^]]*)\]", told)[1]
-            assert type(field.default)(stated) == field.default, field.name
-    for word in ("--resume", "--out", "--no-gated", "torchrun", "twell-lab profile", ", ".join(presets.NAMES)):
-        assert word in shown
-
-
-@pytest.mark.parametrize("config", [train_config.TrainConfig, options_module.TourOptions])
-def test_every_field_has_its_text_in_the_docstring(config):
-    for field in dataclasses.fields(config):
-        assert re.search(rf"^ *{field.name}: \w", inspect.getdoc(config), re.MULTILINE), field.name
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import InputError
-from ...ops import train_rows
+from ...ops import survivors
 from ..roofline.data import VALUE, Rates
 
 NAMES = ("dx", "dgate", "dup", "ddown")
@@ -203,7 +203,7 @@ def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> di
     The size of its lists depends on the shape alone, not on how many entries are used. down_t is down transposed, so
     that what a neuron adds to y is a row of it.
     """
-    entries = train_rows.capacity_for(tokens, d_ff)
+    entries = survivors.capacity_for(tokens, d_ff)
     return {
         "x": value * tokens * d_model,
         "down_t": value * d_ff * d_model,

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ...analysis import costs, switching
 from ...analysis.switching import break_even
 from ...core import InputError
-from ...layers.anatomy import feed_forwards
-from ...layers.learner import LayerTerm
-from ...layers.terms import layer_terms
+from ...layers.find import feed_forwards
+from ...layers.terms import LayerTerm, layer_terms
 from ...models.swap import sparsify
 from ...ops.reference import GatedFeedForward
 from ...training.config import TrainConfig

@@ -19,10 +19,11 @@ import torch
 from ... import records, simulator
 from ...analysis.predict import rates_of
 from ...core import CompileError, InputError, StackError, TwellError
+from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS
 from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
-from ...ops import portable
+from ...ops.down import down
 from ...simulator import Counts, Fault, faults
 from ...simulator.counts import SECTOR
 from ..recorded import device_and_day
@@ -180,7 +181,7 @@ def library_counts() -> dict[str, Counts]:
     of, found = cases.counted(), {}
     for version in gpu.VERSIONS:
         with simulator.watching("counts") as runs:
-            portable.down(of.packed, of.gate, (None, None, None), of.down_t, None, D_FF, TILE, version)
+            run(down, of.packed, of.gate, (None, None, None), of.down_t, None, D_FF, TILE, version)
         found[f"down_v{version}"] = runs[-1].counts
     return found
 

@@ -10,11 +10,12 @@ from torch.nn.functional import linear
 
 from ... import core
 from ...core import CompileError, StackError
-from ...cuda import cubins
-from ...cuda.macros import VALUE
+from ...cuda import compile as compiler
+from ...cuda.launch import VALUE, run
 from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
-from ...ops import portable
+from ...ops.down import down
+from ...ops.pack import pack
 from . import cases
 from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
@@ -35,13 +36,13 @@ def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes
 
     Raises StackError without NVRTC or CUDA's headers, CompileError with NVRTC's messages for a source that it refuses.
     """
-    cubins.compiler()
+    compiler.compiler()
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
     headers = find_nvidia_header_directory("cudart")
     if not headers:
-        raise StackError(f"CUDA's headers were not found beside NVRTC; {cubins.NEEDS_NVRTC}")
+        raise StackError(f"CUDA's headers were not found beside NVRTC; {compiler.NEEDS_NVRTC}")
     program = nvrtc.createProgram(text, "down.cu", (), ())
     flags = ["--std=c++17", f"--gpu-architecture={arch}", f"-D{VALUE[dtype]}"]
     try:
@@ -62,7 +63,7 @@ class Mine:
     def __init__(self, text: str, threads: int, dtype: torch.dtype) -> None:
         core.check_stack()
         core.let_cupy_start()
-        image = compiled(text, cubins.architecture(torch.cuda.get_device_capability(), "down.cu"), dtype)
+        image = compiled(text, compiler.architecture(torch.cuda.get_device_capability()), dtype)
         import cupy  # `compiled` has found it
 
         path = core.private_folder() / "capstone-down.cubin"
@@ -100,7 +101,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()
     gates = [linear(x, dense.gate_proj.weight) for x in inputs]
-    packs = [portable.pack(gate, TILE, WORDS) for gate in gates]
+    packs = [run(pack, gate, TILE, WORDS) for gate in gates]
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
     def yours(turn: int) -> Tensor:
@@ -110,7 +111,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     def library(version: int):
         def call(turn: int) -> Tensor:
             i = turn % len(packs)
-            return portable.down(packs[i], gates[i], none, down_t, None, D_FF, TILE, version)
+            return run(down, packs[i], gates[i], none, down_t, None, D_FF, TILE, version)
 
         return call
 

@@ -36,12 +36,13 @@ from ...bench.methods import (
 )
 from ...bench.workloads import clock_cpu
 from ...layers.choice import Choice
-from ...layers.paths.hot_cold import STEP
+from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import experts, microtiles
-from ...sparsities.predictors import Predictors, core_neurons, remove
+from ...sparsities import experts, microtiles, padding, routed
+from ...sparsities.core_neurons import core_neurons, remove
+from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, device_and_day, newest
 
@@ -176,11 +177,11 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
     for share in shares:
         lengths = torch.full((8,), round(share * x.shape[1]), device=device)
         real = torch.arange(x.shape[1], device=device) < lengths[:, None]
-        call = functools.partial(microtiles.unpadded, layer, x, real)
+        call = functools.partial(padding.unpadded, layer, x, real)
         methods.hold("padding removed", call(), layer(x) * real[..., None])
         at = float(real.double().mean())
         calls[at, comparison.REMOVED] = call
-        calls[at, comparison.ALONE] = functools.partial(layer, microtiles.remove_padding(x, real)[0])
+        calls[at, comparison.ALONE] = functools.partial(layer, padding.remove_padding(x, real)[0])
     took = _clock(calls, device, 1.0)
     dense = took.pop("padded")
     took = {(real, "padded"): dense for real, _ in took} | took
@@ -273,12 +274,12 @@ def hot_sentence(rows: list[dict]) -> str:
 @torch.no_grad()
 def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
     """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
-    tokens for which one of theirs fires (sparsities.experts.routed_by_firing)."""
+    tokens for which one of theirs fires (sparsities.routed.routed_by_firing)."""
     layer, (x, *_) = clock.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
     weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     made, wanted = [], layer(x)
     for grain in sizes:
-        found = experts.routed_by_firing(x, *weights, hot=hot, grain=grain)
+        found = routed.routed_by_firing(x, *weights, hot=hot, grain=grain)
         error = float((found.y - wanted).norm() / wanted.norm())
         made.append({"grain": grain, "groups": len(found.routed), "work": found.work, "error": error})
     return made

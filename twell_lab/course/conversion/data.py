@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ... import records
 from ...analysis.profile import profile
 from ...core import InputError
-from ...layers.anatomy import feed_forwards
+from ...layers.find import feed_forwards
 from ...models.relufy import relufy
 from ...models.swap import sparsify
 from ...models.thresholds import Calibration, LossChange, calibrate, losses

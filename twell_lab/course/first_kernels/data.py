@@ -1,6 +1,6 @@
 """What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
-Data in, data out, nothing drawn. The kernels run by `twell_lab.ops.portable` and `twell_lab.simulator`.
+Data in, data out, nothing drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch import Tensor
 from ... import core, records
 from ...analysis.predict import rates_of
 from ...bench import forward
+from ...bench.evidence import noise
 from ...core import DeviceError, InputError, StackError
+from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
-from ...ops import portable
-from ...records.evidence import noise
+from ...ops.down import down
+from ...ops.gated import gated
+from ...ops.pack import pack as packed_by
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
@@ -39,7 +42,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
     """
     if not available():
         return TwELL.from_gate(gate).packed, "the reference"
-    return portable.pack(gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
+    return run(packed_by, gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
@@ -54,7 +57,7 @@ def on_the_gpu(gate: Tensor) -> str:
     """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
     gate = gate.to("cuda", sixteen_bits("cuda"))
     try:
-        words = {f"v{version}": portable.pack(gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
+        words = {f"v{version}": run(packed_by, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
     except (DeviceError, StackError) as error:
         return f"The GPU here runs none of them: {error}"
     wrong = [name for name, found in words.items() if not same_words(found, gate)]
@@ -91,15 +94,15 @@ class Layer:
             torch.from_numpy(noise(shape, 10 + i)).to(torch.bfloat16)
             for i, shape in enumerate(((tokens, d_model), (d_ff, d_model), (d_ff, d_model)))
         )
-        self.packed = TwELL.from_gate(self.gate).packed
+        self.packed, self.weights = TwELL.from_gate(self.gate).packed, (self.up, self.down_t, None, None)
 
     def gated(self, version: int) -> Tensor:
         """y [tokens, d_model] of a gated layer."""
-        return portable.gated(self.x, self.packed, self.gate, NO_TAIL, self.up, self.down_t, None, None, TILE, version)
+        return run(gated, self.x, self.packed, self.gate, NO_TAIL, *self.weights, TILE, version)
 
     def down(self, version: int) -> Tensor:
         """y [tokens, d_model] of a plain ReLU layer."""
-        return portable.down(self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
+        return run(down, self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
 
     def off_by(self, y: Tensor) -> float:
         """The error of y, a result of `gated`, against float64: |y - exact| / |exact|, over all values."""

@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core import InputError
-from ...plots.data import decode
+from ...plots import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace
 from ..drawing import frames, squares

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...core import InputError
-from ...cuda import sources
-from ...formats import pool
+from ...cuda.launch import Buffer, Call, run
+from ...formats import packed_and_pool
 from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
+from ...ops import gate_pack
+from ...ops.gated import gated_pooled
 
-FILE = "sm90_gate_pack.cu"
 ROWS = 64  # of a tile, for each consumer warpgroup: those of one wgmma
 QUAD = 4  # lanes that share a row
 VALUE = 2  # bytes of a 16-bit value
@@ -39,14 +40,14 @@ class Sizes:
     shared: int
 
 
-_NAMES = ("BM", "BN", "BK", "STAGES", "CONSUMERS", "THREADS", "CLUSTER", "STAGE_BYTES", "SHARED_BYTES")
-
-
 def sizes(version: int = 3) -> Sizes:
-    """The sizes in the kernel's source, of version 1 to 3."""
+    """The sizes of the kernel, of version 1 to 3."""
     if version not in (1, 2, 3):
         raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
-    return Sizes(*(sources.number(FILE, name, {"VERSION": version, "VALUE_BF16": 1}) for name in _NAMES))
+    kernel, stage = gate_pack, VALUE * (gate_pack.BM + gate_pack.BN) * gate_pack.BK
+    shared = dict(kernel.SM90.constants)["LAUNCH_SHARED"]
+    counts = (kernel.STAGES, kernel.CONSUMERS, kernel.THREADS, 1 if version == 1 else kernel.CLUSTER)
+    return Sizes(kernel.BM, kernel.BN, kernel.BK, *counts, stage, shared)
 
 
 def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int) -> int:
@@ -123,8 +124,6 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
     pool, in the simulator, on 16 drawn rows of one tile.
 
     counts: how many values each row keeps. Raises StackError without a C++ compiler."""
-    from ...ops import portable
-
     if len(counts) != POOL_ROWS or not all(0 <= count <= TILE for count in counts):
         raise InputError(f"counts is {counts}; {POOL_ROWS} of 0 to {TILE} are accepted")
     gate = -torch.rand(POOL_ROWS, TILE)
@@ -132,13 +131,18 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
         gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01
     gate = gate.to(dtype)
     x, up, down_t = (torch.randn(rows, d_model).to(dtype) for rows in (POOL_ROWS, TILE, TILE))
-    packed, shared, _ = pool.packed_and_pool(gate)
-    listed, their_x = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
-    y = portable.gated_pooled(x, packed, shared, up, down_t, None, None, None, listed, their_x, None)
-    lost = sorted(portable.listed_rows(listed).tolist())
+    packed, shared, _ = packed_and_pool(gate)
+    listed, y = torch.zeros(1 + POOL_ROWS, dtype=torch.int32), torch.zeros_like(x)
+    run(_multiply, x, packed, shared, up, down_t, listed, torch.zeros_like(x), y)
+    lost = sorted(row if row >= 0 else ~row for row in listed[1 : 1 + int(listed[0])].tolist())
     stored = [row for row in range(POOL_ROWS) if row not in lost]
     exact = (gate.double().relu() * (x.double() @ up.double().T)) @ down_t.double()
     return lost, float((y.double() - exact)[stored].norm() / exact[stored].norm())
+
+
+def _multiply(call: Call, x, packed, shared, up, down_t, listed, their_x, y) -> Buffer:
+    gated_pooled(call, x, packed, shared, up, down_t, None, None, None, listed, their_x, y)
+    return y
 
 
 # ---- when the warpgroups work ----

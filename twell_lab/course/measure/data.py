@@ -16,7 +16,7 @@ from ...formats.classic import CSR
 from ...models.thresholds import calibrate
 from ...models.tiny import LanguageModel
 from ...ops import clock as clocks
-from ...records.record import flat_rows, is_cpu, load_all
+from ...records import flat_rows, is_cpu, load_all
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
 

@@ -19,8 +19,8 @@ from ...analysis import costs, predict
 from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
 from ...core import InputError
-from ...layers.anatomy import feed_forwards
 from ...layers.choice import DENSE
+from ...layers.find import feed_forwards
 from ...layers.paths.cost import Firing
 from ...models import published
 from ...models.tiny import LanguageModel

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core import InputError
 from ...formats.classic import COO, CSR, ELL, Hybrid
 from ...formats.twell import TILE, WORDS, TwELL, check_geometry
-from ...plots.data import decode, tile_of
+from ...plots import decode, tile_of
 
 # The sorts of columns in a tile, as a view numbers them.
 SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import core
 from ...core import CompileError
-from ...cuda import cubins
+from ...cuda import compile as compiler
 from .cases import Case
 
 
@@ -17,7 +17,7 @@ def compiled(text: str, name: str, arch: str) -> bytes:
 
     Raises StackError without NVRTC, CompileError with NVRTC's messages for a source that it refuses.
     """
-    cubins.compiler()
+    compiler.compiler()
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(text, f"{name}.cu", [], [])
@@ -37,7 +37,7 @@ def results(text: str, name: str, cases: list[Case]) -> list[dict[str, Tensor]]:
     CompileError for a source that NVRTC refuses.
     """
     core.check_stack()
-    image = compiled(text, name, cubins.architecture(torch.cuda.get_device_capability(), f"{name}.cu"))
+    image = compiled(text, name, compiler.architecture(torch.cuda.get_device_capability()))
     import cupy  # `compiled` has found it
 
     path = core.private_folder() / f"puzzle-{name}.cubin"

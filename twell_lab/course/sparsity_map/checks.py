@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...sparsities import weights
+from ...sparsities import magnitude
 from ..verdicts import NotYet, close, near, same, skipping, written
 from .data import pays_after
 
@@ -20,7 +20,7 @@ def _keep_largest(answer) -> str:
         if got.shape != sizes.shape or got.dtype != torch.bool:
             raise NotYet(f"bool {list(sizes.shape)} is asked for; yours is {got.dtype} {list(got.shape)}.")
         same(int(got.sum()), count, f"the number kept by {asked}")
-        if not torch.equal(got, weights.largest(sizes, count)):
+        if not torch.equal(got, magnitude.largest(sizes, count)):
             raise NotYet(f"{asked} keeps as many as it should, but others: of equal ones the first in row order stay.")
     return "exactly as many as asked, ties included."
 

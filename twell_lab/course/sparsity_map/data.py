@@ -27,7 +27,7 @@ from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, quantised, two_four, weights
+from ...sparsities import blocks, magnitude, prune, quantised, two_four, two_four_bound
 from ...training.text import source
 from ..measure.data import ratios
 from ..recorded import device_and_day
@@ -203,7 +203,7 @@ def study(name: str = "small", windows: int = 48, layer: int = 2) -> Study:
 
 def methods() -> dict[str, Callable[[Tensor, float], Tensor]]:
     """Ways to choose what is pruned, by name: from a weight [out, in] and a sparsity to what is kept, bool."""
-    ways: dict[str, Callable[[Tensor, float], Tensor]] = {"smallest weights": weights.magnitude_mask}
+    ways: dict[str, Callable[[Tensor, float], Tensor]] = {"smallest weights": magnitude.magnitude_mask}
     for size in BLOCK_SIZES:
         ways[f"blocks {size} x {size}"] = lambda w, sparsity, size=size: blocks.block_mask(w, sparsity, size)
     ways["whole rows"] = _rows
@@ -212,14 +212,14 @@ def methods() -> dict[str, Callable[[Tensor, float], Tensor]]:
 
 
 def _rows(weight: Tensor, sparsity: float) -> Tensor:
-    keep = weights.largest(weight.norm(dim=1), weights.kept_of(len(weight), sparsity))
+    keep = magnitude.largest(weight.norm(dim=1), magnitude.kept_of(len(weight), sparsity))
     return keep[:, None].expand(weight.shape)
 
 
 def _at_random(weight: Tensor, sparsity: float) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(weight.shape, generator=generator)
-    return weights.largest(order, weights.kept_of(weight.numel(), sparsity))
+    return magnitude.largest(order, magnitude.kept_of(weight.numel(), sparsity))
 
 
 def pruned_losses(
@@ -238,12 +238,12 @@ def pruned_losses(
         cases.append((TWO_FOUR, 0.5, two_four.two_four_mask))
     made = []
     for name, _, mask in cases:
-        model = weights.prune(
+        model = prune.prune(
             copy.deepcopy(subject.model), mask=mask, only=lambda called, module: ".mlp." in f".{called}."
         )
-        kept = [row for row in weights.table(model) if ".mlp." in f".{row['layer']}."]
+        kept = [row for row in prune.table(model) if ".mlp." in f".{row['layer']}."]
         share = 1 - sum(row["nnz"] for row in kept) / sum(row["shape"][0] * row["shape"][1] for row in kept)
-        loss = _loss(weights.to_linears(model), subject)
+        loss = _loss(prune.to_linears(model), subject)
         made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
     return made
 
@@ -279,7 +279,7 @@ def few_bits(subject: Study) -> list[dict]:
     product with the study's inputs}: 16 bits, INT8, half of the weights gone by 2:4 and by magnitude."""
     weight, x = subject.weight, subject.inputs
     exact, rows = x @ weight.t(), quantised.quantise(weight)
-    half = torch.where(weights.magnitude_mask(weight, 0.5), weight, 0)
+    half = torch.where(magnitude.magnitude_mask(weight, 0.5), weight, 0)
     pairs = torch.where(two_four.two_four_mask(weight), weight, 0)
     forms = {
         "16 bits": (2 * weight.numel(), weight.bfloat16().float()),
@@ -327,7 +327,9 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
     dtype = dtype_for("cuda") if weight.is_cuda else weight.dtype
     weight, x = weight.to(dtype), inputs.to(dtype).t().contiguous()
     for density in found.densities:
-        kept = weights.magnitude_mask(weight, min(1 - density, 0.9999)) if density < 1 else torch.ones_like(weight) > 0
+        kept = (
+            magnitude.magnitude_mask(weight, min(1 - density, 0.9999)) if density < 1 else torch.ones_like(weight) > 0
+        )
         pruned = torch.where(kept, weight, 0)
         forms = {"dense": pruned, "CSR": pruned.to_sparse_csr()}
         for size in BLOCK_SIZES:
@@ -350,7 +352,7 @@ def view(weighed: Weighed, threshold: float) -> dict:
     hold anything}), error (of the product, relative), bytes and ms ({format: what it takes}; None where the format does
     not take this weight, or this machine not the format)}. Bytes are those of 16-bit values."""
     weight = weighed.weight
-    kept = weights.threshold_mask(weight, threshold)
+    kept = magnitude.threshold_mask(weight, threshold)
     pruned = torch.where(kept, weight, 0)
     count, (out, width) = int(kept.sum()), weight.shape
     filled = {size: 1 - blocks.empty_share(pruned, size) for size in BLOCK_SIZES}
@@ -422,11 +424,11 @@ def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[
 
 def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> dict[str, float]:
     """How many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward, and the
-    two backward ones (two_four.linear_products), counted with the rates of this GPU."""
+    two backward ones (two_four_bound.linear_products), counted with the rates of this GPU."""
     from ...analysis.predict import rates_of
 
     rates = rates_of(gpu)
-    return {each.name: two_four.bound([each], rates) for each in two_four.linear_products(tokens, d_in, d_out)}
+    return {one.name: two_four_bound.bound([one], rates) for one in two_four_bound.linear_products(tokens, d_in, d_out)}
 
 
 def three_lines(lost: list[dict], weighed: Weighed, timed: Sequence[dict]) -> list[str]:

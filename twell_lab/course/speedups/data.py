@@ -22,7 +22,7 @@ from ...bench.rows import DENSE
 from ...bench.sizes import model_name
 from ...bench.workloads import PLANNED
 from ...core import StackError
-from ...layers.anatomy import feed_forwards
+from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
 from ...ops.clock import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select

@@ -9,7 +9,7 @@ from ... import core, records
 from ...analysis.profile import activations
 from ...core import InputError, RecordError, StackError
 from ...formats.twell import fires
-from ...layers.anatomy import feed_forwards
+from ...layers.find import feed_forwards
 from ...models.tiny import LanguageModel
 from ...training.sweep import best_sparse, cost, pressed, seed_spread, twin
 from ..recorded import device_and_day

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...analysis.costs import Rates, by_choice
 from ...analysis.predict import rates_of
 from ...analysis.profile import Counter
+from ...analysis.running import hidden_by
 from ...bench.causal import Causal
 from ...core import InputError
 from ...formats.twell import TILE, WORDS
@@ -26,7 +27,7 @@ from ...layers.paths.cost import Firing
 from ...models.swap import sparsify
 from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
 from ...ops import clock as clocks
-from ...plots.data import layer_names
+from ...plots import layer_names
 
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # where the loss is measured before anybody asks
 MOST = LEVELS[-1]
@@ -116,7 +117,8 @@ def count(
         for level in LEVELS:
             thresholds = {site: histogram.threshold(level) for site, histogram in layer.sites.items()}
             counter = Counter(replace(layer.layer, acts=lambda hidden: hidden), TILE, WORDS)
-            hidden = layer.hidden(layer.rows, thresholds)
+            with torch.no_grad():
+                hidden = hidden_by(layer.layer, layer.rows, thresholds)
             counter.add(layer.rows, lambda of, hidden=hidden: hidden[of])
             firing.append((layer.error(thresholds), counter.result()))
         errors.append([error for error, _ in firing])

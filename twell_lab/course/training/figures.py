@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core import InputError
-from ...plots.data import apart
+from ...plots import apart
 from ..drawing import row_at
 
 

@@ -4,15 +4,14 @@ new one is a file here and a line below; or a file of a room above, which hands 
 from importlib import import_module
 
 from .dense import Dense
-from .hot_cold import HotCold
 from .path import Path
-from .twell import Twell
+from .twell import HotCold, Twell
 
 _HANDS_DOWN = "twell_lab.sparsities"  # fills `further`; imported when a name is asked for that is not here
 
 
 class Registry(dict[str, Path]):
-    """Paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well, and
+    """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well, and
     are weighed where somebody named them.
 
     further: of these, the name and the module that has it among its PATHS, which is imported when it is first used."""
@@ -23,13 +22,9 @@ class Registry(dict[str, Path]):
         self._found: dict[str, Path] = {}
 
     def names(self) -> list[str]:
-        """The names of all paths, those of this room first."""
+        """Return the names of all paths, those of this room first."""
         import_module(_HANDS_DOWN)
         return [*self, *self.further]
-
-    def used(self) -> dict[str, Path]:
-        """The paths of this room, and those that anybody has used so far."""
-        return {**self, **self._found}
 
     def __missing__(self, name: str) -> Path:
         if name not in self._found:

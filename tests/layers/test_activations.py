@@ -1,0 +1,162 @@
+"""Activations other than ReLU that sparse layers compute: its square, FATReLU's threshold, SiLU and GELU with one
+(CATS), and dReLU, which has a ReLU on up as well; and which of them kernels compute."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from twell_lab.layers.activations import is_relu, is_squared, is_threshold, kernel_activation, kernel_inputs
+from twell_lab.layers.find import survey
+from twell_lab.layers.lossy import Cut, ThresholdedActivation
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.ops.activation import RELU, Activation
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward, SquaredReLU
+
+D_MODEL, D_FF = 16, 300
+
+
+class FATReLU(nn.Module):
+    """As the models' own code has it (ProSparse, MiniCPM-S)."""
+
+    def __init__(self, threshold=0.05):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        return torch.where(x < self.threshold, torch.zeros_like(x), x)
+
+
+class AboveFATReLU(FATReLU):
+    """Without the threshold itself, and with 0 for NaN."""
+
+    def forward(self, x):
+        return torch.where(x > self.threshold, x, 0.0)
+
+
+class Double(GatedFeedForward):
+    """Bamboo's and TurboSparse's dReLU."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
+
+
+def layer(kind, act=None):
+    torch.manual_seed(0)
+    made = kind(D_MODEL, D_FF)
+    if act is not None:
+        made.act_fn = act
+    return made
+
+
+LAYERS = {
+    "squared": lambda: layer(PlainFeedForward, SquaredReLU()),
+    "threshold": lambda: layer(PlainFeedForward, FATReLU()),
+    "gated threshold": lambda: layer(GatedFeedForward, FATReLU(0.3)),
+    "torch's threshold": lambda: layer(GatedFeedForward, nn.Threshold(0.2, 0.0)),
+    "threshold of zero": lambda: layer(GatedFeedForward, FATReLU(0.0)),
+    "above": lambda: layer(GatedFeedForward, AboveFATReLU(0.3)),
+    "plain, above": lambda: layer(PlainFeedForward, AboveFATReLU(0.3)),
+    "dReLU": lambda: layer(Double),
+    "relu of a threshold": lambda: layer(PlainFeedForward, ThresholdedActivation(nn.ReLU(), 0.3)),
+    "silu": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.SiLU(), 0.1)),
+    "plain gelu": lambda: layer(PlainFeedForward, ThresholdedActivation(F.gelu, 0.1)),
+    "gelu by tanh": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.GELU("tanh"), 0.1)),
+    "mish": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.Mish(), 0.1)),
+    "silu, no threshold": lambda: layer(GatedFeedForward, ThresholdedActivation(nn.SiLU(), 0.0)),
+}
+# What kernels compute in their place; None: none does. A plain layer with `AboveFATReLU` gives numbers for a row of NaN.
+KERNELS = {
+    "squared": RELU,
+    "threshold": 0.05,
+    "gated threshold": 0.3,
+    "torch's threshold": 0.2,
+    "threshold of zero": RELU,
+    "above": 0.3,
+    "plain, above": None,
+    "dReLU": Activation(both=True),
+    "relu of a threshold": 0.3,
+    "silu": Activation("silu", 0.1),
+    "plain gelu": Activation("gelu", 0.1),
+    "gelu by tanh": Activation("gelu_tanh", 0.1),
+    "mish": None,
+    "silu, no threshold": None,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_kernels_compute_in_its_place(name):
+    ((found,), reasons), wanted = survey(LAYERS[name]()), KERNELS[name]
+    assert reasons == {} and found.both == (name == "dReLU")
+    assert (found.gate is found.up) == (name == "squared")
+    kernel = kernel_activation(found.acts or torch.relu, found.gate is not None, found.both, found.up.weight)
+    if isinstance(wanted, float):
+        assert kernel.kind == "above" and kernel.threshold == pytest.approx(wanted, rel=1e-6)
+        wanted = kernel
+    assert kernel == wanted
+    assert kernel_activation(found.acts or torch.relu, True, found.both, cut=Cut(0.1, 0.1)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel is not None])
+@torch.no_grad()
+def test_the_kernels_activation_keeps_the_same_values(name, dtype):
+    (found,) = survey(LAYERS[name]().to(dtype))[0]
+    acts, gated = found.acts or torch.relu, found.gate is not None
+    kernel = kernel_activation(acts, gated, found.both, found.up.weight)
+    bound = torch.tensor(getattr(acts, "threshold", 0.0), dtype=dtype)
+    step = torch.nextafter(bound, torch.tensor(torch.inf, dtype=dtype))
+    x = torch.cat([torch.randn(2000, dtype=dtype), torch.stack([bound, -bound, step, torch.nextafter(bound, -step)])])
+    assert torch.equal(kernel.applied(x) != 0, acts(x.clone()) != 0)
+    torch.testing.assert_close(kernel.applied(x), acts(x.clone()))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_sparse_layer_computes_it(name):
+    dense = LAYERS[name]()
+    x = torch.randn(50, D_MODEL)
+    exact = copy.deepcopy(dense).double()(x.double())
+    off, allowed = ((y.double() - exact).norm(dim=1) for y in (SparseFFN.from_module(dense)(x), dense(x)))
+    assert (off <= 2 * allowed + 1e-6 * exact.abs().amax(1)).all()
+
+
+@pytest.mark.parametrize(
+    "acts, kind",
+    [(nn.ReLU(), "relu"), (torch.relu, "relu"), (F.relu, "relu"), (nn.SiLU(), "silu"), (nn.GELU("tanh"), "gelu_tanh")],
+)
+def test_thresholds_on_inputs_leave_the_activation_as_it_is(acts, kind):
+    found = kernel_inputs(acts, False, Cut(0.1, 0.2))
+    assert (found.kind, found.inputs, found.hidden) == (kind, 0.1, 0.2)
+    assert kernel_inputs(acts, True, Cut(0.1, 0.2)) is None and kernel_inputs(acts, False, None) is None
+    assert kernel_inputs(nn.Mish(), False, Cut(0.1, 0.2)) is None
+
+
+def shadowed(acts):
+    acts.forward = torch.tanh
+    return acts
+
+
+@pytest.mark.parametrize(
+    "acts, relu, squared, threshold",
+    [
+        (nn.ReLU(), True, False, False),
+        (type("Renamed", (nn.ReLU,), {})(), True, False, False),
+        (type("Other", (nn.ReLU,), {"forward": torch.tanh})(), False, False, False),
+        (shadowed(nn.ReLU()), False, False, False),
+        (SquaredReLU(), False, True, False),
+        (shadowed(SquaredReLU()), False, False, False),
+        (FATReLU(0.0), False, False, True),
+        (FATReLU(-0.1), False, False, False),
+        (FATReLU(True), False, False, False),
+        (nn.Threshold(0.2, 0.5), False, False, False),
+        (nn.Threshold(0.2, 0.0), False, False, True),
+        (ThresholdedActivation(torch.tanh, 0.1), False, False, True),
+        (type("FATReLU", (FATReLU,), {"forward": lambda self, x: x})(), False, False, False),
+        (torch.tanh, False, False, False),
+    ],
+)
+def test_what_an_activation_is(acts, relu, squared, threshold):
+    assert (is_relu(acts), is_squared(acts), is_threshold(acts)) == (relu, squared, threshold)

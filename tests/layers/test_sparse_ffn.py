@@ -1,0 +1,193 @@
+"""Every path equals dense, on drawn layers; how a SparseFFN follows a plan, and what it shares with the dense module."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import twell_lab as tl
+from tests.layers import drawn
+from twell_lab.core import InputError
+from twell_lab.layers.choice import Candidate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHOICES = {"dense": tl.Choice("dense"), "twell": tl.Choice("twell"), "hot_cold": tl.Choice("hot_cold", 256)}
+
+
+def plan_for(layer: drawn.Dense, *chosen: tuple[int, tl.Choice]) -> tl.LayerPlan:
+    """A plan of these choices, by class of token counts; the neurons with odd numbers fire most."""
+    d_ff, d_model = layer.up_proj.weight.shape
+    counts = tuple(100 + n if n % 2 else 1 for n in range(d_ff))
+    candidates = tuple(Candidate(n, c.path, c.hot, 0.0, None, True, "forced") for n, c in chosen)
+    return tl.LayerPlan("", d_model, d_ff, hasattr(layer, "gate_proj"), 1000, counts, candidates)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    path=st.sampled_from([*CHOICES]),
+    dtype=st.sampled_from(DTYPES),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    planned=st.booleans(),
+    spoilt=st.sampled_from([None, float("nan"), float("inf")]),
+    heavy=st.booleans(),
+)
+def test_every_path_equals_dense(data, path, dtype, gated, bias, planned, spoilt, heavy):
+    d_model = data.draw(st.sampled_from([1, 7, 16, 40]))
+    d_ff = data.draw(st.sampled_from([1, 31, 300, 700] if path != "hot_cold" else [300, 700]))
+    tokens = data.draw(st.sampled_from([0, 1, 2, 9, 70]))
+    dense = drawn.layer(d_model, d_ff, gated=gated, bias=bias, dtype=dtype, seed=data.draw(st.integers(0, 3)))
+    x = drawn.rows(tokens, d_model, dtype=dtype)
+    if heavy and tokens:
+        x[tokens // 2] *= 30
+    if spoilt is not None and tokens:
+        x[-1, 0] = spoilt
+    x = x.t().contiguous().t() if data.draw(st.booleans()) else x
+    choice = CHOICES[path]
+    plan = plan_for(dense, (1, choice)) if planned else choice
+    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=plan)
+    with torch.no_grad():
+        drawn.check_close(sparse(x), dense, x)
+
+
+def test_wide_layers_have_no_limit():
+    dense = drawn.layer(8, 70_000, dtype=torch.bfloat16, density=0.002)
+    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell"))
+    x = drawn.rows(5, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        drawn.check_close(sparse(x), dense, x)
+
+
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("path", CHOICES)
+@pytest.mark.parametrize("learning", ("dense", "twell", None))
+def test_gradients_are_the_dense_ones(gated, path, learning):
+    dense = drawn.layer(gated=gated)
+    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=CHOICES[path])
+    sparse.learn(learning)
+    x = drawn.rows(9)
+    grads = []
+    for layer in (dense, sparse):
+        given_x = x.clone().requires_grad_()
+        layer(given_x).square().sum().backward()
+        grads.append([given_x.grad, *(p.grad for p in layer.parameters())])
+    for wanted, grad in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_picks_by_the_number_of_tokens():
+    dense = drawn.layer(d_ff=700)
+    plan = plan_for(dense, (1, tl.Choice("twell")), (8, tl.Choice("dense")), (64, tl.Choice("hot_cold", 256)))
+    sparse = tl.SparseFFN.from_module(dense, plan=plan)
+    assert [str(sparse.choice(n)) for n in (1, 2, 8, 9, 1000)] == [
+        "twell",
+        "dense",
+        "dense",
+        "hot_cold 256",
+        "hot_cold 256",
+    ]
+    assert sparse.runs(1) == "twell" and sparse.runs() == "hot_cold 256" and sparse.takes("dense")
+
+
+def test_the_parts_and_names_are_the_dense_ones():
+    dense = drawn.layer()
+    names = [name for name, _ in dense.named_parameters()]
+    parameters, state = [*dense.parameters()], {k: v.clone() for k, v in dense.state_dict().items()}
+    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("twell"))))
+    assert [name for name, _ in sparse.named_parameters()] == names
+    assert all(a is b for a, b in zip(sparse.parameters(), parameters, strict=True))
+    assert sparse.down_proj is dense.down_proj and sparse.source is dense
+    assert all(torch.equal(v, state[k]) and v.is_contiguous() for k, v in sparse.state_dict().items())
+    assert {*vars(dense)} == {*vars(drawn.layer())}  # nothing was put on it
+
+
+def test_a_copy_and_a_pickle_compute_the_same():
+    dense = drawn.layer(d_ff=700)
+    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("hot_cold", 256))))
+    x = drawn.rows(5)
+    with torch.no_grad():
+        y = sparse(x)
+        for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+            assert torch.equal(other(x), y)
+            other.up_proj.weight.mul_(0)
+            assert torch.equal(sparse(x), y) and not torch.equal(other(x), y)
+
+
+def test_a_state_that_is_loaded_is_computed_with():
+    dense, other = drawn.layer(d_ff=700), drawn.layer(d_ff=700, seed=5)
+    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("hot_cold", 256))))
+    sparse.load_state_dict(other.state_dict())
+    x = drawn.rows(5)
+    with torch.no_grad():
+        drawn.check_close(sparse(x), other, x)
+    sparse.load_state_dict(drawn.layer(d_ff=700, seed=6).state_dict(), assign=True)
+    with torch.no_grad():
+        drawn.check_close(sparse(x), drawn.layer(d_ff=700, seed=6), x)
+    assert sparse.runs().startswith("dense: ")
+
+
+@pytest.mark.parametrize("move", (lambda m: m.double().float(), lambda m: m.to(torch.bfloat16), nn.Module.train))
+def test_what_moves_a_module_leaves_it_right(move):
+    dense = drawn.layer()
+    sparse = move(tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell")))
+    dense = move(dense)
+    x = drawn.rows(5, dtype=dense.up_proj.weight.dtype)
+    with torch.no_grad():
+        drawn.check_close(sparse(x), dense, x)
+
+
+def test_a_module_in_training_mode_is_not_rewritten():
+    dense = drawn.layer().train()
+    strides = dense.down_proj.weight.stride()
+    sparse = tl.SparseFFN.from_module(dense, plan=tl.Choice("twell"))
+    assert dense.down_proj.weight.stride() == strides and "training mode" in sparse.runs()
+    assert tl.SparseFFN.from_module(drawn.layer(), plan=tl.Choice("twell")).runs() == "twell"
+
+
+@pytest.mark.parametrize(
+    "plan, says",
+    (
+        ("twell", "LayerPlan"),
+        (tl.Choice("hot_cold", 512), "hot is 512 of 300"),
+        (plan_for(drawn.layer(d_ff=700), (1, tl.Choice())), "the plan is for"),
+        (tl.Choice("kept_inputs"), "thresholds on their inputs"),
+    ),
+)
+def test_a_plan_that_does_not_fit_is_an_input_error(plan, says):
+    with pytest.raises(InputError, match=says):
+        tl.SparseFFN.from_module(drawn.layer(), plan=plan)
+
+
+def test_weights_that_are_not_finite_are_an_input_error():
+    dense = drawn.layer()
+    dense.up_proj.weight.data[3, 4] = float("nan")
+    with pytest.raises(InputError, match="up"):
+        tl.SparseFFN.from_module(dense)
+
+
+def test_a_module_that_computes_something_else_is_an_input_error():
+    class Scaled(drawn.Dense):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(InputError, match="does not compute"):
+        tl.SparseFFN.from_module(Scaled(16, 300).eval())
+
+
+def test_compiled_code_is_one_graph_and_right():
+    dense = drawn.layer()
+    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell"))
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    x = drawn.rows(5)
+    with torch.no_grad():
+        drawn.check_close(compiled(x), dense, x)
+    given_x = x.clone().requires_grad_()
+    compiled(given_x).sum().backward()
+    wanted = x.clone().requires_grad_()
+    dense(wanted).sum().backward()
+    torch.testing.assert_close(given_x.grad, wanted.grad)

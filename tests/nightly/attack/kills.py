@@ -1,0 +1,360 @@
+"""Trainings, preparations and saves that are killed with SIGKILL, after some time or before their n-th change of a file,
+and that then go on. Nothing that was saved may be lost, nothing half written may be read, nothing may be left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import torch
+
+from tests.nightly.attack.harness import PLACE, forked
+from twell_lab import records
+from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.profile import FiringProfile
+from twell_lab.core import TwellError
+from twell_lab.training import checkpoint
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.text import prepared
+from twell_lab.training.text.tokenizer import load as load_tokenizer
+
+EVENTS = (
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.unlink",
+    "shutil.rmtree",
+    "shutil.copyfile",
+    "os.truncate",
+)
+TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
+LEFT = (".part", ".old", "building-", ".tmp")
+
+
+def config(text: Path) -> TrainConfig:
+    return TrainConfig(
+        steps=14,
+        batch=4,
+        context=16,
+        d_model=16,
+        layers=2,
+        heads=2,
+        d_ff=32,
+        log_every=2,
+        eval_every=7,
+        eval_windows=8,
+        device="cpu",
+        l1=0.01,
+        text=str(text),
+        checkpoint_every=1,
+    )
+
+
+@cache
+def _home() -> Path:
+    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
+
+
+@cache
+def _text() -> Path:
+    path = _home() / "text.txt"
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text("".join(f"line {i * i % 7919} of a text with {i % 31} numbers in it\n" for i in range(4000)))
+        part.replace(path)
+    return path
+
+
+# ---- in the process that is killed ----
+
+
+def _die_before(count: int, folder: str) -> None:
+    """Have this process killed just before it changes a file in the folder for the count-th time."""
+    seen = 0
+
+    def watch(event: str, arguments: tuple) -> None:
+        nonlocal seen
+        if event not in EVENTS or not any(
+            isinstance(a, (str, bytes, os.PathLike)) and os.fsdecode(a).startswith(folder) for a in arguments
+        ):
+            return
+        if event == "open" and isinstance(arguments[2], int) and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def _quietly() -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
+    """A training that notes in the file `said` each step whose checkpoint was saved, and at the end its result."""
+    _quietly()
+    from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
+    from twell_lab.training.loop import train
+
+    if count:
+        _die_before(count, out)
+    real = checkpoint.save
+
+    def save(folder, state, **options):
+        saved = real(folder, state, **options)
+        _note(said, f"saved {state.step}")
+        return saved
+
+    checkpoint.save = save
+    try:
+        result = train(config(Path(text)), progress=False, **({"resume": out} if resume else {"out": out}))
+    except BaseException as error:
+        _note(said, f"failed {type(error).__name__}: {error}")
+        os._exit(1)
+    rows = [{key: value for key, value in row.items() if key not in TIMES} for row in result.history]
+    _note(said, "done " + json.dumps({"rows": rows, "weights": _digest(result.model)}))
+    os._exit(0)
+
+
+def _digest(model) -> str:
+    import hashlib
+
+    whole = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        whole.update(name.encode() + value.numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _note(said: str, line: str) -> None:
+    with open(said, "a") as file:
+        file.write(line.replace("\n", " ") + "\n")
+
+
+# ---- trainings ----
+
+
+@cache
+def unbroken() -> dict:
+    """The result of a run that nothing disturbs: the rows of its history and a digest of its weights."""
+    out, said = _home() / "unbroken", _home() / "unbroken.said"
+    _run(train_here, str(out), str(_text()), False, 0, str(said))
+    lines = said.read_text().splitlines()
+    assert lines[-1].startswith("done "), lines[-1]
+    return json.loads(lines[-1].removeprefix("done "))
+
+
+def _run(
+    target, *arguments, after: float | None = None, number: int = signal.SIGKILL, limit: float = 120.0
+) -> int | None:
+    """The exit code of target(*arguments) in a process of its own, sent a signal after so many seconds."""
+    process = forked(target, *arguments)
+    if after is not None:
+        process.join(after)
+        if process.exitcode is None:
+            os.kill(process.pid, number)
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"not done within {limit:.0f} s")
+    return process.exitcode
+
+
+def check_training(r: Random, counts: Counter) -> None:
+    """One run, killed once or more often, and resumed until it is done."""
+    whole = unbroken()
+    folder = Path(tempfile.mkdtemp(dir=_home()))
+    out, said = folder / "out", folder / "said"
+    newest, resume = 0, False
+    for attempt in range(8):
+        last = attempt >= r.choice((1, 1, 2, 3))
+        at = 0 if last or r.random() < 0.3 else r.choice((r.randint(1, 12), r.randint(1, 12), r.randint(1, 150)))
+        after = None if last or at else r.uniform(0.0, 0.7)
+        before = newest
+        code = _run(train_here, str(out), str(_text()), resume, at, str(said), after=after)
+        lines = said.read_text().splitlines() if said.exists() else []
+        told = max([0, *(int(line.split()[1]) for line in lines if line.startswith("saved "))])
+        how = f"attempt {attempt}, {'resumed' if resume else 'begun'}, killed " + (
+            f"before change {at}" if at else f"after {after} s"
+        )
+        assert not (lines and lines[-1].startswith("failed ")), f"{how}: {lines[-1]}"
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, f"{how}: exit status {code}"
+        counts["kills"] += 1
+        counts["before a change of a file" if at else "at a moment"] += 1
+        resume = bool(checkpoint.checkpoints(out))
+        newest = checkpoint.load(out).step if resume else 0
+        assert newest >= max(told, before), (
+            f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"
+        )
+    else:
+        raise AssertionError("the run was never left to end")
+    done = json.loads(lines[-1].removeprefix("done "))
+    assert done == whole, f"killed and resumed, the run came to something else after {how}"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [{k: v for k, v in row.items() if k not in TIMES} for row in rows] == whole["rows"]
+    _nothing_left(out)
+    shutil.rmtree(folder)
+    counts["checked"] += 1
+
+
+def _nothing_left(folder: Path) -> None:
+    left = [str(path.relative_to(folder)) for path in folder.rglob("*") if any(mark in path.name for mark in LEFT)]
+    assert not left, f"left behind: {left}"
+
+
+# ---- everything else that is written ----
+
+
+def _given(seed: int):
+    """(generator, record): what the writers save, another for each seed."""
+    g = torch.Generator().manual_seed(seed)
+    record = records.Record(
+        name="attacked",
+        purpose=f"number {seed}",
+        rows=[{"value": seed}] * (seed % 50 + 1),
+        date="2026-01-02T03:04:05Z",
+        commit=None,
+        dirty=None,
+        kernels={},
+        machine={"seed": seed},
+    )
+    return g, record
+
+
+def write_here(kind: str, folder: str, seed: int, count: int) -> None:
+    """One save of one kind, in a process that may be killed in the middle."""
+    _quietly()
+    work = _prepared_to(kind, Path(folder), seed)
+    if count:
+        _die_before(count, folder)
+    try:
+        work()
+    except TwellError as error:
+        _note(folder + ".said", f"failed {type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)
+
+
+def _prepared_to(kind: str, folder: Path, seed: int):
+    g, record = _given(seed)
+    if kind == "record":
+        return lambda: core.write_atomically(folder / "record.json", record.to_json())
+    if kind == "model":
+        from twell_lab.models.tiny import LanguageModel, ModelConfig
+
+        model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(seed)
+        return lambda: model.save(folder)
+    if kind == "tokenizer":
+        from twell_lab.training.text.source import BYTES
+
+        return lambda: BYTES.save(folder / "tokenizer.json")
+    if kind == "profile":
+        from twell_lab.analysis.profile import profile
+        from twell_lab.models.tiny import LanguageModel, ModelConfig
+
+        model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
+        firing = profile(model, [torch.randint(16, (1 + seed % 4, 8), generator=g)])
+        return lambda: firing.save(folder / "profile.json")
+    if kind == "plan":
+        made = Plan(device="cpu", dtype="float32", layers=[], rates={"a": float(seed)}, inputs=None)
+        return lambda: made.save(folder / "plan.json")
+    if kind == "careless":
+        return lambda: _carelessly(folder / "careless.json", json.dumps({"value": seed}))
+    assert kind == "text"
+    return lambda: prepared.prepare(str(_text_of(seed)), folder)
+
+
+def _carelessly(path: Path, text: str) -> None:
+    """Written straight to its place, in two parts with a change of another file between them: no writer may do this."""
+    with open(path, "w") as file:
+        file.write(text[:5])
+        file.flush()
+        path.with_name("other").write_text("")
+        file.write(text[5:])
+
+
+def _text_of(seed: int) -> Path:
+    folder = _home() / f"text-{seed % 3}"
+    if not folder.exists():
+        part = Path(tempfile.mkdtemp(dir=_home()))
+        for i in range(20):
+            (part / f"{i:02}.txt").write_text(f"document {i} of text {seed % 3}\n" * 40)
+        try:
+            part.rename(folder)
+        except OSError:
+            shutil.rmtree(part)
+    return folder
+
+
+def _read(kind: str, folder: Path):
+    """Something that tells apart what was saved there; None where there is nothing of that name."""
+    if kind == "record":
+        return records.load(folder / "record.json").purpose if (folder / "record.json").exists() else None
+    if kind == "model":
+        from twell_lab.models.tiny import LanguageModel
+
+        if not ((folder / "model.safetensors").exists() and (folder / "config.json").exists()):
+            return None
+        return float(next(LanguageModel.load(folder).parameters()).detach().flatten()[0])
+    if kind == "tokenizer":
+        return load_tokenizer(folder / "tokenizer.json").vocabulary if (folder / "tokenizer.json").exists() else None
+    if kind == "profile":
+        return FiringProfile.load(folder / "profile.json").tokens if (folder / "profile.json").exists() else None
+    if kind == "plan":
+        return Plan.load(folder / "plan.json").rates["a"] if (folder / "plan.json").exists() else None
+    if kind == "careless":
+        return (
+            json.loads((folder / "careless.json").read_text())["value"] if (folder / "careless.json").exists() else None
+        )
+    if not prepared.is_prepared(folder):
+        return None
+    made = prepared.load(folder)
+    return made.sha256, bytes(made.tokens.numpy()).decode()[:30]
+
+
+KINDS = ("record", "model", "tokenizer", "profile", "plan", "text", "text")
+
+
+def check_writer(r: Random, counts: Counter, kinds: tuple[str, ...] = KINDS) -> None:
+    """One thing is saved, saved again by a process that is killed, then saved a third time. What has its name must be
+    whole at every time."""
+    kind = r.choice(kinds)
+    folder = Path(tempfile.mkdtemp(dir=_home())) / "out"
+    folder.mkdir()
+    first, second = r.sample(range(1, 1000), 2)
+    old = None
+    if kind != "text" and r.random() < 0.7:
+        assert _run(write_here, kind, str(folder), first, 0) == 0
+        old = _read(kind, folder)
+    elif kind == "text":
+        folder.rmdir()
+    at = r.randint(1, 8)
+    code = _run(write_here, kind, str(folder), second, at)
+    assert code in (0, -signal.SIGKILL), f"{kind}: exit status {code}"
+    counts.update([kind, "kills"] if code else [kind])
+    there = _read(kind, folder)  # raises where something half has the name
+    assert _run(write_here, kind, str(folder), second, 0) == 0 or kind == "text" and there, (
+        f"{kind}, killed before change {at}: cannot be saved again: {Path(str(folder) + '.said').read_text()}"
+    )
+    new = _read(kind, folder)
+    assert there in (old, new), f"{kind}, killed before change {at}: {there!r} is neither {old!r} nor {new!r}"
+    _nothing_left(folder)
+    shutil.rmtree(folder.parent)
+    counts["checked"] += 1

@@ -1,0 +1,38 @@
+"""Every subcommand with hostile arguments; and proof that a traceback or a wrong exit status is seen."""
+
+import sys
+
+import pytest
+
+from tests.nightly.attack import commands
+from tests.nightly.attack.harness import attack, isolated, randomness
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processes as Linux does")
+
+
+def test_hostile_arguments(extent, report):
+    counts = isolated("commands", "tests.nightly.attack.commands:check", **extent(3000))
+    report(
+        "hostile command lines",
+        {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}},
+    )
+
+
+def test_every_command_is_asked():
+    asked = {commands.arguments(randomness("commands", 0, number))[0] for number in range(200)}
+    assert asked == set(commands.COMMANDS)
+    from twell_lab.app.cli import _parser
+
+    assert set(commands.COMMANDS) == set(next(iter(_parser()._subparsers._group_actions)).choices)
+
+
+@pytest.mark.parametrize("what", [ValueError("no such luck"), 3])
+def test_a_traceback_and_a_wrong_exit_status_are_seen(what, monkeypatch):
+    def main(line):
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+    monkeypatch.setattr(commands.cli, "main", main)
+    with pytest.raises(AssertionError, match="twell-lab .*no such luck|exit status 3"):
+        attack("commands", commands.check, seed=0, cases=3)

@@ -1,0 +1,1 @@
+"""The cases of the table of kernels: one file an operation, with a list `CASES`."""

@@ -1,0 +1,98 @@
+"""The pages of the checkout: links lead somewhere, and what is generated from records is what the newest ones give."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from twell_lab import records
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {".": "*.md", "docs": "**/*.md", "notebooks": "*.*", "data/checkpoints": "*.md"}
+PAGES = [
+    path
+    for folder, pattern in FOLDERS.items()
+    for path in sorted((ROOT / folder).glob(pattern))
+    if path.suffix in (".md", ".ipynb")
+]
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
+MARK = re.compile(r'<!-- python -c "(.*?)" prints this table -->\n((?:\|.*\n?)+)')
+
+
+def text_of(page: Path) -> str:
+    """The words of a page; those of a notebook without its code."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def places(page: Path) -> set[str]:
+    """The anchors of a page's headings: as JupyterLab makes them for a notebook, as GitHub does for a page."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    if page.suffix == ".ipynb":
+        return {heading.replace(" ", "-") for heading in headings}
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def astray(page: Path, text: str) -> list[str]:
+    """The links of a text that lead to no file, or to no heading of the page that they name."""
+    found = []
+    for file, place in LINK.findall(text):
+        target = page.parent / file if file else page
+        known = target.suffix in (".md", ".ipynb") and target.is_file()
+        if not target.exists() or place and known and place not in places(target):
+            found.append(f"{file}#{place}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert not astray(page, text_of(page))
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    text = "[a](README.md) [b](gone.md) [c](notebooks/glossary.ipynb#TwELL) [d](README.md#gone) [e](https://x.org/y)"
+    assert astray(ROOT / "here.md", text) == ["gone.md#", "README.md#gone"]
+
+
+def test_make_targets_extras_and_constraints_that_the_readme_names_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", readme, re.MULTILINE)) <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for names in re.findall(r"-e '\.\[([\w,]+)\]'", readme):
+        assert set(names.split(",")) <= set(extras)
+    for name in re.findall(r"constraints/\w+\.txt|environment\.yml", readme):
+        assert (ROOT / name).is_file()
+
+
+def generated() -> list:
+    """(command, table) of every table that a page says how to print."""
+    found = [
+        pytest.param(command, table, id=f"{page.stem}: {command.rpartition('tables.')[2].partition('(')[0]}")
+        for page in PAGES
+        for command, table in MARK.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert found, "no page has a table of records"
+    return found
+
+
+@pytest.mark.parametrize(("command", "table"), generated())
+def test_a_table_of_records_is_that_of_the_newest(command, table):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(command, {})
+    assert printed.getvalue().strip() == table.strip()
+
+
+def test_the_picture_is_drawn_from_the_newest_record():
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    assert json.loads(picture.text_in(picture.PICTURE.read_bytes())) == picture.points(records.load_all())

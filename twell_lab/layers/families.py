@@ -1,0 +1,121 @@
+"""The families of models whose feed-forward layers are known: a table of where each keeps the parts of one. What is not
+in it is added by `register_family`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core import InputError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the parts of a feed-forward layer are, in the families of models that call them so.
+
+    A hint only: a module with these parts is run beside the formula down(act(gate(x)) * up(x)), or down(act(up(x)))
+    without a gate, and stays dense where it computes something else (twell_lab.layers.probe).
+
+    models: who has such layers, as messages list them. up, down, activation, gate: the places of the parts in the
+    module, such as "fc1" or "output.dense"; gate is None in plain layers, and the same as up where one projection holds
+    both, the gate's rows first. Projections are plain torch.nn.Linear, transformers' Conv1D or FalconLinear. inside:
+    the module stays and its activation is swapped, since more is done in it; for plain layers alone. residual: the
+    module's forward needs a second argument, rows like the first, which it adds. dropout: the place of a
+    torch.nn.Dropout before the down projection, which is done in training; one inside a module that stays has to be of
+    p=0.
+
+    Raises InputError for places that are no names, for flags that are no bool, and for a gated layer inside its module.
+    """
+
+    models: str
+    up: str
+    down: str
+    activation: str
+    gate: str | None = None
+    inside: bool = False
+    residual: bool = False
+    dropout: str | None = None
+
+    def __post_init__(self) -> None:
+        optional = [place for place in (self.gate, self.dropout) if place is not None]
+        for place in (self.models, self.up, self.down, self.activation, *optional):
+            if not isinstance(place, str) or not place:
+                raise InputError(f"a family's name or place is {place!r}; a string such as 'fc1' is accepted")
+        for flag in (self.inside, self.residual):
+            if not isinstance(flag, bool):
+                raise InputError(f"a flag of the family of {self.models} is {flag!r:.80}; True or False is accepted")
+        if self.inside and (self.gate or self.dropout):
+            what = "gated" if self.gate else "with a dropout"
+            raise InputError(f"the family of {self.models} is {what} and inside; accepted: inside for plain layers")
+        if not self.inside and any("." in place for place in self.places):
+            raise InputError(f"the family of {self.models} has a place within a part; accepted: with inside=True")
+        if len({self.up, self.down, self.activation}) < 3 or self.gate in (self.down, self.activation):
+            raise InputError(f"two parts of the family of {self.models} are in one place; accepted: gate and up alone")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The places of the projections, each once."""
+        return tuple(dict.fromkeys(place for place in (self.gate, self.up, self.down) if place))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places of all parts, each once."""
+        return (*self.projections, self.activation)
+
+
+def _gated(models: str, gate: str, up: str, down: str, activation: str, dropout: str | None = None) -> Family:
+    return Family(models, up, down, activation, gate, dropout=dropout)
+
+
+def _inside(models: str, up: str, down: str, activation: str, residual: bool = False) -> Family:
+    return Family(models, up, down, activation, inside=True, residual=residual)
+
+
+# The first whose parts are all there is taken, so a gated layer stands before a plain one of the same names.
+FAMILIES: list[Family] = [
+    # Mistral, Qwen, Gemma, OLMo, Granite and many others copied Llama's layer; so are shared experts built.
+    _gated("Llama", "gate_proj", "up_proj", "down_proj", "act_fn"),
+    _gated("Llama 4", "gate_proj", "up_proj", "down_proj", "activation_fn"),
+    Family("Nemotron", "up_proj", "down_proj", "act_fn"),  # Arcee, and this course's plain layers
+    _inside("MPT", "up_proj", "down_proj", "act", residual=True),
+    _inside("OPT", "fc1", "fc2", "activation_fn"),  # BART beside its attention; Phi, CLIP and ViT in a module
+    _gated("Phi-3", "gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # GLM-4, Dia
+    _gated("ModernBERT", "Wi", "Wi", "Wo", "act", dropout="drop"),
+    _gated("Granite MoE", "input_linear", "input_linear", "output_linear", "activation"),
+    _inside("GPT-2", "c_fc", "c_proj", "act"),  # Conv1D; GPT-Neo, GPT-BigCode and StarCoder2 with nn.Linear
+    _inside("GPT-J", "fc_in", "fc_out", "act"),  # CodeGen
+    Family("GPT-NeoX and Falcon", "dense_h_to_4h", "dense_4h_to_h", "act"),  # Pythia, Persimmon
+    _inside("Bloom", "dense_h_to_4h", "dense_4h_to_h", "gelu_impl", residual=True),
+    _gated("gated T5", "wi_0", "wi_1", "wo", "act", dropout="dropout"),
+    Family("T5", "wi", "wo", "act", dropout="dropout"),
+    _inside("BERT", "intermediate.dense", "output.dense", "intermediate.intermediate_act_fn"),
+    _inside("ALBERT", "ffn", "ffn_output", "activation"),
+    _inside("DistilBERT", "lin1", "lin2", "activation"),
+    _inside("SAM", "lin1", "lin2", "act"),
+    _inside("Qwen-VL", "linear_fc1", "linear_fc2", "act_fn"),
+    _inside("Wav2Vec2", "intermediate_dense", "output_dense", "intermediate_act_fn"),
+]
+
+
+def register_family(family: Family) -> Family:
+    """Have `feed_forwards`, `sparsify`, `profile` and all others know the layers of one more family; returns it.
+
+        Family = twell_lab.layers.families.Family
+        twell_lab.register_family(Family("MyModel", gate="w1", up="w3", down="w2", activation="act"))
+
+    It is asked before those that were there. For this process alone; a second call with the same family changes
+    nothing. Raises InputError for anything but a Family.
+    """
+    if not isinstance(family, Family):
+        raise InputError(f"family is a {type(family).__name__}; a twell_lab.layers.families.Family is accepted")
+    if family not in FAMILIES:
+        FAMILIES.insert(0, family)
+    return family
+
+
+def accepted() -> str:
+    """The end of a message about a module that is no feed-forward layer known here."""
+    names = ", ".join(dict.fromkeys(family.models for family in FAMILIES))
+    return (
+        f"accepted: layers built like those of {names}, with a ReLU, and projections that are each a plain "
+        "torch.nn.Linear (or Conv1D); others by twell_lab.register_family"
+    )

@@ -1,0 +1,202 @@
+"""The functional face: pack a gate, compute with it, or compute a whole layer; and the operator that compiled code sees.
+
+`torch.ops.twell_lab.infer` is a layer that is not being trained, on one of the paths of twell_lab.ops.dispatch. It is
+registered for CPU and CUDA, with a fake implementation for torch.compile, and has no gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import InputError
+from ..cuda.launch import run
+from ..formats import TILE, WORDS, TwELL, as_tensor, check_geometry, fires, tail_of
+from . import checks, cpu, dispatch
+from . import down as down_kernels
+from . import gated as gated_kernels
+from . import pack as pack_kernels
+from .activation import RELU, Activation
+from .train import train_ffn
+
+PATHS = ("dense", "twell", "hot_cold")
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_library.define(
+    "infer(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
+    "str path, int hot, int tile, int words, str acts='relu', float threshold=0.0, bool both=False) -> Tensor",
+    # `down` is stored transposed, and stays so in compiled code.
+    tags=(getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),),
+)
+
+
+@torch.library.impl(_library, "infer", "CUDA")
+@torch.no_grad()
+def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
+    if path != "dense" and not dispatch.is_turned(down):
+        down = down.t().contiguous().t()
+    gate, up = (w if w is None or w.is_contiguous() else w.contiguous() for w in (gate, up))
+    biases = (b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
+    return dispatch.infer(x, gate, up, down, *biases, path, hot, tile, words, Activation(*acts))
+
+
+@torch.library.impl(_library, "infer", "CPU")
+@torch.no_grad()
+def _infer_cpu(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
+    rows, activation = x.reshape(-1, x.shape[-1]), Activation(*acts)
+    with torch.autocast("cpu", enabled=False):  # the arguments were cast already
+        if path == "dense":
+            y = dispatch.by_torch(rows, gate, up, down, gate_bias, up_bias, down_bias, activation)
+        else:
+            y = cpu.layer(rows, gate, up, down, gate_bias, up_bias, down_bias, activation)
+    return y.view(x.shape)
+
+
+@torch.library.register_fake("twell_lab::infer", lib=_library)
+def _(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
+    return x.new_empty(x.shape)
+
+
+def infer(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot=0, tile=TILE, words=WORDS, acts=RELU) -> Tensor:
+    """Compute a layer without gradients on the named path: x [..., d_model] -> [..., d_model]. Nothing is checked.
+
+    gate: None for a plain layer. In compiled code, and for tensors that something watches, it is one operator."""
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    if checks.watched(x, *weights):
+        return torch.ops.twell_lab.infer(x, *weights, path, hot, tile, words, *acts)
+    return (_infer_cuda if x.is_cuda else _infer_cpu)(x, *weights, path, hot, tile, words, *acts)
+
+
+# ---- the public functions
+
+
+def ffn(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    path: str = "twell",
+    hot: int = 0,
+    tile: int = TILE,
+    words: int = WORDS,
+    acts: Activation = RELU,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute (act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias, skipping what the ReLU silences;
+    without a gate act(x up^T + up_bias) down^T + down_bias.
+
+    x: [..., d_model] -> [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]. path: "twell", "dense", or
+    "hot_cold" with its `hot` first neurons dense. Differentiable in x, the weights and the biases with a ReLU
+    (`train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
+    transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
+    silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
+    checked. backend: "simulator" runs the portable kernels on CPU tensors in twell_lab.simulator. Raises InputError for
+    arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
+    check_geometry(tile, words)
+    tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
+    check_path(path, hot, up.shape[0])
+    acts.check(gate is not None)
+    if checks.check_backend(backend, *tensors):
+        rows, gate, up, down, *biases = tensors
+        rows = rows.reshape(-1, x.shape[-1]).contiguous()
+        weights = (w if w is None else w.contiguous() for w in (gate, up))
+        return dispatch.portable(rows, *weights, down.t().contiguous().t(), *biases, tile, words).view(x.shape)
+    if checks.transformed() or checks.needs_gradient(*tensors):
+        if acts != RELU:
+            return dispatch.by_torch(*tensors, acts=acts)
+        return train_ffn(*tensors, path="dense" if path == "dense" else "twell")[0]
+    if not x.is_cuda and not torch.compiler.is_compiling():
+        named = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias}
+        check_finite({**named, "down_bias": down_bias})
+    return infer(*tensors, path, hot, tile, words, acts)
+
+
+def check_path(path: str, hot: int, d_ff: int) -> None:
+    """Raise InputError unless a layer of d_ff neurons can go this way with so many hot ones."""
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+    if isinstance(hot, bool) or not isinstance(hot, int):
+        raise InputError(f"hot is {hot!r}; a whole number is accepted")
+    if path != "hot_cold" and hot != 0:
+        raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and other values on 'hot_cold' only")
+    if path == "hot_cold" and (hot % TILE or not 0 < hot < d_ff):
+        raise InputError(f"hot is {hot} of {d_ff} neurons; multiples of {TILE} above 0 and below {d_ff} are accepted")
+
+
+def check_finite(weights: dict[str, Tensor | None]) -> None:
+    """Raise InputError, naming the weight, where one holds a value that is not finite. Waits for the device."""
+    there = {name: t for name, t in weights.items() if t is not None and not t.is_meta}
+    if there and not bool(checks.all_finite([*there.values()])):
+        bad = next(name for name, t in there.items() if not bool(t.isfinite().all()))
+        raise InputError(f"{bad} holds a value that is not finite; finite weights are accepted")
+
+
+def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | None = None) -> TwELL:
+    """Pack relu(gate) into TwELL, exact on every input. gate: [rows, d_ff]; positives and NaN are kept. gate may also
+    be an array of CuPy's, or of another library that can share its memory (`formats.as_tensor`).
+
+    On a GPU a kernel packs the tiles, and then the host waits once, to learn the length of the tail, as torch.nonzero
+    does; what runs inside a layer needs no tail. Raises InputError for another shape, dtype or geometry."""
+    gate = as_tensor("gate", gate)
+    checks.check_tensor("gate", gate, dims=2)
+    check_geometry(tile, words)
+    if gate.shape[1] == 0:
+        raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
+    gate = gate.detach()
+    simulated = checks.check_backend(backend, gate)
+    if not gate.is_cuda and not simulated:
+        return TwELL.from_gate(gate, tile, words)
+    gate = gate.contiguous()
+    packed = run(pack_kernels.pack, gate, tile, words)
+    over = (packed[..., 0] >= words).any(1)
+    rows = over.nonzero()[:, 0]
+    late = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
+    late[rows], column, value = tail_of(gate[rows], fires(gate[rows]), words - 1, tile)
+    pointer = torch.nn.functional.pad(late.cumsum(0), (1, 0))
+    return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
+
+
+def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Compute packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
+
+    Packed values count as they are, of either sign (`TwELL.from_dense`). down: [d_model, d_ff]. Not differentiable."""
+    checks.check_packed(packed)
+    how = {"dtype": packed.dtype, "device": packed.packed.device}
+    checks.check_tensor("down", down, shape=(None, packed.shape[1]), **how)
+    if bias is not None:
+        checks.check_tensor("bias", bias, shape=(down.shape[0],), **how)
+    if not packed.packed.is_cuda and not checks.check_backend(backend, packed.packed, down, bias):
+        with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
+            return cpu.plain(packed.to_dense(), None, down.t(), bias, follow=False, acts=cpu.PACKED)
+    down_t, tail = down.detach().t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    return run(down_kernels.down, packed.packed, None, tail, down_t, bias, packed.shape[1], packed.tile)
+
+
+def packed_gated(
+    x: Tensor,
+    packed: TwELL,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute (g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g, of either sign.
+
+    x: [rows, d_model]. Not differentiable."""
+    checks.check_packed(packed)
+    x, _, up, down, _, up_bias, down_bias = checks.check_layer(x, None, up, down, None, up_bias, down_bias)
+    how = {"dtype": packed.dtype, "device": packed.packed.device}
+    checks.check_tensor("x", x, shape=(packed.shape[0], None), **how)
+    checks.check_tensor("up", up, shape=(packed.shape[1], None), **how)
+    if not packed.packed.is_cuda and not checks.check_backend(backend, x, packed.packed, up, down, up_bias, down_bias):
+        with torch.autocast("cpu", enabled=False):
+            gate = packed.to_dense()
+            return cpu.gated(x, gate, up, None, down.t(), up_bias, down_bias, follow=False, acts=cpu.PACKED)
+    tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    weights = (up.detach().contiguous(), down.detach().t().contiguous(), up_bias, down_bias)
+    return run(gated_kernels.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)

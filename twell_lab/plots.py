@@ -1,0 +1,492 @@
+"""Plotly figures, made of rows and numbers alone, and the plain numbers they draw. May import formats and core.
+
+Arguments are what the library returns (a FiringProfile, TrainResults, a TwELL, rows of records), or the same as dicts
+and lists read back from JSON, so that a figure can be drawn on a machine without torch. Recorded measurements are
+always called "recorded on <device>, <date>", and the reader's own "yours, now". Each function that draws returns a
+plotly `Figure`, and raises StackError where plotly is missing; nothing else here needs it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from .core import InputError, StackError
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# Okabe and Ito's colours, which readers with any colour vision can tell apart.
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+SKY, RED, GREY = "#56B4E9", "#D55E00", "#8A8A8A"
+COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+INK, FAINT = "#222222", "#E6E6E6"
+
+OTHER_KERNELS = ("portable", "mma.sync")  # rows of these paths time a layer on kernels that would not be picked for it
+
+
+# ---- plain numbers and names ----
+
+
+def picked(path: str) -> bool:
+    """Return whether a row's path is the layer as it runs, or the dense layer; False for kernels timed beside it."""
+    return path.partition(" (")[0] not in OTHER_KERNELS
+
+
+def layer_names(names: list[str]) -> list[str]:
+    """Return short names of modules, such as `layer 3` for `layers.3.mlp`; the full ones where those are not unique."""
+    numbers = [next((part for part in name.split(".") if part.isdigit()), None) for name in names]
+    if None in numbers or len(set(numbers)) < len(numbers):
+        return [name or "layer" for name in names]
+    return [f"layer {number}" for number in numbers]
+
+
+def share(value: float) -> str:
+    """Return a share of one as a percentage, with two digits where it is small."""
+    percent = 100 * value
+    if percent == 0 or percent >= 9.95:
+        return f"{percent:.0f}%"
+    return f"{percent:.1f}%" if percent >= 0.095 else f"{percent:.2g}%"
+
+
+def tile_of(twell, row: int, tile: int) -> dict:
+    """Return one tile of one row of a formats.TwELL as a dict, which packed_tile draws and JSON can hold.
+
+    {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
+    are used, as whole numbers, the count first), tail (the values that did not fit, as words too)}.
+    """
+    from .formats import join_words  # not at the top: the other functions of this module need no torch
+
+    rows, tiles, words = twell.packed.shape
+    for name, value, end in (("row", row, rows), ("tile", tile, tiles)):
+        if not 0 <= value < end:
+            raise InputError(f"{name} is {value!r}; this TwELL has {name}s 0 to {end - 1}")
+    stored, bits = twell.packed[row, tile].tolist(), 8 * twell.packed.element_size()
+    first, width = tile * twell.tile, min(twell.tile, twell.shape[1] - tile * twell.tile)
+    mine = slice(*twell.tail_pointer[row : row + 2].tolist())
+    column, value = twell.tail_column[mine] - first, twell.tail_value[mine]
+    here = (column >= 0) & (column < width)
+    return {
+        "row": row,
+        "tile": tile,
+        "width": width,
+        "count": stored[0],
+        "slots": words - 1,
+        "dtype": str(twell.dtype).removeprefix("torch."),
+        "tail": [word % 2**bits for word in join_words(value[here], column[here]).tolist()],
+        "words": [word % 2**bits for word in stored[: min(stored[0], words - 1) + 1]],
+    }
+
+
+def decode(word: int, dtype: str) -> tuple[float, int]:
+    """Return (value, column) of a stored TwELL word, for its value's dtype."""
+    shift, integer, kind = {"float32": (32, "<I", "<f"), "float16": (16, "<H", "<e")}.get(dtype, (16, "<I", "<f"))
+    bits = word >> shift << (16 if dtype == "bfloat16" else 0)  # bfloat16 is the upper half of a float32
+    return struct.unpack(kind, struct.pack(integer, bits))[0], word % 2**shift
+
+
+def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
+    """Return the 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts; zeros where it is empty."""
+    seen = list(accumulate(int(count) for count in histogram))
+    total = seen[-1] if seen else 0
+    return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)
+
+
+def alike(rows: list[dict]) -> list[list[dict]]:
+    """Return rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor
+    of 1.5 count as one workload."""
+    groups: list[list[dict]] = []
+    for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
+        if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
+def apart(heights: list[float], least: float) -> list[float]:
+    """Return heights for the names of lines that end at these heights, in the same order and at least `least` apart:
+    where two are nearer, the upper one is moved up."""
+    places, below = [0.0] * len(heights), -math.inf
+    for i in sorted(range(len(heights)), key=lambda i: heights[i]):
+        places[i] = below = max(heights[i], below + least)
+    return places
+
+
+# ---- figures ----
+
+
+def training_curves(results: Mapping[str, object]) -> Figure:
+    """Draw loss and firing during training, one colour for each run.
+
+    Left: bits per byte, training as a thin line, held-out text as dots. Right: neurons that fire for a token,
+    in percent of d_ff. results: label of each run -> its TrainResult, or summary() of that.
+    """
+    figure = _figure(rows=1, cols=2, horizontal_spacing=0.12)
+    for colour, (label, result) in zip(COLOURS, results.items(), strict=False):
+        history, width = _get(result, "history"), _get(_get(result, "config"), "d_ff")
+        seen = [row for row in history if row.get("val_bits_per_byte") is not None]
+        for col, points, y, look in (
+            (1, history, [row["ce"] / math.log(2) for row in history], {"opacity": 0.4, "name": f"{label}, training"}),
+            (1, seen, [row["val_bits_per_byte"] for row in seen], {"marker": {"size": 7}}),
+            (2, history, [100 * row["nnz"] / width for row in history], {}),
+        ):
+            figure.add_scatter(
+                x=[row["step"] for row in points],
+                y=y,
+                row=1,
+                col=col,
+                mode="lines+markers" if points is seen else "lines",
+                line={"color": colour, "width": 1} if "opacity" in look else {"color": colour},
+                showlegend=points is seen,
+                legendgroup=label,
+                hovertemplate="step %{x}: %{y:.3g}",
+                **{"name": label, **look},
+            )
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="bits per byte", row=1, col=1)
+    figure.update_yaxes(title_text=_FIRING, rangemode="tozero", row=1, col=2)
+    return styled(figure, "Training: loss (dots: held-out text) and firing", height=380)
+
+
+def firing_by_layer(profile, without=None) -> Figure:
+    """Draw how many neurons fire in each layer: mean share, and the span that holds the middle 90% of tokens.
+
+    profile: a FiringProfile, or its layers as dicts; InputError for one without layers. without: the densities (0 to
+    1) of the layers of the model trained without L1, to be drawn beside."""
+    layers = _layers(profile)
+    mean = [100 * _get(layer, "density") for layer in layers]
+    before = [100 * density for density in without or []]
+    ends = [[100 * n / _get(layer, "d_ff") for n in percentiles(_get(layer, "nnz_histogram"))] for layer in layers]
+    # The figures stand below the bars: above them they would collide with the whiskers.
+    names = [f"{name}<br>" for name in layer_names([_get(layer, "name") for layer in layers])]
+    figure = _figure()
+    if without is not None:
+        names = [f"{name}{_percent(density)} to " for name, density in zip(names, before, strict=True)]
+    names = [name + _percent(density) for name, density in zip(names, mean, strict=True)]
+    if without is not None:
+        hover = "%{y:.2f}% without L1<extra></extra>"
+        figure.add_bar(x=names, y=before, name="without L1", marker_color=GREY, hovertemplate=hover)
+    figure.add_bar(
+        x=names,
+        y=mean,
+        name="with L1" if without is not None else "",
+        marker_color=BLUE,
+        error_y={
+            # With a heavy tail the mean can lie above the 95th percentile: then the whisker has length 0.
+            "array": [max(0.0, high - here) for here, (_, high) in zip(mean, ends)],
+            "arrayminus": [max(0.0, here - low) for here, (low, _) in zip(mean, ends)],
+            "color": INK,
+            "thickness": 1,
+            "width": 4,
+        },
+        showlegend=without is not None,
+        hovertemplate="%{y:.2f}%<extra></extra>",
+    )
+    figure.update_yaxes(title_text=_FIRING, rangemode="tozero")
+    figure.update_xaxes(title_text="feed-forward layer")
+    return styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
+
+
+def firing_by_position(profile, names: list[str] | None = None) -> Figure:
+    """Draw the share of neurons that fire at the first tokens of a sequence and at later ones: all layers together as a
+    thick line, each layer as a thin one with its name at its end.
+
+    profile: a FiringProfile, or the rows of its by_position(); InputError where no position is known. names: of the
+    layers; those of the profile, unless given."""
+    rows = profile if isinstance(profile, list) else profile.by_position()
+    if not rows:
+        raise InputError(
+            "no position of a token is known in this profile; accepted: one made from token ids or sequences"
+        )
+    if names is None:
+        numbered = [f"layer {number}" for number in range(len(rows[0]["layers"]))]
+        names = numbered if isinstance(profile, list) else layer_names([layer.name for layer in profile.layers])
+    until = lambda row: f"-{row['last']}" if row["last"] else " on"
+    places = [f"{row['first']}" + ("" if row["last"] == row["first"] else until(row)) for row in rows]
+    figure = _figure()
+    for number, name in enumerate(names):
+        figure.add_scatter(
+            x=places,
+            y=[_times_100(row["layers"][number]) for row in rows],
+            mode="lines",
+            line={"color": SKY, "width": 1},
+            name="each layer",
+            legendgroup="layers",
+            showlegend=number == 0,
+            hovertemplate=f"{name}, %{{x}}: %{{y:.3g}}%<extra></extra>",
+        )
+    figure.add_scatter(
+        x=places,
+        y=[100 * row["density"] for row in rows],
+        mode="lines+markers",
+        line={"color": BLUE, "width": 3},
+        name="all layers together",
+        customdata=[row["tokens"] for row in rows],
+        hovertemplate="%{x}: %{y:.3g}% (%{customdata:,} tokens)<extra></extra>",
+    )
+    # Each thin line is named where it ends, and the figure is as high as the names of all layers need.
+    line, above = 13, 130  # pixels: a name; what is above and below the lines
+    height = max(400, above + line * len(names))
+    shares = [value for row in rows for value in (row["density"], *row["layers"]) if value is not None]
+    top = 108 * max(shares) or 1.0
+    ends = [(name, 100 * end) for name, end in zip(names, rows[-1]["layers"]) if end is not None]
+    at = apart([end for _, end in ends], top * line / (height - above))
+    for (name, _), y in zip(ends, at, strict=True):
+        figure.add_annotation(
+            x=len(places) - 1, y=y, text=name, showarrow=False, xanchor="left", xshift=8, font={"size": 10}
+        )
+    figure.update_xaxes(title_text="position in its sequence, from 0", type="category")
+    figure.update_yaxes(title_text=_FIRING, rangemode="tozero", range=[0, max([top, *at])])
+    return styled(figure, "Share of neurons that fire, by position in the sequence", height=height)
+
+
+def profiles_compared(comparison, mine: str = "this profile", other: str = "the other") -> Figure:
+    """Draw two profiles layer by layer. Left: how many neurons fire in each. Right: what the other's hottest neurons
+    catch of this profile's firing, of what its own hottest catch.
+
+    comparison: what FiringProfile.compare gave, or its rows; InputError for none. mine, other: what to call the two."""
+    rows = comparison if isinstance(comparison, list) else _get(comparison, "rows")
+    if not rows:
+        raise InputError("the comparison has no layers; accepted: one layer or more")
+    names = layer_names([row["layer"] for row in rows])
+    figure = _figure(rows=1, cols=2, horizontal_spacing=0.12)
+    for name, key, colour in ((mine, "density", BLUE), (other, "other_density", GREY)):
+        figure.add_bar(
+            x=names,
+            y=[_times_100(row[key]) for row in rows],
+            name=name,
+            marker_color=colour,
+            hovertemplate=f"{name}, %{{x}}: %{{y:.3g}}%<extra></extra>",
+            row=1,
+            col=1,
+        )
+    figure.add_bar(
+        x=names,
+        y=[_times_100(row["hot_kept"]) for row in rows],
+        marker_color=GREEN,
+        showlegend=False,
+        customdata=[_times_100(row["hot_overlap"]) for row in rows],
+        hovertemplate="%{x}: %{y:.0f}%; %{customdata:.0f}% of the hottest are the same<extra></extra>",
+        row=1,
+        col=2,
+    )
+    figure.update_yaxes(title_text=_FIRING, rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title_text="caught by the other's hot neurons, %", range=[0, 105], row=1, col=2)
+    return styled(figure, "Two profiles: how many neurons fire, and whether the same ones are hot")
+
+
+def neuron_frequency(profile, layer: int = 0) -> Figure:
+    """Draw on which share of the tokens each neuron of one layer fires, most used first, and how many never fire.
+
+    profile: a FiringProfile, or its layers as dicts. layer: which of them, from 0; InputError for one that is not
+    there."""
+    layers = _layers(profile)
+    if not 0 <= layer < len(layers):
+        raise InputError(f"layer is {layer!r}; this profile has layers 0 to {len(layers) - 1}")
+    values = sorted((100 * float(value) for value in _get(layers[layer], "neuron_frequency")), reverse=True)
+    alive = [value for value in values if value > 0]
+    numbers, hover = list(range(1, len(alive) + 1)), "neuron %{x}: %{y:.3g}% of tokens"
+    figure = _figure()
+    figure.add_scatter(x=numbers, y=alive, mode="lines", line={"color": BLUE}, hovertemplate=hover)
+    figure.update_yaxes(
+        title_text="fires on this share of tokens, % (log scale)",
+        type="log",
+        dtick=1,
+        tickformat="~g",
+        range=[math.log10(alive[-1] / 1.5), 2.05] if alive else [-1, 2],
+    )
+    figure.update_xaxes(title_text="neuron, most used first", range=[0, len(values) * 1.01])
+    if len(alive) < len(values):
+        text = f"{len(values) - len(alive)} of {len(values)}<br>never fire"
+        figure.add_vrect(x0=len(alive), x1=len(values), fillcolor=FAINT, line_width=0, layer="below")
+        figure.add_annotation(
+            text=text, align="right", x=len(values), xanchor="right", y=0.97, yref="paper", showarrow=False
+        )
+    name = layer_names([_get(one, "name") for one in layers])[layer]
+    return styled(figure, f"How often each neuron fires: {name}")
+
+
+def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
+    """Draw one tile before and after packing: its columns above, its words below (a count, then the values).
+
+    twell: a formats.TwELL, or the dict that `tile_of` made of one, which holds row and tile. row, tile: which tile of a
+    TwELL, from 0; InputError for one that is not there."""
+    at = twell if isinstance(twell, Mapping) else tile_of(twell, row, tile)
+    entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
+    across, down = 32, -(-at["width"] // 32)
+    a_line = 16 if at["slots"] > 15 else 8
+    lines = -(-(at["slots"] + 1) // a_line)
+    columns = [[line * across + i for i in range(across)] for line in range(down)]
+    cells = [[0.0 if column < at["width"] else None for column in line] for line in columns]
+    everything = entries + [decode(word, at["dtype"]) for word in at["tail"]]
+    for value, column in everything:
+        cells[column // across][column % across] = value
+    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
+    shades = [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]]
+    look = {
+        "colorscale": shades,
+        "zmin": 0,
+        "zmax": top,
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 2,
+        "hoverongaps": False,
+    }
+    above, gap, below = 26 * down, 46, 44 * lines
+    figure = _figure(
+        rows=2,
+        cols=1,
+        vertical_spacing=gap / (above + gap + below),
+        row_heights=[above, below],
+        subplot_titles=[
+            f"before: {at['width']} columns, 32 a line; {at['count']} hold a value",
+            f"after: {at['slots'] + 1} words, {len(at['words'])} used: the count, then column: value",
+        ],
+    )
+    hover = "column %{customdata}: %{z:.4g}<extra></extra>"
+    figure.add_heatmap(z=cells, customdata=columns, hovertemplate=hover, row=1, col=1, **look)
+    # One (shade, text, text while the pointer is over it) for each word; None where the last line has no words left.
+    words = [(0.0, f"<b>{at['count']}</b>", f"word 0: the count, {at['count']}")]
+    for i, (value, column) in enumerate(entries, start=1):
+        stored = f"0x{at['words'][i]:08x}"
+        words.append((value, f"{column}:<br>{value:.2g}", f"word {i}: {stored} = value {value:.4g}, column {column}"))
+    words += [(0.0, "", f"word {i}: unused, never read") for i in range(len(words), at["slots"] + 1)]
+    words += [(None, None, None)] * (lines * a_line - len(words))
+    shade, texts, hovers = ([list(part[i : i + a_line]) for i in range(0, len(part), a_line)] for part in zip(*words))
+    figure.add_heatmap(
+        z=shade,
+        text=texts,
+        customdata=hovers,
+        texttemplate="%{text}",
+        textfont={"size": 10},
+        hovertemplate="%{customdata}<extra></extra>",
+        row=2,
+        col=1,
+        **look,
+    )
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False, autorange="reversed")
+    figure.update_annotations(font_size=13, x=0, xanchor="left")
+    rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
+    title = f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}"
+    return styled(figure, title, height=110 + above + gap + below).update_layout(margin_b=20)
+
+
+def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "yours, now") -> Figure:
+    """Draw how many times as fast as torch's dense layer (eager, same run) each path is, over the number of tokens.
+
+    One line for each device, dtype, path and workload. The eager dense layer is the line at 1; its rows are not drawn.
+    Recorded lines are dotted, and grey where the kernels have changed since.
+
+    Args:
+        rows: the reader's measurement rows.
+        recorded: flat rows of records (`records.flat_rows`).
+        mine: the name of the reader's lines.
+    """
+    figure, ticks = _figure(), set()
+    for own, part in ((True, rows), (False, recorded or [])):
+        for i, (name, points) in enumerate(_series(part, mine if own else None).items()):
+            points.sort(key=lambda row: row["tokens"])
+            ticks |= {row["tokens"] for row in points}
+            colour = COLOURS[i % len(COLOURS)] if own else (ORANGE, PURPLE, SKY, GREEN)[i % 4]
+            figure.add_scatter(
+                x=[row["tokens"] for row in points],
+                y=[row["x_dense"] for row in points],
+                name=name,
+                mode="lines+markers",
+                marker={"symbol": "circle" if own else "diamond-open", "size": 9},
+                line={"color": GREY if points[0].get("stale") else colour, "dash": "solid" if own else "dot"},
+                customdata=[[row["ms"], row["dense_ms"]] for row in points],
+                hovertemplate="%{x} tokens: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)",
+            )
+    figure.add_hline(y=1, line={"color": INK, "width": 1})
+    # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
+    place = {"x": 1, "xref": "paper", "y": 0, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    figure.add_annotation(text="torch's dense layer", font={"size": 11}, **place)
+    figure.update_xaxes(title_text="tokens (log scale)", type="log", tickvals=sorted(ticks), tickformat=",d")
+    marks = [0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32]
+    names = [f"{mark:g}x" for mark in marks]
+    figure.update_yaxes(title_text="times as fast as dense (log scale)", type="log", tickvals=marks, ticktext=names)
+    more = 22 * len(figure.data)
+    figure = styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + more)
+    return figure.update_layout(legend={"orientation": "v", "yanchor": "top", "y": -0.2, "x": 0}, margin_b=60 + more)
+
+
+# ---- parts ----
+
+_FIRING = "neurons firing for a token, %"
+
+
+def styled(figure: Figure, title: str, height: int = 400) -> Figure:
+    """Return the figure itself, with the look that all figures here have. height: in pixels."""
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        bargap=0.25,
+        hoverlabel={"namelength": -1},
+        title={"text": title, "x": 0, "xref": "paper", "font": {"size": 15}},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
+        margin={"l": 60, "r": 20, "t": 80, "b": 50},
+    )
+    return figure.update_yaxes(ticklabelstandoff=4)  # else names touch the bars and points beside them
+
+
+def _figure(**panels: Any) -> Figure:
+    """Return an empty figure, cut into panels as plotly's `make_subplots` does where any are asked for."""
+    try:
+        from plotly.graph_objects import Figure
+        from plotly.subplots import make_subplots
+    except ImportError:
+        raise StackError("figures need plotly, which is not installed: pip install plotly") from None
+    return make_subplots(**panels) if panels else Figure()
+
+
+def _get(item, name: str):
+    """Return a field of an object, or of the dict that the same object is in JSON."""
+    return item[name] if isinstance(item, Mapping) else getattr(item, name)
+
+
+def _layers(profile) -> list:
+    layers = profile if isinstance(profile, list) else _get(profile, "layers")
+    if not layers:
+        raise InputError("the profile has no layers; accepted: one layer or more")
+    return layers
+
+
+def _times_100(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0f}%" if value >= 9.5 else f"{value:.1f}%"
+
+
+def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
+    """Return measured rows grouped into named lines, in their order. mine: the name of the reader's rows; None:
+    recorded."""
+    rows = [row for row in rows if not row["path"].startswith("dense eager") and picked(row["path"])]
+    rows = [row for row in rows if row.get("x_dense") is not None and row.get("tokens")]
+    several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
+        where = mine
+        if mine is None:
+            where = f"recorded on {row['device']}, {row['date'][:10]}{', stale' if row.get('stale') else ''}"
+        workload = row.get("workload") if several and not row["path"].startswith("dense") else None
+        groups.setdefault((where, row.get("label"), short, row["path"], workload), []).append(row)
+    lines = {}
+    for (where, label, short, path, workload), members in groups.items():
+        dense = path.startswith("dense")
+        if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
+            members = list({row["tokens"]: row for row in members}.values())
+        for points in [members] if label or dense else alike(members):
+            nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
+            parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
+            lines[f"{where}: {', '.join(part for part in parts if part)}"] = points
+    return lines

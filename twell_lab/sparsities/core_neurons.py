@@ -1,0 +1,126 @@
+"""Core neurons: those that were among the strongest of most tokens of a prompt are computed for all that follow. Lossy.
+
+    core = core_neurons(model, prompt, share=0.4)   # model: dense, ReLU
+    model = core.apply(model)                       # lossy from here on; remove(model) takes it back
+
+CoreInfer (Wang et al., arXiv 2410.18311): nothing is predicted. The weights of the chosen neurons are gathered when the
+prompt was read, so that each token takes small dense products, and nothing waits for the host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..analysis.running import ALL, Gate, Rows, run
+from ..core import InputError
+from ..formats.twell import fires
+from ..layers.find import FeedForward, Only, replaced
+from ..layers.parts import uncompiled
+from .few_neurons import LOSSY, FewNeurons, check_share, dense_layers, places_in, remove
+from .magnitude import largest
+
+
+class CoreFFN(FewNeurons):
+    """Computes the same neurons for every token, whose weights the layer owns. Lossy. core: int64 [n], which ones."""
+
+    core: Tensor
+    first: Tensor
+    up: Tensor | None
+    down_t: Tensor
+
+    def __init__(self, layer: FeedForward, core: Tensor) -> None:
+        super().__init__(layer)
+        self.own(core=core.to(layer.up.weight.device))
+        self.label = f"the same {len(core)} neurons for all tokens"
+        self.renew()
+
+    def renew(self) -> None:
+        first, up, down = self._parts
+        of_core = lambda part: None if part is None else part.weight.index_select(0, self.core)  # noqa: E731
+        down_t = down.weight.index_select(1, self.core).t().contiguous()
+        self.own(first=of_core(first), up=of_core(up), down_t=down_t)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.product(rows, self.first, self.up, self.down_t, self.core).view(x.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """The core neurons of each layer for one prompt: int64 [n], ascending, by the layer's name. shapes: (d_ff, d_model)
+    of each. tokens: of the prompt."""
+
+    neurons: dict[str, Tensor]
+    shapes: dict[str, tuple[int, int]]
+    tokens: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the neurons that is not computed, over all layers."""
+        return 1 - sum(map(len, self.neurons.values())) / sum(shape[0] for shape in self.shapes.values())
+
+    def __str__(self) -> str:
+        return f"{self.sparsity:.1%} of the neurons are not computed after a prompt of {self.tokens:,} tokens\n{LOSSY}"
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Have the model's layers compute their core neurons alone, in place; returns the model. Lossy; for inference.
+
+        InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
+        changed = {}
+        for layer in places_in(model, self.shapes):
+            changed[layer.module] = CoreFFN(layer, self.neurons[layer.name]).train(layer.module.training)
+        return replaced(model, changed)
+
+    remove = staticmethod(remove)
+
+
+def core_neurons(
+    model: nn.Module, prompt: Tensor, share: float = 0.4, *, of_token: float = 0.4, only: Only | None = None
+) -> Core:
+    """Choose the neurons to go on with after a prompt.
+
+    Of each token, those of its firing neurons with the largest |h|, what enters down, are its core. Of the layer, those
+    that are in the cores of the most tokens are; of equally many the first.
+
+    Args:
+        model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was.
+        prompt: token ids [1, length].
+        share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken.
+        of_token: of a token's firing neurons, above 0 and up to 1, rounded up.
+        only: the layers for which only(name, module) is true.
+
+    Raises:
+        InputError: for wrong arguments, and for models as `predictors.predict`.
+    """
+    check_share("share", share), check_share("of_token", of_token)
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
+        what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise InputError(f"prompt is {what}; token ids [1, length] are accepted")
+    layers, counts = dense_layers(model, only), {}
+
+    def watch(layer: FeedForward):
+        def count(x: Tensor, gate: Gate, rows: Rows) -> None:
+            first = rows.kept(gate(ALL))
+            size = torch.relu(first).float()
+            if layer.gate is not None:
+                size = (size * F.linear(rows.kept(x), layer.up.weight, layer.up.bias).float()).abs()
+            fired = fires(first)
+            size, order = size.masked_fill(~fired, -1).sort(dim=1, descending=True, stable=True)
+            most = (fired.sum(1, keepdim=True) * of_token).ceil()
+            taken = torch.arange(size.shape[1], device=size.device) < most
+            counts[layer.name] = counts.get(layer.name, 0) + torch.zeros_like(taken).scatter_(1, order, taken).sum(0)
+
+        return layer, count
+
+    run(uncompiled(model), [watch(layer) for layer in layers], [prompt])
+    neurons = {}
+    for layer in layers:
+        if layer.name not in counts:
+            raise InputError(f"{layer.name!r} saw no token of the prompt; an `only` that leaves it out is accepted")
+        count = math.ceil(share * layer.up.weight.shape[0])
+        neurons[layer.name] = largest(counts[layer.name], count).nonzero()[:, 0]
+    return Core(neurons, {layer.name: tuple(layer.up.weight.shape) for layer in layers}, prompt.shape[1])

@@ -1,0 +1,110 @@
+"""FP8: linear layers whose weight and input are rounded to E4M3 rows, one scale each. Lossy. GPUs from sm_89 on.
+
+with torch.no_grad():                                                       # it has no gradient
+    y = fp8_linear(x, quantise(layer.weight, torch.float8_e4m3fn), layer.bias)
+tl.sparsify(model, "fp8")                                                   # as a path of feed-forward layers"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from ..core import DeviceError, InputError
+from ..layers.paths.cost import Work
+from ..layers.weights import Weights
+from .products import Product, Products, hidden_of
+from .quantised import Rows, check_weight, flattened, quantise, round_tokens
+
+KIND = torch.float8_e4m3fn
+OLDEST = (8, 9)
+
+
+def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias by an E4M3 product, with one scale a token: x [..., columns] -> [..., rows].
+
+    On a GPU from sm_89 on torch._scaled_mm, rows and columns multiples of 16, whose result is rounded to bfloat16; on a
+    CPU the same values multiplied in float32. Of a row of x that is not finite the result is NaN. Raises InputError for
+    other rows than E4M3, shapes that do not fit, and where x or the bias needs a gradient; DeviceError for an older
+    GPU."""
+    flat = flattened(x, rows, KIND, bias)
+    if x.is_cuda:
+        _check_device(x.device)
+    return _product(round_tokens(flat, KIND), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
+
+
+def _product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+    """[tokens, rows] in the dtype of flat [tokens, columns], for its E4M3 rows, padded or not. On a GPU the product
+    itself scales, adds a bias of bfloat16, and rounds to bfloat16."""
+    if not short.values.is_cuda:
+        y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
+        return (y if bias is None else y + bias).to(flat.dtype)
+    scales, within = (short.scale[:, None], rows.scale[None]), bias is not None and bias.dtype == torch.bfloat16
+    how = {"bias": bias if within else None, "out_dtype": torch.bfloat16}
+    y = torch._scaled_mm(short.values, rows.values.t(), *scales, **how)[: len(flat)]
+    return (y if within or bias is None else y.float() + bias).to(flat.dtype)
+
+
+def _check_device(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < OLDEST:
+        where = f"on {device}" if capability is None else "on a GPU of compute capability {}.{}".format(*capability)
+        raise DeviceError(f"the weight is {where}; GPUs of 8.9 and newer have FP8 products")
+
+
+class Fp8(Products):
+    """All neurons, by E4M3 products of weights and x (`fp8_linear`). Lossy. The layer owns the rows."""
+
+    name = "fp8"
+    exact = False
+    launches = 3
+
+    def product(self, weight: Tensor) -> Product:
+        self.weigh(weight)
+        return partial(_linear, quantise(weight, KIND))
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
+        """Compute as of Products; x is rounded once for gate and up, and a row that is not finite needs no pass of its
+        own: its scale makes NaN of all that follows."""
+        if weights.gate is None or weights.gate is weights.up or None in form:
+            return super().compute(layer, x, weights, form)
+        gate, up, down = (product.args[0] for product in form)
+        flat = x.reshape(-1, x.shape[-1])
+        short = round_tokens(flat, KIND)
+        first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
+        return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
+
+    def weigh(self, weight: Tensor) -> tuple[int]:
+        _check_device(check_weight(weight).device)
+        if any(n % 16 or not n for n in weight.shape):
+            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
+        if refused := _refused(weight.device):
+            raise DeviceError(f"torch's fp8 product does not run on this device: {refused}")
+        return (weight.numel() + 4 * len(weight),)
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
+        """Return half of the operations' time, or that of what is moved: x is read, written as one byte and read, the
+        result written."""
+        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * work.itemsize)
+        product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
+        return product + self.launches * work.rates.launch
+
+
+def _linear(rows: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    return fp8_linear(x, rows, bias)
+
+
+@cache
+def _refused(device: torch.device) -> str:
+    """Why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
+    try:
+        fp8_linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device), KIND))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:200]
+    return ""
+
+
+PATHS = (Fp8(),)

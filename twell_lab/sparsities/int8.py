@@ -1,0 +1,182 @@
+"""INT8: linear layers whose weight and input are rounded to INT8 rows, one scale each. Lossy.
+
+    with torch.no_grad():                                  # it has no gradient
+        y = int8_linear(x, quantise(layer.weight), layer.bias)
+    tl.sparsify(model, "int8")                             # as a path of feed-forward layers: all neurons
+
+It is what a sparse path with few bits has to beat. Weights that are turned back into 16 bits by an operation of their
+own are read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the
+product they stay 1 byte. The result of an INT8 product is int32. In torch's operations (torch._int_mm, and two that
+scale) 4 bytes a value of it are written and read, and as many of what its first scale makes of it, before 2 are
+written. `ops.int8` scales the sums where they are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for
+results of 16 bits and widths of multiples of 16, outside of compiled code. All else is torch's.
+
+**2:4 with INT8** is what torch has for GPUs from sm_80 on (cuSPARSELt) and torchao puts around a model. A zero stays a
+zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with it."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import DeviceError, InputError
+from ..cuda.launch import capability, layout, run
+from ..layers.paths.cost import Work
+from ..layers.weights import Weights
+from ..ops import int8 as kernels
+from ..ops.activation import RELU
+from .products import Product, Products
+from .quantised import Rows, check_weight, flattened, quantise, round_tokens
+from .two_four import check_two_four
+
+MOST_COLUMNS = 2**31 // (127 * 127) - 1  # that an int32 sum of products holds
+
+
+def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
+    """Return x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [...,
+    rows].
+
+    By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and two
+    operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and
+    columns multiples of 8. Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, shapes that do
+    not fit, and where x or the bias needs a gradient."""
+    flat = flattened(x, rows, torch.int8, bias)
+    if flat.shape[1] > MOST_COLUMNS:
+        raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
+    short, weight = round_tokens(flat, torch.int8), kernels.Weight(*rows, bias)
+    if not apart and has_kernel(short.values, weight, flat.dtype):
+        y = run(kernels.product, *short, weight, flat.dtype, len(flat))
+    else:
+        y = _scaled(_sums(short.values, rows.values)[: len(flat)], short, rows, flat.dtype, bias)
+    return y.view(*x.shape[:-1], len(rows.values))
+
+
+def has_kernel(values: Tensor, weight: kernels.Weight, dtype: torch.dtype) -> bool:
+    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of
+    `dtype`."""
+    if not values.is_cuda or type(values) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return kernels.takes(layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index))
+
+
+def _sums(values: Tensor, weight: Tensor) -> Tensor:
+    if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
+        values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
+    return torch._int_mm(values, weight.t())
+
+
+def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the first
+    reads them as they are and writes float32, the second writes `dtype`."""
+    first = torch.mul(sums, tokens.scale[: len(sums), None])
+    y = torch.empty_like(first, dtype=dtype)
+    if bias is None:
+        return torch.mul(first, weights.scale, out=y)
+    return torch.addcmul(bias.float(), first, weights.scale, out=y)
+
+
+def packed_two_four(rows: Rows) -> Tensor:
+    """Return INT8 rows that are 2:4 as cuSPARSELt multiplies them: half of the values, and their places.
+
+    Raises InputError for rows that are not 2:4 or no multiples of 32; DeviceError for a CPU, a GPU before sm_80 and a
+    torch without cuSPARSELt."""
+    check_two_four(rows.values.half())
+    if any(n % 32 for n in rows.values.shape):
+        raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
+    new_enough = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) >= kernels.OLDEST
+    if not new_enough or not torch.backends.cusparselt.is_available():
+        raise DeviceError(f"the rows are on {rows.values.device}; a GPU of 8.0 or newer with cuSPARSELt is accepted")
+    return torch._cslt_compress(rows.values)
+
+
+def two_four_int8(x: Tensor, rows: Rows, packed: Tensor | None = None) -> Tensor:
+    """Return x W^T for INT8 rows that are 2:4, by cuSPARSELt's product: x [..., columns] -> [..., rows], one scale a
+    token; two operations scale the int32 sums. packed: of `packed_two_four(rows)`; None: it is made in each call.
+    Raises as `int8_linear` and `packed_two_four`."""
+    flat = flattened(x, rows, torch.int8)
+    packed = packed_two_four(rows) if packed is None else packed
+    short = round_tokens(flat, torch.int8)
+    values = F.pad(short.values, (0, 0, 0, -len(short.values) % 32))
+    sums = torch._cslt_sparse_mm(packed, values.t(), out_dtype=torch.int32)
+    return _scaled(sums.t()[: len(flat)], short, rows, x.dtype, None).view(*x.shape[:-1], len(rows.values))
+
+
+# ---- as a path
+
+
+class _Form(NamedTuple):
+    """products: of gate, up and down. rows: those of a gated layer that the kernel of ops.int8 takes, else None."""
+
+    products: list[Product | None]
+    rows: tuple[Rows, ...] | None
+
+
+class Int8(Products):
+    """All neurons, by INT8 products of weights and x (`int8_linear`). Lossy. The layer owns the rows."""
+
+    name = "int8"
+    exact = False
+    launches = 5  # x, the product, two that scale, and half of what multiplies gate and up
+
+    def product(self, weight: Tensor) -> Product:
+        self.weigh(weight)
+        return partial(_linear, quantise(weight))
+
+    def make(self, weights: Weights) -> _Form:
+        products = super().make(weights)
+        if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
+            return _Form(products, None)
+        rows = tuple(product.args[0] for product in products)
+        near = (has_kernel(r.values, kernels.Weight(*r, b), weights.up.dtype) for r, b in zip(rows, weights[3:]))
+        return _Form(products, rows if all(near) else None)
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: _Form) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if form.rows is None or layer.acts != RELU or not 0 < len(rows) <= kernels.MOST_TOKENS:
+            return super().compute(layer, x, weights, form.products)
+        whole = (kernels.Weight(*part, bias) for part, bias in zip(form.rows, weights[3:]))
+        return run(kernels.layer, rows.contiguous(), *whole).view(x.shape)
+
+    def weigh(self, weight: Tensor) -> tuple[int]:
+        check_weight(weight)
+        if weight.is_cuda and any(n % 8 or not n for n in weight.shape):
+            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 8 are accepted on a GPU")
+        if weight.shape[1] > MOST_COLUMNS:
+            raise InputError(f"the weight has {weight.shape[1]} columns; up to {MOST_COLUMNS} are accepted")
+        if weight.is_cuda and (refused := _refused(weight.device)):
+            raise DeviceError(f"torch's int8 product does not run on this device: {refused}")
+        return (weight.numel() + 4 * len(weight),)
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
+        """Return the time of the operations in INT8, whose products (torch's and ours, mma.sync) were no faster than
+        those of 16 bits on an H100; and x is read, written as one byte and read, the result written. In torch's
+        operations 16 bytes a value of the sums, and of what scales them, are moved; the kernel moves none and needs
+        three launches less."""
+        fused = work.itemsize == 2 and not (n % kernels.STEP or k % kernels.STEP)
+        between, launches = (0, self.launches - 3) if fused else (16, self.launches)
+        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))
+        product = max(2 * work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
+        return product + launches * work.rates.launch
+
+
+def _linear(rows: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    return int8_linear(x, rows, bias)
+
+
+@cache
+def _refused(device: torch.device) -> str:
+    """Why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
+    try:
+        int8_linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device)), apart=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:200]
+    return ""
+
+
+PATHS = (Int8(),)

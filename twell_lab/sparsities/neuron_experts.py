@@ -1,0 +1,162 @@
+"""A layer's neurons as experts: each token is given the groups in which the most fires. Lossy.
+
+    tl.sparsify(model, "experts")       # or tl.plan(..., paths=["experts"])
+
+This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`),
+and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
+
+Little can be gained, since a token's row is copied for each of its groups, and so are results. Take the layer of 2,048
+x 5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how often they do: in groups of 64,
+17% of the work of up and down is left, but a token is in 15 groups. For 16,384 tokens that is 4 GB of gathered rows of
+x and of results, written and read, for which an H100 needs longer than for up and down computed densely. The paths
+"twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layers.paths.cost import Work
+from ..layers.paths.path import Converted
+from ..layers.weights import Weights
+from .experts import check_count, grouped_linear, takes_grouped
+from .magnitude import checked_weight
+from .products import hidden_of, spoilt
+
+GROUPS, TAKEN = 32, 1 / 4  # of a layer's neurons, at most; and what share of them a token is given
+_WIDE = 8  # neurons of a group are a multiple of this: 16 bytes of 16-bit values, for the grouped product
+_TOKENS = 8192  # at a time: each is copied for each of its groups
+_STEPS = 8  # of power iteration
+
+
+def alike(weight: Tensor, size: int) -> Tensor:
+    """Find an order of a weight's rows in which those of each `size` places point in similar directions: int64 [rows].
+
+    Rows of length 1 are cut in two where they differ most, along their first principal direction, and the halves again
+    (Boley, "Principal Direction Divisive Partitioning", 1998), so that groups are equally large.
+
+    weight: [rows, columns], floating-point values of 16 bits or more. size: 1 or more; the last group may have fewer
+    rows. InputError for another size, and for a weight that is no matrix, on meta or not finite."""
+    check_count("size", size)
+    matrix = F.normalize(checked_weight(weight).float(), dim=1)
+    done, left = [], [torch.arange(len(matrix), device=matrix.device)]
+    while left:
+        rows = left.pop()
+        if len(rows) <= size:
+            done.append(rows)
+            continue
+        some = matrix[rows]
+        some = some - some.mean(0)
+        direction = some[some.square().sum(1).argmax()]
+        for _ in range(_STEPS):
+            direction = F.normalize(some.t() @ (some @ direction), dim=0)
+        rows = rows[(some @ direction).argsort(stable=True)]
+        middle = size * (-(-len(rows) // size) // 2)
+        left += [rows[middle:], rows[:middle]]
+    return torch.cat(done) if done else torch.empty(0, dtype=torch.int64, device=matrix.device)
+
+
+class Groups(NamedTuple):
+    """A layer's weights by groups. order: of its neurons, int64 [d_ff]. first: gate, or up in a plain layer, [groups *
+    size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups, d_model, size]. The last group
+    is filled up with zeros."""
+
+    order: Tensor
+    first: Tensor
+    beside: Tensor | None
+    down: Tensor
+
+
+class AsExperts(Converted):
+    """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
+    in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
+
+    The gate is computed for all neurons; up and down as grouped products (`takes_grouped`), for which the layer owns
+    the weights a second time. Where there is no grouped product everything is computed, and what is not taken is
+    masked: the same result. Nothing waits for the device."""
+
+    name = "experts"
+    exact = False
+
+    @staticmethod
+    def sizes_of(d_ff: int) -> tuple[int, int, int]:
+        """Return how many neurons a group has, how many groups there are, and how many of them a token is given."""
+        size = _WIDE * max(1, -(-d_ff // (GROUPS * _WIDE)))
+        groups = -(-d_ff // size)
+        return size, groups, max(1, math.ceil(TAKEN * groups))
+
+    def make(self, weights: Weights) -> Groups:
+        alone = weights.gate is None or weights.gate is weights.up
+        first = weights.up if alone else weights.gate
+        size, groups, _ = self.sizes_of(len(first))
+        order = alike(first, size)
+
+        def grouped(weight: Tensor) -> Tensor:
+            filled = F.pad(weight[order], (0, 0, 0, groups * size - len(order)))
+            return filled.unflatten(0, (groups, size))
+
+        down = grouped(weights.down.t()).transpose(1, 2).contiguous()
+        return Groups(order, grouped(first).flatten(0, 1), None if alone else grouped(weights.up), down)
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Groups) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return torch.cat([self._few(layer, some, weights, form) for some in rows.split(_TOKENS)]).view(x.shape)
+
+    def _few(self, layer: nn.Module, x: Tensor, weights: Weights, form: Groups) -> Tensor:
+        order, first, beside, down = form
+        groups, _, size = down.shape
+        acts = layer.acts
+
+        def in_order(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else F.pad(bias.index_select(0, order), (0, groups * size - len(order)))
+
+        gate = F.linear(x, first, in_order(weights.up_bias if beside is None else weights.gate_bias))
+        fired = (hidden_of(None, gate, weights, acts) if beside is None else acts.dense(gate)).view(
+            len(x), groups, size
+        )
+        wide, up_bias = torch.promote_types(x.dtype, torch.float32), in_order(weights.up_bias)
+        strength = torch.linalg.vector_norm(fired, 1, dim=2, dtype=wide)
+        chosen = strength.topk(self.sizes_of(len(order))[2], sorted=False).indices
+        if takes_grouped(x, down) and (beside is None or takes_grouped(x, beside)):
+            by_group = chosen.reshape(-1).argsort(stable=True)
+            of, token = chosen.reshape(-1)[by_group], by_group // chosen.shape[1]
+            ends = torch.searchsorted(of, torch.arange(groups, device=x.device), right=True).to(torch.int32)
+            hidden = fired.flatten(0, 1).index_select(0, token * groups + of)
+            if beside is not None:
+                up = grouped_linear(x.index_select(0, token), beside, ends)
+                up = up if up_bias is None else up + up_bias.view(groups, size).index_select(0, of)
+                hidden = hidden * acts.of_up(up)
+            parts = grouped_linear(hidden, down, ends).index_select(0, by_group.argsort())
+            y = parts.view(*chosen.shape, -1).sum(1, dtype=wide).to(x.dtype)
+        else:
+            if beside is not None:
+                fired = fired * acts.of_up(F.linear(x, beside.flatten(0, 1), up_bias).view(fired.shape))
+            taken = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
+            hidden = torch.where(taken[..., None], fired, 0).flatten(1).index_select(1, order.argsort())
+            y = F.linear(hidden, weights.down)
+        return spoilt(y if weights.down_bias is None else y + weights.down_bias, x)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        """Return the cost of grouped products. Rows of x are read, written and read again for each group of a token; so
+        are results, which are put in order and summed."""
+        d_ff, d_model, rates = work.firing.d_ff, work.firing.d_model, work.rates
+        size, groups, taken = self.sizes_of(d_ff)
+        products = 2 if work.firing.gated else 1
+        operations = 2 * work.tokens * taken * size * d_model * products
+        touched = 1 - (1 - taken / groups) ** work.tokens
+        read = products * groups * size * d_model * work.itemsize * touched
+        copied = (3 * (products - 1) + 4) * work.tokens * taken * d_model * work.itemsize
+        return {
+            "gemm": work.gemm(d_ff, d_model) + max(operations / rates.matmul, read / rates.bandwidth),
+            "rows": copied / rates.bandwidth,
+            "memory": 3 * work.tokens * d_ff * work.itemsize / rates.bandwidth,
+            "launches": 25 * rates.launch,
+            "lost": 0.0,
+        }
+
+
+PATHS = (AsExperts(),)

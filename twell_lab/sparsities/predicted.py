@@ -1,0 +1,108 @@
+"""Predicted neurons as a path: the gate's own truncated singular value decomposition chooses them. Lossy.
+
+    tl.sparsify(model, "predicted")       # or tl.plan(..., paths=["predicted"])
+
+There is nothing to train a predictor on but the weights. Predictors that were trained (sparsities.predictors) guess
+better, and are applied to a model by themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import InputError
+from ..layers.paths.cost import Work
+from ..layers.paths.dense import dense_parts
+from ..layers.paths.path import Converted
+from ..layers.weights import Weights
+from .few_neurons import places
+from .magnitude import checked_weight
+from .products import hidden_of, spoilt
+
+RANK, NEURONS = 1 / 4, 1 / 8  # of the path's predictors, as a share of d_model; and computed for a token, of d_ff
+
+
+def truncated(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return narrow [rank, columns] and wide [rows, rank], whose product is the closest matrix of this rank to weight
+    [rows, columns] by the sum of squares: its truncated singular value decomposition, of weight's dtype.
+
+    From the eigenvectors of weight^T weight, in float32. InputError for a rank that is not from 1 to the number of
+    columns, and for a weight that is no matrix, on meta or not finite."""
+    matrix = checked_weight(weight)
+    if type(rank) is not int or not 1 <= rank <= matrix.shape[1]:
+        raise InputError(f"rank is {rank!r:.80}; a whole number from 1 to {matrix.shape[1]} is accepted")
+    wide = matrix.float()
+    size = wide.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if wide.numel() else 1.0
+    scaled = wide / size  # whose squares float32 holds
+    narrow = torch.linalg.eigh(scaled.t() @ scaled).eigenvectors[:, -rank:].t().contiguous()
+    return narrow.to(weight.dtype), (wide @ narrow.t()).to(weight.dtype)
+
+
+class Guess(NamedTuple):
+    """narrow [rank, d_model] and wide [d_ff, rank]: the truncated gate. down_t: [d_ff, d_model]."""
+
+    narrow: Tensor
+    wide: Tensor
+    down_t: Tensor
+
+
+class Predicted(Converted):
+    """For each token the NEURONS of a layer that the `truncated` gate, of RANK, scores highest. Lossy.
+
+    One token gathers their weights, those of down from a transpose that the layer owns; several, which have each their
+    own, are computed densely and masked, and take longer than the dense layer. To make its form takes an
+    eigendecomposition of d_model x d_model."""
+
+    name = "predicted"
+    exact = False
+
+    @staticmethod
+    def sizes_of(d_ff: int, d_model: int) -> tuple[int, int]:
+        """Return the rank, and how many neurons a token computes."""
+        return max(1, math.ceil(RANK * d_model)), max(1, math.ceil(NEURONS * d_ff))
+
+    def make(self, weights: Weights) -> Guess:
+        gate = weights.up if weights.gate is None else weights.gate
+        down_t = weights.down.t().clone(memory_format=torch.contiguous_format)
+        return Guess(*truncated(gate, self.sizes_of(*gate.shape)[0]), down_t)
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Guess) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias = weights
+        rows, neurons = x.reshape(-1, x.shape[-1]), self.sizes_of(*up.shape)[1]
+        scores = F.linear(F.linear(rows, form.narrow), form.wide, up_bias if gate is None else gate_bias)
+        best = scores.topk(neurons, sorted=False).indices
+        alone = gate is None or gate is up
+
+        def hidden(gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Tensor:
+            first = None if alone else F.linear(rows, gate, gate_bias)
+            return hidden_of(first, F.linear(rows, up, up_bias), weights, layer.acts)
+
+        if len(rows) == 1:
+            parts = (None if t is None else t.index_select(0, best[0]) for t in (gate, up, gate_bias, up_bias))
+            y = hidden(*parts) @ form.down_t.index_select(0, best[0])
+            y = y if down_bias is None else y + down_bias
+        else:
+            few = torch.where(places(best, len(up)), hidden(gate, up, gate_bias, up_bias), 0)
+            y = F.linear(few, down, down_bias)
+        return spoilt(y, rows).view(x.shape)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        """Return the cost, where gathered weights are read, written, and read by their product."""
+        d_ff, d_model, gated = work.firing.d_ff, work.firing.d_model, work.firing.gated
+        rank, neurons = self.sizes_of(d_ff, d_model)
+        scored = work.gemm(rank, d_model) + work.gemm(d_ff, rank)
+        sorts = 4 * work.tokens * d_ff * work.itemsize / work.rates.bandwidth  # scores: written, and read to choose
+        if work.tokens == 1:
+            gathered = 3 * (3 if gated else 2) * neurons * d_model * work.itemsize / work.rates.bandwidth
+            parts = {"gemm": scored, "rows": gathered, "memory": sorts}
+        else:
+            gemm, values = dense_parts(work)
+            parts = {"gemm": scored + gemm, "rows": 0.0, "memory": sorts + 2 * values}
+        return {**parts, "launches": 20 * work.rates.launch, "lost": 0.0}
+
+
+PATHS = (Predicted(),)

@@ -1,0 +1,108 @@
+"""A path that puts other products in the place of a layer's three projections, or of some of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import TwellError
+from ..layers.paths import Path
+from ..layers.paths.cost import Work
+from ..layers.paths.path import Converted
+from ..layers.weights import Weights
+from ..ops.activation import Activation
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Products(Converted):
+    """The layer with other products where the path has them, and dense ones elsewhere.
+
+    A subclass says what it makes of one weight (`product`), and counts what that takes (`weigh`, `seconds`)."""
+
+    counted: tuple[tuple[Any, ...] | None, ...] = ()  # of `fitted`: what `weigh` says of gate, up and down
+
+    def product(self, weight: Tensor) -> Product:
+        """Return x [..., k] and a bias -> x weight^T + bias, of weight [n, k]. Raises a TwellError for a weight that it
+        does not take."""
+        raise NotImplementedError
+
+    def weigh(self, weight: Tensor) -> tuple[Any, ...]:
+        """Return what `seconds` is counted from. Raises a TwellError for a weight that `product` does not take."""
+        raise NotImplementedError
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[Any, ...]) -> float:
+        """Return what the product of a weight [n, k] takes, of which `weigh` says this."""
+        raise NotImplementedError
+
+    def fitted(self, weights: Weights) -> Path:
+        super().fitted(weights)
+        fitted = copy.copy(self)
+        fitted.counted = tuple(_where_taken(self.weigh, weights))
+        return fitted
+
+    def make(self, weights: Weights) -> list[Product | None]:
+        return _where_taken(self.product, weights)
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
+        def projected(at: int, rows: Tensor) -> Tensor:
+            product, bias = form[at], weights[at + 3]
+            return F.linear(rows, weights[at], bias) if product is None else product(rows, bias)
+
+        gated = weights.gate is not None and weights.gate is not weights.up
+        first = projected(0, x) if gated else None
+        y = projected(2, hidden_of(first, projected(1, x), weights, layer.acts))
+        return spoilt(y, x).contiguous()  # some products lie turned
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        d_model, d_ff, gated = work.firing.d_model, work.firing.d_ff, work.firing.gated
+        counted = self.counted or (None, None, None)
+        sizes = [(d_ff, d_model)] * 2 + [(d_model, d_ff)]
+        seconds = [
+            work.gemm(n, k) if counted[at] is None else self.seconds(work, n, k, counted[at])
+            for at, (n, k) in enumerate(sizes)
+            if at or gated
+        ]
+        values = (5 if gated else 2) * work.tokens * d_ff * work.itemsize  # between the products, as of the dense layer
+        return {
+            "gemm": sum(seconds),
+            "rows": 0.0,
+            "memory": values / work.rates.bandwidth,
+            "launches": (8 if gated else 6) * work.rates.launch,
+            "lost": 0.0,
+        }
+
+
+def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activation) -> Tensor:
+    """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is
+    up or is not there."""
+    if gate is not None:
+        return acts.dense(gate) * acts.of_up(up)
+    fired = acts.dense(up)
+    return fired if weights.gate is None else fired.square()
+
+
+def spoilt(y: Tensor, x: Tensor) -> Tensor:
+    """Return y with NaN in the rows in which x is not finite, as the dense layer has it: what multiplies no zeros does
+    not see that 0 * inf is NaN."""
+    return y + torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0
+
+
+def _where_taken(of: Callable[[Tensor], Any], weights: Weights) -> list[Any]:
+    """of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
+    results: list[Any] = []
+    refused = None
+    for weight in weights[:3]:
+        try:
+            results.append(None if weight is None else of(weight.detach()))
+        except TwellError as error:
+            results.append(None)
+            refused = refused or error
+    if refused is not None and not any(result is not None for result in results):
+        raise refused
+    return results

@@ -1,0 +1,64 @@
+"""Hot and cold, and experts: the same idea at two grains.
+
+    routing = routed_by_firing(x, gate, up, down, hot=256, grain=64)
+    routing.y, routing.work            # the dense layer's result, and the share of its work that was left
+
+A layer's neurons as one expert for all tokens (the first `hot`, a "shared expert") and others that are given tokens by
+what fires: the others are cut into groups of `grain`, and a token is given to a group if one of its neurons fires for
+it. The result is the dense layer's at every grain, because what is not routed is zero:
+
+- grain 1 is the hot/cold split of this project: every cold neuron an expert of its own, the fewest operations, and rows
+  that only ordinary cores can take.
+- grain d_ff - hot is one cold expert, as large as those of a mixture of experts: dense products on tensor cores, and
+  nearly every token needs it.
+
+A mixture of experts takes the coarse grain and trains a router to guess, before anything is computed, which few groups
+matter; here the gate is the router, exact and at the price of the gate's product. It is for teaching, and no path of a
+layer: how many tokens a group is given decides shapes, so that the host waits at each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core import InputError
+from ..ops import checks
+from .experts import check_count
+
+
+class Routing(NamedTuple):
+    """y: [tokens, d_model]. routed: int64 [groups], how many tokens each group of cold neurons was given. work: the
+    share of the dense layer's multiply-adds of up and down that was left."""
+
+    y: Tensor
+    routed: Tensor
+    work: float
+
+
+def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int, grain: int) -> Routing:
+    """Compute a ReLU-gated layer group by group.
+
+    x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff]: their neurons in an order in which the hot
+    ones come first. hot: 0 to d_ff. grain: 1 or more. InputError for other numbers, and shapes that do not fit."""
+    x, gate, up, down, *_ = checks.check_layer(x, gate, up, down)
+    d_ff = len(gate)
+    if x.dim() != 2 or type(hot) is not int or not 0 <= hot <= d_ff:
+        raise InputError(f"x is {list(x.shape)} and hot {hot!r:.80}; [tokens, d_model] and 0 to {d_ff} are accepted")
+    check_count("grain", grain)
+    fires = F.linear(x, gate).relu()
+
+    def group(first: int, last: int, rows: Tensor | slice) -> Tensor:
+        hidden = fires[rows, first:last] * F.linear(x[rows], up[first:last])
+        return F.linear(hidden, down[:, first:last])
+
+    y, routed = group(0, hot, slice(None)), []
+    for first in range(hot, d_ff, grain):
+        rows = (fires[:, first : first + grain] != 0).any(1).nonzero()[:, 0]
+        y = y.index_add(0, rows, group(first, first + grain, rows))
+        routed.append((len(rows), min(grain, d_ff - first)))
+    done = hot * len(x) + sum(tokens * neurons for tokens, neurons in routed)
+    counts = torch.tensor([tokens for tokens, _ in routed], dtype=torch.int64)
+    return Routing(y, counts, done / size if (size := d_ff * len(x)) else 0.0)

@@ -1,0 +1,196 @@
+"""Products of 2:4 weights by torch's kernels (CUTLASS, cuSPARSELt), on GPUs from sm_80 on.
+
+fast = to_semi_structured(prune_two_four(linear))    # a layer with torch's 2:4 tensor
+y = product(x, fast.weight)                          # its product alone
+tl.sparsify(model, "two_four")                       # as a path of feed-forward layers whose weights are 2:4"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import DeviceError, InputError
+from ..formats.matrix import dtype_names
+from ..layers.paths.cost import Work
+from ..ops import checks
+from .products import Product, Products
+from .two_four import check_two_four, prune_two_four
+from .two_four_bound import linear_products
+from .weights import checked_linear
+
+OLDEST = (8, 0)  # compute capability
+# What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
+# columns are to be multiples.
+DTYPES = (torch.float16, torch.bfloat16)
+MULTIPLES = {"cutlass": (32, 64), "cusparselt": (16, 16)}
+_CUSPARSELT = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+_KINDS = {"cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS, "cusparselt": _CUSPARSELT}
+
+
+def usual_backend() -> str:
+    """Return "cusparselt" where this build of torch has it, "cutlass" elsewhere."""
+    return "cusparselt" if torch.backends.cusparselt.is_available() else "cutlass"
+
+
+def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, backend: str | None = None) -> Any:
+    """Return torch's class of 2:4 tensors of a backend, for a weight (out, in) like this one.
+
+    Raises InputError for another backend than "cutlass" and "cusparselt", and for dtypes and shapes that it does not
+    take; DeviceError for a CPU, a GPU before sm_80, and where this build of torch has no such backend."""
+    backend = backend or usual_backend()
+    if backend not in tuple(MULTIPLES):
+        raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, MULTIPLES))}")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < OLDEST:
+        where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
+        raise DeviceError(f"the weight is on {where}; GPUs of {OLDEST[0]}.{OLDEST[1]} and newer have 2:4 products")
+    by = MULTIPLES[backend]
+    if dtype not in DTYPES or len(shape) != 2 or any(n % step or not n for n, step in zip(shape, by)):
+        raise InputError(
+            f"the weight holds {dtype} {[*shape]}; {backend} accepts {dtype_names(DTYPES)}, multiples of {by[0]} rows "
+            f"and {by[1]} columns"
+        )
+    if backend == "cusparselt" and not torch.backends.cusparselt.is_available():
+        raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
+    return _KINDS[backend]
+
+
+def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
+    """Return y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it.
+
+    cuSPARSELt's product is called at once, on what the tensor has packed, and y is written as it is wanted and not as
+    y^T. torch's own way is taken with CUTLASS, and in compiled code, under autocast, in modes and in torch.func.
+
+    x: [..., in], in W's dtype and on its device. bias: [out], or None. Raises InputError for another sparse, x or bias,
+    under autocast to another dtype, and for an x that needs a gradient, which torch does not have: of dx = dy W the
+    transpose is not packed."""
+    if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
+        raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
+    if checks.needs_gradient(x):
+        raise InputError("x needs a gradient, which this product does not have; x.detach() and the dense layer have")
+    device = sparse.device.type
+    if torch.is_autocast_enabled(device) and (cast := torch.get_autocast_dtype(device)) != sparse.dtype:
+        raise InputError(f"autocast is to {cast}, and the weight holds {sparse.dtype}; autocast to that is accepted")
+    if checks.needs_gradient(bias):
+        return product(x, sparse) + bias
+    watched = checks.watched(x, bias) or not checks.plain_eager()
+    if watched or type(sparse) is not _CUSPARSELT or sparse.packed_t is not None:
+        return F.linear(x, sparse, bias)
+    out, inner = sparse.shape
+    checks.check_tensor("x", x, dtype=sparse.dtype, device=sparse.device)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # torch takes its strides for those of whole rows
+    checks.check_tensor("x", rows, shape=(None, inner))
+    if bias is not None:
+        checks.check_tensor("bias", bias, shape=(out,), dtype=sparse.dtype, device=sparse.device)
+    count = len(rows)
+    if not count:
+        return x.new_empty(*x.shape[:-1], out)
+    missing = -count % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
+    if missing:
+        rows = F.pad(rows, (0, 0, 0, missing))
+    elif rows.data_ptr() % 16:
+        rows = rows.clone()
+    how = {"bias": bias, "transpose_result": True, "alg_id": sparse.alg_id_cusparselt}
+    y = torch._cslt_sparse_mm(sparse.packed, rows.t(), **how)
+    return (y[:count] if missing else y).view(*x.shape[:-1], out)
+
+
+class SemiStructuredLinear(nn.Linear):
+    """x W^T + b for inference, with W as torch's 2:4 tensor: x [..., in_features], y [..., out_features]. Made by
+    `to_semi_structured`; its product, and what it refuses, is `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> SemiStructuredLinear:
+    """Return an nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
+
+    linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
+    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. The weight has half
+    of the values, and 2 bits for each. Raises InputError for weights that are not 2:4 and as `tensor_kind`; DeviceError
+    as that, and for a backend whose kernels refuse this GPU: one product is tried."""
+    weight = checked_linear(linear).weight.detach()
+    backend = backend or usual_backend()
+    kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
+    check_two_four(weight)
+    fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
+    fast.bias = linear.bias
+    try:
+        fast.weight = nn.Parameter(kind.from_dense(weight.contiguous()), requires_grad=False)
+        with torch.no_grad():
+            fast(weight.new_zeros(1, linear.in_features))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise DeviceError(
+            f"torch's {backend} does not run on this device: {str(error).splitlines()[0]:.200}; accepted: a backend "
+            "and a GPU that it runs on"
+        ) from error
+    return fast.train(linear.training)
+
+
+def searched(sparse: Any, tokens: int) -> Any:
+    """Return the given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
+    algorithm, and so that y is written as it is wanted and not as y^T.
+
+    cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
+    takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
+    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction, after which the GPU cannot be used.
+    InputError for another tensor, and for tokens that are no whole number from 1 up."""
+    if not isinstance(sparse, _CUSPARSELT) or type(tokens) is not int or tokens < 1:
+        raise InputError(
+            f"sparse is a {type(sparse).__name__} and tokens {tokens!r:.80}; a 2:4 tensor of cuSPARSELt and a whole "
+            "number from 1 up are accepted"
+        )
+    sparse.fuse_transpose_cusparselt = True  # torch's newer releases always do
+    x = torch.zeros(tokens + -tokens % 16, sparse.shape[1], dtype=sparse.dtype, device=sparse.device)
+    sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.t(), transpose_result=True)
+    return sparse
+
+
+# ---- as a path
+
+
+@cache
+def _refused(device: torch.device, dtype: torch.dtype) -> str:
+    """Why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
+    try:
+        to_semi_structured(prune_two_four(nn.Linear(64, 64, device=device, dtype=dtype).requires_grad_(False)))
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+class TwoFour(Products):
+    """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
+    which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on. The layer owns the kept
+    values, 56% of the weights' bytes."""
+
+    name = "two_four"
+    patterned = True
+
+    def product(self, weight: Tensor) -> Product:
+        dense = nn.Linear(*weight.shape[::-1], False, "meta", weight.dtype)
+        dense.weight = nn.Parameter(weight, requires_grad=False)
+        sparse = to_semi_structured(dense).weight
+        return lambda x, bias: product(x, sparse, bias)
+
+    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+        tensor_kind(weight.shape, weight.dtype, weight.device)
+        check_two_four(weight)
+        if weight.is_cuda and (refused := _refused(weight.device, weight.dtype)):
+            raise DeviceError(refused)
+        return (linear_products(1, *weight.shape)[0].first_bytes(True),)
+
+    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
+        y = linear_products(work.tokens, k, n, itemsize=work.itemsize)[0]
+        return max(y.seconds(work.rates, True).values())
+
+
+PATHS = (TwoFour(),)
