@@ -107,7 +107,7 @@ def test_layers_decide_by_time():
     model = ours(nn.SiLU(), d_model=2048, d_ff=5632, layers=1, heads=16).cuda().bfloat16()
     ids = torch.randint(64, (8, 32), device="cuda")
     cut = tl.thresholds(model, [ids], 0.7, method="teal").apply(model)
-    plan = tl.plan(tl.profile(cut, [ids]), cut, tokens=(1, 64), batches=[ids], for_graphs=True, progress=False)
+    plan = tl.plan(tl.profile(cut, [ids]), cut, tokens=(1, 64), batches=[ids], calls="captured", progress=False)
     found = {(each.tokens, each.path): each for each in plan.layers[0].candidates}
     assert found[1, "kept_inputs"].measured_us and {path for tokens, path in found if tokens == 64} == {"dense"}
     assert tl.report(tl.sparsify(cut, plan)).rows[0]["layout"] in ("turned", "plain")

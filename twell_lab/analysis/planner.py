@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import kind_of
+from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, feed_forwards
@@ -197,8 +197,8 @@ class _Weighed:
         if isinstance(self.found.module, Expert):
             return "an expert: the model computes all of them together"
         found, acts = self.found, self.found.acts or torch.relu
-        kernels = known(acts, found.gate is not None, found.both, cut=found.cut)
-        if kernels is None and kept(acts, found.both or found.gate is found.up, found.cut) is None:
+        kernels = kernel_activation(acts, found.gate is not None, found.both, cut=found.cut)
+        if kernels is None and kernel_inputs(acts, found.both or found.gate is found.up, found.cut) is None:
             return f"its activation ({kind_of(found.acts)}) has no other path"
         return ""
 
@@ -209,7 +209,7 @@ class _Weighed:
         form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, tuple(self.paths)
         if found is None:
             return form
-        acts = str(known(found.acts or torch.relu, layer.gated, found.both) or found.acts)
+        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
         return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, *bias)
 
@@ -310,8 +310,9 @@ class _Weighed:
                 why = f"{fastest} is {took.dense / times[fastest]:.2f}x dense, too little, {how}"
             else:
                 why = f"fastest, {how}" if choice == DENSE else f"{took.dense / us:.2f}x dense, {how}"
-            off = None if trial is None else trial.errors.get(option)
-            why += f"; {LOSSY}: its output is {off:.2%} off" if off is not None else ""
+            if not PATHS[option.path].exact:
+                off = None if trial is None else trial.errors.get(option)
+                why += f"; {LOSSY}" + ("" if off is None else f": its output is {off:.2%} off")
             row = Candidate(tokens, option.path, option.hot, predicted, None, option == choice, why)
             timed = trial is not None and us is not None
             rows.append(replace(row, measured_us=us, dense_us=took.torch, timed_on=self.layer.name) if timed else row)
