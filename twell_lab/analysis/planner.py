@@ -310,8 +310,9 @@ class _Weighed:
                 why = f"{fastest} is {took.dense / times[fastest]:.2f}x dense, too little, {how}"
             else:
                 why = f"fastest, {how}" if choice == DENSE else f"{took.dense / us:.2f}x dense, {how}"
-            off = None if trial is None else trial.errors.get(option)
-            why += f"; {LOSSY}: its output is {off:.2%} off" if off is not None else ""
+            if not PATHS[option.path].exact:
+                off = None if trial is None else trial.errors.get(option)
+                why += f"; {LOSSY}" + ("" if off is None else f": its output is {off:.2%} off")
             row = Candidate(tokens, option.path, option.hot, predicted, None, option == choice, why)
             timed = trial is not None and us is not None
             rows.append(replace(row, measured_us=us, dense_us=took.torch, timed_on=self.layer.name) if timed else row)

@@ -162,7 +162,7 @@ def _make_plan(folder: Path) -> None:
     from twell_lab.analysis.planner import plan
 
     windows = torch.zeros(2, 8, dtype=torch.long)
-    plan(profile(_model(), [windows]), _model(), tokens=(1, 8), device="cpu", measure=False).save(folder / "plan.json")
+    plan(profile(_model(), [windows]), _model(), tokens=(1, 8), measure=False).save(folder / "plan.json")
 
 
 def _read_plan(folder: Path):
