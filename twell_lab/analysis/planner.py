@@ -25,7 +25,6 @@ from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
-from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
