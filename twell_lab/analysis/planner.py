@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kernel_activation, kernel_inputs, kind_of
-from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
+from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
@@ -37,7 +37,6 @@ from .trials import ROWS, Times, Trial
 
 TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
-MARGIN = 1.02  # how many times as fast as dense a path has to be, timed
 MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold has to be
 MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
 ALIKE = 1.3  # up to this ratio of their predictions layers share trials
