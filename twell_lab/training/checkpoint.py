@@ -131,8 +131,10 @@ def _read(path: Path) -> dict:
     """Return all of a checkpoint's State but the weights."""
     try:
         rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        if lacking := {one.name for one in fields(State)} - {"weights"} - rest.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        kinds = {"step": int, "seconds": float, "history": list, "order": Tensor, "noise": Tensor}
+        for name in {one.name for one in fields(State)} - {"weights"}:
+            if not isinstance(rest[name], kind := kinds.get(name, dict)):
+                raise TypeError(f"{name} is a {type(rest[name]).__name__}; accepted: {kind.__name__}")
         return rest
     except Exception as error:  # of unpickling: errors of any kind
         raise InputError(f"{STATE} in the checkpoint {str(path)!r} cannot be read: {error}") from None

@@ -119,8 +119,8 @@ def load(folder: str | os.PathLike) -> PreparedText:
         cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
         same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
         text = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), **same)
-        if fields["tokenizer"] != text.tokenizer.sha256:
-            raise ValueError(f"{TOKENIZER} is not the one that the text was prepared with")
+        if text.dtype not in ("uint8", "int16", "int32") or fields["tokenizer"] != text.tokenizer.sha256:
+            raise ValueError(f"it is of {text.dtype!r:.80}, or {TOKENIZER} is not the one it was prepared with")
         stored, wanted = (folder / TOKENS).stat().st_size, text.count * numpy.dtype(text.dtype).itemsize
         if stored != wanted or not 0 < cut[1] < text.count or not 0 < cut[0] < text.size:
             raise ValueError(
