@@ -33,7 +33,7 @@ from twell_lab.training.text import prepared, source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
 # A digest covers these files: damage is always noticed, or makes no difference.
-GUARDED = ("checkpoint", "cubin", "simulator")
+GUARDED = ("cubin", "simulator")
 
 
 @cache
