@@ -14,7 +14,7 @@ from twell_lab.analysis import planner, trials
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.analysis.trials import Copied, Times, Trial
 from twell_lab.core import InputError
-from twell_lab.layers.anatomy import FeedForward, feed_forwards
+from twell_lab.layers.find import FeedForward, feed_forwards
 from twell_lab.layers.choice import DENSE, Choice
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from .. import __version__, records
 from ..core import InputError, RecordError, read_json, write_atomically
-from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.find import FeedForward
 from ..ops.clock import device_name
 
 FORMAT, VERSION = "twell-lab plan", 4

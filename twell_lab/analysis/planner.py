@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import kept, known
-from ..layers.anatomy import FeedForward, Only, feed_forwards, kind_of
+from ..layers.activations import kind_of
 from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
 from ..layers.weights import Weights

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core import WHOLE, InputError, RecordError, write_atomically
+from ..core import InputError, RecordError, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
 from . import saved
@@ -272,14 +272,13 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        kinds = {VERSION: {"layers": list, **dict.fromkeys(_TOKENS, (list, NoneType))}}
-        content, where, _ = saved.load(path, "profile", FORMAT, kinds)
+        kinds = {"layers": list, **dict.fromkeys(_TOKENS, (list, NoneType))}
+        content, where = saved.load(path, "profile", FORMAT, VERSION, kinds)
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
         layers = [_layer_from(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
-        known = [name for name in _TOKENS if content[name] is not None]
-        size = max((len(content[name]) for name in known), default=0)
-        return cls(layers, **{name: _tensor(content, name, size, where) for name in known})
+        known = {name: len(content["token_counts"] or ()) for name in _TOKENS if content[name] is not None}
+        return cls(layers, **{name: saved.counts(content, name, size, where) for name, size in known.items()})
 
 
 def profile(
@@ -289,7 +288,8 @@ def profile(
 
     What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
     that are kept. Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway
-    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more.
+    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred
+    tokens and more cost least.
 
     Args:
         model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
@@ -306,11 +306,7 @@ def profile(
             say, whose gate alone does not say who fires; for no batches, and batches that the model does not take; and
             for a layer that is given NaN."""
     check_geometry(tile, words)
-    layers = firing_layers(model, only=only)
-    dense = ((layer.name, layer.module) for layer in layers if not isinstance(layer.module, SparseFFN))
-    # In the mode that it is run in; a layer like one that passed counts as it: nothing is swapped here.
-    probe.check_all(dense, learns=False, modes=("evaluation",), each=False)
-    counters = [Counter(layer, tile, words) for layer in layers]
+    counters = [Counter(layer, tile, words) for layer in sound(firing_layers(model, only=only))]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
     def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
@@ -460,7 +456,6 @@ def _number(value: float) -> float | None:
 def _layer_from(content, where: str) -> LayerProfile:
     """Read a layer's JSON form. RecordError names the field that is missing, wrong, or does not fit the others."""
     saved.fields(content, saved.kinds(LayerProfile), where)
-    saved.widths(content, where)
     tokens, d_ff, tile = (content[name] for name in ("tokens", "d_ff", "tile"))
     try:
         check_geometry(tile, content["words"])
@@ -468,15 +463,9 @@ def _layer_from(content, where: str) -> LayerProfile:
         raise RecordError(f"{where}: {error}") from None
     lengths = {"neuron_counts": d_ff, "nnz_histogram": d_ff + 1, "tile_histogram": tile + 1}
     lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    tensors = {name: _tensor(content, name, length, where) for name, length in lengths.items()}
+    tensors = {name: saved.counts(content, name, length, where) for name, length in lengths.items()}
     fired = sum(content["neuron_counts"])
     for name, rows in (("nnz_histogram", tokens), ("tile_histogram", tokens * -(-d_ff // tile))):
         if (sum(content[name]), sum(nnz * count for nnz, count in enumerate(content[name]))) != (rows, fired):
-            raise RecordError(
-                f"{where}: {name!r} is not of {rows} rows with {fired} neurons; accepted: a whole profile"
-            )
+            raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")
     return LayerProfile(**{**content, **tensors})
-
-
-def _tensor(content: dict, name: str, length: int, where: str) -> Tensor:
-    return torch.tensor(saved.counts(content, name, length, WHOLE - 1, where), dtype=torch.int64, device="cpu")

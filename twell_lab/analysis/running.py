@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError, TwellError
-from ..layers.anatomy import FeedForward
+from ..layers.find import FeedForward
 from ..layers.lossy import zeroed
 from ..layers.parts import uncompiled
 from ..layers.sparse_ffn import SparseFFN

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE, HEAVY, SPARSE, LayerTerm
 from ..ops import survivors, train, train_lost

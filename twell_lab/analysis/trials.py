@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import TwellError
-from ..layers.anatomy import FeedForward, StandIn, family_of
 from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.find import FeedForward, StandIn
 from ..layers.lossy import ThresholdedInput
-from ..layers.parts import parts_of
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock

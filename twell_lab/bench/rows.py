@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..formats import twell
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..ops import clock as clocks
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with

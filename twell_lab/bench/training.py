@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..analysis import switching
-from ..layers.anatomy import feed_forwards
+from ..layers.find import feed_forwards
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
 from ..layers.weights import Weights

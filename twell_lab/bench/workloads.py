@@ -29,8 +29,8 @@ from ..analysis.plan import Plan
 from ..analysis.profile import captured, profile
 from ..analysis.switching import Switch
 from ..core import InputError, TwellError
-from ..layers.anatomy import feed_forwards
 from ..layers.choice import LOSSY, Choice, LayerPlan
+from ..layers.find import feed_forwards
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE

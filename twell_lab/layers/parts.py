@@ -153,7 +153,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     if not all(map(is_projection, owners.values())):
         return None
     fused = family.gate == family.up
-    if fused and getattr(owners[family.up], "weight").shape[0] % 2:
+    if fused and owners[family.up].weight.shape[0] % 2:
         return None
 
     def part(place: str | None, half: int | None = None) -> Projection | None:

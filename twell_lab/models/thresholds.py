@@ -33,22 +33,13 @@ from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run
 from ..core import InputError, RecordError, write_atomically
-from ..layers import probe
-from ..layers.anatomy import (
-    FeedForward,
-    Only,
-    check_model,
-    cut_places,
-    family_of,
-    kind_of,
-    named_parts,
-    selected,
-    title,
-)
+from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
+from ..layers.find import FeedForward, Only, check_model, cut_places, selected, unreadable_part
 from ..layers.lossy import ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import is_projection, put, uncompiled
+from ..layers.parts import named_family, part_at, parts_of, put, uncompiled
+from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
 FORMAT = "twell-lab thresholds"
@@ -375,11 +366,11 @@ class Thresholds:
         pairs = self._pairs(model)
         self.remove(model)
         for layer, found in pairs:
-            family, module = family_of(found.module), found.module
+            module, parts = found.module, parts_of(found.module)
             if self.method == "cats":
                 activation = ThresholdedActivation(found.acts, layer.thresholds["activation"])
-                put(module, family.activation, activation.train(module.training))
-            for place, projections in cut_places(family, module).items() if self.method == "teal" else ():
+                put(module, parts.family.activation, activation.train(module.training))
+            for place, projections in cut_places(parts).items() if self.method == "teal" else ():
                 inputs = ThresholdedInput(layer.thresholds[place]).train(module.training)
                 inputs.put_on(module, place, projections)
         if (config := _config(model)) is not None:
@@ -393,11 +384,12 @@ class Thresholds:
         _check_dense(model)
         for module in list(model.modules()):
             ThresholdedInput.take_off(module)
-            family = family_of(module)
-            if family is not None and isinstance(part := family.acts(module), ThresholdedActivation):
-                if isinstance(part.activation, nn.Module):
-                    part.activation.train(module.training)  # which did not reach it while it was no child
-                put(module, family.activation, part.activation)
+            parts = parts_of(module)
+            if parts is not None and isinstance(parts.acts, ThresholdedActivation):
+                before = parts.acts.activation
+                if isinstance(before, nn.Module):
+                    before.train(module.training)  # which did not reach it while it was no child
+                put(module, parts.family.activation, before)
         if hasattr(config := _config(model), CONFIG):
             delattr(config, CONFIG)
         return model
@@ -450,8 +442,7 @@ class Thresholds:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:
         """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where, _ = saved.load(path, "thresholds", FORMAT, {VERSION: saved.kinds(cls)})
-        return cls.read(content, where)
+        return cls.read(*saved.load(path, "thresholds", FORMAT, VERSION, saved.kinds(cls)))
 
     @classmethod
     def read(cls, content: object, where: str) -> Thresholds:
@@ -463,7 +454,7 @@ class Thresholds:
         sites = dict.fromkeys(SITES[content["method"]], (float, int))
         for number, layer in enumerate(content["layers"]):
             at = f"{where}, layer {number}"
-            saved.widths(saved.fields(layer, saved.kinds(LayerThresholds), at), at)
+            saved.fields(layer, saved.kinds(LayerThresholds), at)
             for name in ("thresholds", "density"):
                 saved.fields(layer[name], sites, f"{at}, {name!r}")
         return cls(**{**content, "layers": [LayerThresholds(**layer) for layer in content["layers"]]})
@@ -481,19 +472,15 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     _check_dense(model)
     layers = []
     for name, module in uncompiled(model).named_modules():
-        family = None if experts_of(module) else named_parts(module)
+        family = None if experts_of(module) else named_family(module)
         if family is None or not selected(only, name, module):
             continue
-        for place, part in family.owners(module).items():
-            if not is_projection(part) or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters()):
-                raise InputError(
-                    f"{title(name, module)}: {place} is a {type(part).__qualname__}, quantised, adapted, sharded or on "
-                    "meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
-                )
-        if family_of(module) is not None:
-            gate, up, down, acts = family.parts(module)
-            acts = acts.activation if isinstance(acts, ThresholdedActivation) else acts
-            layers.append(FeedForward(name, module, gate, up, down, acts))
+        for place in family.projections:
+            if (reason := unreadable_part(part_at(module, place))) is not None:
+                raise InputError(f"{title(name, module)}: {place} {reason}, or an `only` that leaves the layer out")
+        if (parts := parts_of(module)) is not None:
+            acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
+            layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))
     return layers
 
 

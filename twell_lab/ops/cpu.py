@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
-from ..formats import twell
 from . import reference
 from .activation import RELU, Activation
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Map, Source, aligned, sixteen_bits, value
 from ..cuda.tma import matrix_map
-from ..formats.twell import packed_and_pool
-from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, packed_and_pool
 
 VECTOR = 8  # values in 16 bytes, the pieces in which rows are copied
 TENSOR_CORES_OF_BF16 = (8, 0)  # the first GPUs with them; those of float16 came with 7.5

@@ -148,12 +148,9 @@ def layer(call: Call, x: Buffer, gate: Weight, up: Weight, down: Weight) -> Buff
 
 def product_reference(x: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     """Return what `product` computes, bit for bit, by torch's operations on a CPU. TOLERANCE: none."""
-    sums = (x.long() @ weight.values.long().t()).float()
-    y = sums * scale[:, None] * weight.scale
-    if weight.bias is not None:  # one rounding, as of a fused multiply and add
-        wide = (sums * scale[:, None]).double() * weight.scale.double() + weight.bias.double()
-        y = wide.float()
-    return y.to(dtype)
+    first = (x.double() @ weight.values.double().t()).float() * scale[:, None]  # float64 holds the sums
+    wide = first.double() * weight.scale.double()
+    return (wide if weight.bias is None else wide + weight.bias.double()).float().to(dtype)
 
 
 TOLERANCE = 0.0

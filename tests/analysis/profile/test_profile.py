@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.layers.families import models_of
+from tests.layers import models_of
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.predict import verdict
 from twell_lab.analysis.profile import Counter, FiringProfile, activations, captured, profile
 from twell_lab.analysis.running import POSITIONS, Rows, run
 from twell_lab.core import InputError, RecordError
 from twell_lab.formats import TwELL
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
@@ -465,7 +465,7 @@ def test_memory_does_not_grow_with_the_tokens_of_a_call():
     code = """
 import resource, torch
 from twell_lab.analysis.profile import Counter
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.ops.reference import GatedFeedForward
 layer, = feed_forwards(GatedFeedForward(2, 4096))
 rows = torch.randn(1, 4096).expand(2**18, 4096)

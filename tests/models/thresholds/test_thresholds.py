@@ -358,7 +358,7 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
     assert [layer.mean_nnz for layer in profile.layers] == [each.sum(1).double().mean().item() for each in kept]
     assert all((each["activation"] < 0).any() for each in seen(copy.deepcopy(model), [tokens()]))  # negative ones too
     after = answer(model)
-    tl.sparsify(model)
+    tl.sparsify(model, "twell")
     assert torch.allclose(answer(model), after, rtol=1e-4, atol=1e-5)
     assert repr(model).count("lossy: ") == 2 and all("lossy" in row["why"] for row in tl.report(model).rows)
     with pytest.raises(InputError, match="mlp: swapped by sparsify; accepted: dense layers"):
@@ -377,7 +377,7 @@ def test_inputs_with_thresholds_are_not_swapped_without_a_word():
         found = tl.thresholds(model, tokens(), 0.5, method="teal")
         after = answer(found.apply(model))
         assert all("lossy: |input| <" in row["why"] for row in tl.report(model).rows)
-        tl.sparsify(model)
+        tl.sparsify(model, "dense")
         assert torch.equal(answer(model), after) and repr(model).count("lossy: ") == 4
         assert all("lossy: |input| <" in row["why"] for row in tl.report(model).rows)
         with pytest.raises(InputError, match="mlp: swapped by sparsify; accepted: dense layers"):
@@ -545,7 +545,7 @@ def thresholded():
 
 
 def half_swapped():
-    return tl.sparsify(llama(hidden_act="relu"), only=lambda name, _: "0" in name)
+    return tl.sparsify(llama(hidden_act="relu"), "twell", only=lambda name, _: "0" in name)
 
 
 def not_finite():
@@ -649,7 +649,7 @@ def test_a_threshold_that_is_none(threshold):
 def test_inputs_with_thresholds_in_a_block_are_dense_and_who_wants_more_is_told(make):
     model = make()
     model = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
-    for verb in (tl.sparsify, lambda model: tl.profile(model, tokens())):
+    for verb in (lambda model: tl.sparsify(model, "dense"), lambda model: tl.profile(model, tokens())):
         with pytest.raises(InputError, match="have thresholds on their inputs, and stay dense.*method='cats'") as found:
             verb(model)
         assert "hardly ever" not in str(found.value)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from twell_lab.analysis import costs, switching
 from twell_lab.core import InputError
 from twell_lab.layers import terms as penalty
-from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.terms import LayerTerm
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
