@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from twell_lab.layers.find import feed_forwards
 
 import twell_lab as tl
 from tests.layers import models_of
