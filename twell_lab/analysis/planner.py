@@ -25,6 +25,7 @@ from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kind_of
 from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
+from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
@@ -197,8 +198,8 @@ class _Weighed:
         if isinstance(self.found.module, Expert):
             return "an expert: the model computes all of them together"
         found, acts = self.found, self.found.acts or torch.relu
-        kernels = known(acts, found.gate is not None, found.both, cut=found.cut)
-        if kernels is None and kept(acts, found.both or found.gate is found.up, found.cut) is None:
+        kernels = kernel_activation(acts, found.gate is not None, found.both, cut=found.cut)
+        if kernels is None and kernel_inputs(acts, found.both or found.gate is found.up, found.cut) is None:
             return f"its activation ({kind_of(found.acts)}) has no other path"
         return ""
 
@@ -209,7 +210,7 @@ class _Weighed:
         form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, tuple(self.paths)
         if found is None:
             return form
-        acts = str(known(found.acts or torch.relu, layer.gated, found.both) or found.acts)
+        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
         return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, *bias)
 

@@ -14,6 +14,7 @@ from ..core import TwellError
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward, StandIn
 from ..layers.lossy import ThresholdedInput
+from ..layers.parts import parts_of
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
@@ -154,8 +155,8 @@ class Trial:
 def _by_torch(found: FeedForward) -> nn.Module:
     """Return the layer as the model computes it: its own module where one projection holds gate and up, if no other
     process has to call it too."""
-    family = None if isinstance(found.module, StandIn) else family_of(found.module)
-    fused = family is not None and family.fused and not torch.distributed.is_initialized()
+    parts = None if isinstance(found.module, StandIn) else parts_of(found.module)
+    fused = parts is not None and parts.family.gate == parts.family.up and not torch.distributed.is_initialized()
     return found.module if fused else Copied(found, copies=False)
 
 

@@ -106,7 +106,7 @@ class Objective(nn.Module):
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
                 layer.module.tell(seen)
-                self.hooks.callback(tell, layer.module, None)
+                self.hooks.callback(layer.module.tell, None)
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 
