@@ -17,7 +17,7 @@ from random import Random
 import torch
 
 from tests.nightly.attack.harness import PLACE, forked
-from twell_lab import records
+from twell_lab import core, records
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile
 from twell_lab.core import TwellError
