@@ -15,6 +15,7 @@ from twell_lab import simulator
 from twell_lab.course import clocks, exercises, packing, puzzles
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
+from twell_lab.cuda.launch import run
 from twell_lab.formats import COO, TwELL
 from twell_lab.ops import portable
 from twell_lab.sparsities import magnitude, padding, two_four
@@ -555,7 +556,7 @@ WRONG = {
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
-        lambda gate, words: portable.pack(gate[None], len(gate), words, 1)[0, 0].tolist(),
+        lambda gate, words: run(pack, gate[None], len(gate), words, 1)[0, 0].tolist(),
         lambda gate, words: [
             word % 2**32 for word in twell_lab.pack(gate[None], len(gate), words).packed[0, 0].tolist()
         ],

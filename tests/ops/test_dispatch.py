@@ -11,7 +11,9 @@ from twell_lab.ops.activation import RELU, Activation
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
-def kernels(monkeypatch, gpu, tokens, d_model, d_ff, *, path="twell", hot=0, gated=True, dtype=torch.bfloat16, acts=RELU):
+def kernels(
+    monkeypatch, gpu, tokens, d_model, d_ff, *, path="twell", hot=0, gated=True, dtype=torch.bfloat16, acts=RELU
+):
     """The names of the kernels, in order; "torch" where torch's operations compute it."""
     for module in (launch, dispatch):
         monkeypatch.setattr(module, "capability", lambda index: gpu)

@@ -233,31 +233,28 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     """Return a model of transformers, or of twell_lab.models.foreign. InputError, naming the first, for a weight that
     is missing or has another shape, which transformers would draw, and for an unknown one in a model that it does not
     know."""
-    kind, how, weights = _kind(entries), {}, None
+    kind, place, how = _kind(entries), folder, {}
     _check_kind(folder, entries)
     shards = _shards(folder)
     if kind in _SPARSE_RELU:
-        how["config"], dtype = _sparse_relu_config(folder, entries, dtype)
-        if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
-            weights = {name: t.t() if name.endswith("mlp.down_proj.weight") else t for name, t in _read(shards)}
-        source = _transformers().AutoModelForCausalLM
+        config, dtype = _sparse_relu_config(folder, entries, dtype)
+        turned = entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel")
+        weights = _read(shards, ".mlp.down_proj.weight" if turned else None)
+        source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        place, how = None, {"config": config, "state_dict": weights}
     elif kind in _FOREIGN:
         from . import foreign
 
         source = foreign.MODELS[kind]
         tied = {"tie_word_embeddings": kind == "minicpm"}  # where it does not say
         theirs = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map")}
-        how["config"] = _made(folder, kind, source.config_class.from_dict, tied | theirs)
+        how = {"config": _made(folder, kind, source.config_class.from_dict, tied | theirs)}
     else:
         source = _transformers().AutoModelForCausalLM
     how |= dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
-    if weights is not None:
-        how["state_dict"] = weights
     try:
         with quiet():
-            model, found = source.from_pretrained(
-                None if weights is not None else folder, dtype=dtype or "auto", output_loading_info=True, **how
-            )
+            model, found = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
     except Exception as error:  # of files, entries, sizes, and of what a quantised model needs: all of their own kinds
         raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
     if wrong := sorted(found["mismatched_keys"]):
@@ -271,12 +268,15 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     return model
 
 
-def _read(shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
+def _read(shards: list[Path], turned: str | None) -> dict[str, Tensor]:
+    """Return the weights of these files, transposed where their names end so. InputError for a file that is damaged."""
+    weights: dict[str, Tensor] = {}
     for path in shards:
         try:
-            yield from safetensors.torch.load_file(path).items()
+            weights |= safetensors.torch.load_file(path)
         except (OSError, safetensors.SafetensorError) as error:
             raise InputError(f"{str(path)!r} cannot be read: {error}; accepted: a whole safetensors file") from error
+    return {name: t.t() if turned and name.endswith(turned) else t for name, t in weights.items()}
 
 
 def _made(folder: Path, kind: str, make, entries: dict):

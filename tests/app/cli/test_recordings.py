@@ -13,7 +13,7 @@ import torch
 from twell_lab import records
 from twell_lab.app import cli, recordings
 from twell_lab.core import DeviceError, RecordError
-from twell_lab.ops import measure
+from twell_lab.ops import clock as clocks
 
 
 @pytest.fixture

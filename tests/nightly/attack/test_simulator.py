@@ -6,8 +6,7 @@ import pytest
 
 from tests.nightly.attack import simulator_attack
 from tests.nightly.attack.harness import attack
-from twell_lab import simulator
-from twell_lab.core import folders
+from twell_lab import core, simulator
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 

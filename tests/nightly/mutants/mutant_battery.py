@@ -25,7 +25,7 @@ from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator
 from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
-from twell_lab.ops import portable
+from twell_lab.ops.down import ANY_NUMBER
 from twell_lab.simulator import Program
 from twell_lab.sparsities.quantised import round_rows
 
@@ -226,7 +226,7 @@ def pooled_layers() -> list[tuple[Pooled, int]]:
     wide = Pooled.draw(gate_of(2, 256 * 32 + 60, torch.bfloat16, 0.02), 264)  # 33 tiles
     wide.gate[0, -50:] = wide.gate[1, -6:] = 1.0
     single = Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)
-    return [*((layer, portable.ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
+    return [*((layer, ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
 
 
 @cache

@@ -11,8 +11,7 @@ import pytest
 
 from tests.nightly.mutants.mutant_battery import DEFINES as INFERENCE
 from tests.simulator.launches import LAUNCHES
-from twell_lab import simulator
-from twell_lab.core import folders
+from twell_lab import core, simulator
 from twell_lab.core import TwellError
 from twell_lab.cuda import registry
 

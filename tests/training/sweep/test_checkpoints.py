@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab.core import folders
+from twell_lab import core
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
