@@ -18,7 +18,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -58,6 +59,7 @@ class RecordError(TwellError, ValueError):
 # ---- files ----
 
 WHOLE = 2**63  # tensors hold whole numbers below this one
+LOCK = ".twell-lab.lock"
 
 
 def read_json(path: str | os.PathLike, what: str) -> Any:
@@ -127,6 +129,26 @@ def check_target(path: str | os.PathLike) -> None:
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot write {str(path)!r}: {_reason(error)}; accepted: the name of a file") from None
     check_folder(Path(path).parent)
+
+
+@contextmanager
+def locked_folder(folder: str | os.PathLike, what: str) -> Iterator[None]:
+    """A context in which this process alone uses a folder. InputError where another `what` ("training") has it, and
+    where the folder cannot be written. The system unlocks it where a process is killed."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(Path(folder) / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except (Timeout, OSError) as error:
+        why = f"is in use by another {what}" if isinstance(error, Timeout) else f"cannot be written: {_reason(error)}"
+        raise InputError(f"{str(folder)!r} {why}; accepted: another folder, or this one once that has ended") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            os.unlink(lock.lock_file)
+        lock.release()
 
 
 def _target(path: str | os.PathLike) -> Path:

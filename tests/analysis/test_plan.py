@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,6 +157,16 @@ def test_a_summary_says_which_paths_what_they_gain_and_what_stayed_dense(plan):
         "how": "measured",
         "why": "a test's",
     }
+
+
+@pytest.mark.parametrize(
+    "us, dense_us, unchanged", [(2.0, 1.0, True), (1.0, 1.0, True), (1.0, 1.2, False), (None, None, True)]
+)
+def test_a_layer_that_our_dense_path_makes_no_faster_can_stay_as_it_is(us, dense_us, unchanged):
+    row = replace(candidate(), measured_us=us, dense_us=dense_us)
+    layer = layer_plan(row)
+    assert layer.unchanged == unchanged and not layer_plan(candidate(1, "twell"), row).unchanged
+    assert chosen(layer)[0]["x_dense"] == (pytest.approx(1.2) if not unchanged else 1.0)
 
 
 def test_a_plan_goes_through_a_file(plan, tmp_path):

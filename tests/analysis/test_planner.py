@@ -14,8 +14,8 @@ from twell_lab.analysis import planner, trials
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.analysis.trials import Copied, Times, Trial
 from twell_lab.core import InputError
-from twell_lab.layers.find import FeedForward, feed_forwards
 from twell_lab.layers.choice import DENSE, Choice
+from twell_lab.layers.find import FeedForward, feed_forwards
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
@@ -197,6 +197,9 @@ def test_in_the_order_of_hot_cold_every_count_takes_the_path_that_is_timed(profi
     plan = trial.ways[TWELL, True].plan
     assert plan.choice(1) == plan.choice(10**6) == TWELL and plan.hot == 256
     assert trial.ways[TWELL, False].plan.hot == 0
+    order = plan.order(256)
+    assert torch.equal(trial.ways[TWELL, True].up.weight, layer[0].up_proj.weight[order])
+    assert torch.equal(trial.ways[TWELL, False].up.weight, layer[0].up_proj.weight)
     for way in trial.ways.values():
         torch.testing.assert_close(way(layer[1][0]), layer[0](layer[1][0]), rtol=1e-4, atol=1e-4)
 

@@ -13,7 +13,7 @@ from twell_lab.analysis import predict
 from twell_lab.analysis.profile import FiringProfile, LayerProfile
 from twell_lab.app import cli
 from twell_lab.core import InputError
-from twell_lab.ops import clock, dispatch
+from twell_lab.ops import clock
 
 
 @settings(max_examples=60, deadline=None)

@@ -222,7 +222,7 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     monkeypatch.setattr(forward, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
-    monkeypatch.setattr(clock, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
+    monkeypatch.setattr(clocks, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
     with pytest.raises(clocks.WrongResult):
         run()
 

@@ -13,15 +13,15 @@ from twell_lab.ops import clock as clocks
 def clock(monkeypatch):
     """Clocks of a GPU that only note what they were given, and graphs that call what they were made of."""
     noted, bursts = [], []
-    monkeypatch.setattr(clock, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
-    monkeypatch.setattr(clock, "graphed", lambda call: call)
+    monkeypatch.setattr(clocks, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
+    monkeypatch.setattr(clocks, "graphed", lambda call: call)
 
     def time_bursts(calls, wait, *, rounds, count):
         wait()
         bursts.append(([*calls], rounds, count))
         return {name: ([0.5] * rounds, [2.0] * rounds) for name in calls}
 
-    monkeypatch.setattr(clock, "time_bursts", time_bursts)
+    monkeypatch.setattr(clocks, "time_bursts", time_bursts)
     return SimpleNamespace(noted=noted, bursts=bursts)
 
 
@@ -45,7 +45,7 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_a
 def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_does(
     clock, monkeypatch, ms, most, count
 ):
-    monkeypatch.setattr(clock, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
+    monkeypatch.setattr(clocks, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
     calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
     for rounds, bursts in ((None, 5), (20, 20), (3, 3)):
         rows.clock_gpu(calls, 1000, rounds=rounds, most=most)
@@ -54,7 +54,7 @@ def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_
 
 def test_of_many_tokens_one_input_is_captured(clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(clock, "graphed", lambda call, inputs=clocks.ROTATED: asked.append(inputs) or call)
+    monkeypatch.setattr(clocks, "graphed", lambda call, inputs=clocks.ROTATED: asked.append(inputs) or call)
     for tokens in (1, rows.LARGE, rows.LARGE + 1):
         rows.clock_gpu({"dense eager": lambda turn: None}, tokens, graphs=True)
     assert asked == [3, 3, 1]

@@ -14,7 +14,7 @@ from tests.models.swapping.spread import MODELS, loud, off, places, spread
 from tests.training.train.interrupting import assert_saves_once
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.ops import differentiable
+from twell_lab.ops.train import PATHS, train_ffn
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
@@ -208,14 +208,14 @@ def test_more_processes_than_gpus_are_refused(base):
     )
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_layer_on_the_second_gpu_from_the_first(path):
     """Forwards and backwards, the same bits as on the first; weights' gradients are summed in a fixed order too."""
     made = tensors(300, 256, 1000)
     dy, results = torch.randn(made[0].shape, device="cuda").to(made[0].dtype), []
     for device in ("cuda:0", "cuda:1"):
         leaves = [None if t is None else t.to(device).requires_grad_() for t in made]
-        y, l1, _ = differentiable.train_ffn(*leaves, path=path)
+        y, l1, _ = train_ffn(*leaves, path=path)
         gradients = torch.autograd.grad(
             [y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)]
         )

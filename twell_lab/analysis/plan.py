@@ -159,6 +159,7 @@ def _taken(layer: LayerPlan, tokens: int) -> dict:
     us, dense_us, how = taken.predicted_us or None, dense.predicted_us or None, "predicted"
     if taken.measured_us is not None:
         us, dense_us, how = taken.measured_us, taken.dense_us, "measured"
+        us = dense_us if layer.unchanged else us  # nothing is swapped
         how += "" if taken.timed_on in (None, layer.name) else f" on {taken.timed_on}"
     return {
         "layer": layer.name,

@@ -23,9 +23,8 @@ from tqdm import tqdm
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kernel_activation, kernel_inputs, kind_of
-from ..layers.choice import DENSE, LOSSY, Candidate, Choice, LayerPlan
+from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
-from ..layers.activations import kernel_activation, kernel_inputs, kind_of
 from ..layers.find import FeedForward, Only, feed_forwards
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
@@ -38,7 +37,6 @@ from .trials import ROWS, Times, Trial
 
 TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
-MARGIN = 1.02  # how many times as fast as dense a path has to be, timed
 MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold has to be
 MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
 ALIKE = 1.3  # up to this ratio of their predictions layers share trials
@@ -311,8 +309,9 @@ class _Weighed:
                 why = f"{fastest} is {took.dense / times[fastest]:.2f}x dense, too little, {how}"
             else:
                 why = f"fastest, {how}" if choice == DENSE else f"{took.dense / us:.2f}x dense, {how}"
-            off = None if trial is None else trial.errors.get(option)
-            why += f"; {LOSSY}: its output is {off:.2%} off" if off is not None else ""
+            if not PATHS[option.path].exact:
+                off = None if trial is None else trial.errors.get(option)
+                why += f"; {LOSSY}" + ("" if off is None else f": its output is {off:.2%} off")
             row = Candidate(tokens, option.path, option.hot, predicted, None, option == choice, why)
             timed = trial is not None and us is not None
             rows.append(replace(row, measured_us=us, dense_us=took.torch, timed_on=self.layer.name) if timed else row)

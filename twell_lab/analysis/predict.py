@@ -54,7 +54,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         sizes = self.d_model, self.d_ff
-        if not all(type(each) is int for each in sizes) or min(sizes) < 1 or self.d_ff > _WIDEST:
+        if not all(type(size) is int for size in sizes) or min(sizes) < 1 or self.d_ff > _WIDEST:
             raise InputError(
                 f"d_model is {self.d_model!r:.80} and d_ff {self.d_ff!r:.80}; whole numbers from 1 up are accepted, up "
                 f"to {_WIDEST:,} of d_ff"

@@ -287,9 +287,9 @@ def profile(
     """Run `model` over `batches` and count which feed-forward neurons fire, in memory that does not grow with them.
 
     What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
-    that are kept. Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway
-    are counted; a layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred
-    tokens and more cost least.
+    that are kept. Dense layers are first asked what they compute; those whose gate alone does not say who fires are
+    left out. Then the answers that a gate gives anyway are counted; a layer of `sparsify`'s gives none, so there the gate is
+    computed once more. Batches of a hundred tokens and more cost least.
 
     Args:
         model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
@@ -302,9 +302,8 @@ def profile(
         only: profile the layers for which only(name, module) is true.
 
     Raises:
-        InputError: for a model without feed-forward layers, and for one whose layers all compute something else than
-            their parts say (the gate of such a layer does not say who fires, so it is left out); for no batches, and
-            batches that the model does not take; and for a layer that is given NaN."""
+        InputError: for a model without feed-forward layers, or with none that computes what its parts say; for no
+            batches, and batches that the model does not take; and for a layer that is given NaN."""
     check_geometry(tile, words)
     counters = [Counter(layer, tile, words) for layer in sound(firing_layers(model, only=only))]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}

@@ -83,7 +83,10 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterat
 
     def before(module: nn.Module, args: tuple) -> None:
         rows = args[0].reshape(-1, args[0].shape[-1])
-        see(args[0], lambda of: hidden_by(layer, rows[of]))
+        if layer.cut is not None:
+            see(args[0], lambda of: hidden_by(layer, rows[of]))
+        else:  # a SparseFFN does not call the projection that decides, so it is computed once more
+            see(args[0], lambda of: F.linear(rows[of], pattern.weight, pattern.bias))
 
     def after(module: nn.Module, args: tuple, output: Tensor) -> None:
         rows = output.reshape(-1, output.shape[-1])

@@ -14,7 +14,7 @@ from ..core import TwellError
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward, StandIn
 from ..layers.lossy import ThresholdedInput
-from ..layers.parts import parts_of
+from ..layers.parts import named_family
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
@@ -23,7 +23,7 @@ from .profile import LayerProfile
 
 ROWS = 4096  # inputs of a layer that are timed on at most; more tokens repeat them
 _CPU_PRODUCTS = 2**29  # of a call on a CPU: more tokens than take so many are timed as so many, and scaled
-_LAST = 2**63  # a class of token counts above all that are asked for
+_LAST = 2**62  # a class of token counts above all that are asked for
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Trial:
 def _by_torch(found: FeedForward) -> nn.Module:
     """Return the layer as the model computes it: its own module where one projection holds gate and up, if no other
     process has to call it too."""
-    parts = None if isinstance(found.module, StandIn) else parts_of(found.module)
-    fused = parts is not None and parts.family.gate == parts.family.up and not torch.distributed.is_initialized()
+    family = None if isinstance(found.module, StandIn) else named_family(found.module)
+    fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
     return found.module if fused else Copied(found, copies=False)
 
 

@@ -22,7 +22,7 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
             if not (model := _exported(folder)):
                 raise
     else:
-        model = LanguageModel.load(folder)
+        model = LanguageModel.load(folder).eval()
     part, windows = _windows(options, count or -(-tokens // model.config.context), model.config)
 
     def spell(token: int) -> str:

@@ -46,6 +46,7 @@ class Choice:
 
 LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
 DENSE = Choice("dense")  # what every other choice is compared with
+MARGIN = 1.02  # how many times as fast as torch's dense layer a path has to be, timed
 
 
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
@@ -127,6 +128,13 @@ class LayerPlan:
     def choice(self, tokens: int) -> Choice:
         """Return what is done with this many tokens at once."""
         return next((choice for most, choice in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the layer can stay as the model has it: dense for every count, and no faster by our dense path."""
+        rows = [row for row in self.candidates if row.chosen]
+        gains = any(row.measured_us * MARGIN <= row.dense_us for row in rows if row.measured_us and row.dense_us)
+        return not gains and all(row.choice == DENSE for row in rows)
 
     @property
     def hot(self) -> int:

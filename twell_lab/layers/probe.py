@@ -32,16 +32,17 @@ class Other(Exception):
     """What a layer does that its formula does not."""
 
 
-def formula(parts: Parts, x: Tensor, both: bool = False) -> Tensor:
+def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
-    activation as well."""
+    activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
     hidden = linear(x, parts.up.weight, parts.up.bias)
     if parts.gate is None:
         hidden = parts.acts(hidden)
     else:
         beside = parts.acts(hidden) if both else hidden
         hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
-    return linear(hidden if parts.drop is None else parts.drop(hidden), parts.down.weight, parts.down.bias)
+    hidden = hidden if parts.drop is None else parts.drop(hidden)
+    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
 
 
 def difference(module: nn.Module, both: bool = False) -> str | None:

@@ -36,9 +36,9 @@ from ..core import InputError, RecordError, write_atomically
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
-from ..layers.find import FeedForward, Only, check_model, cut_places, selected, unreadable_part
+from ..layers.find import FeedForward, Only, check_model, cut_places, selected
 from ..layers.lossy import ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import named_family, part_at, parts_of, put, uncompiled
+from ..layers.parts import is_projection, named_family, part_at, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
@@ -476,8 +476,12 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
         if family is None or not selected(only, name, module):
             continue
         for place in family.projections:
-            if (reason := unreadable_part(part_at(module, place))) is not None:
-                raise InputError(f"{title(name, module)}: {place} {reason}, or an `only` that leaves the layer out")
+            part = part_at(module, place)
+            if not is_projection(part) or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters()):
+                raise InputError(
+                    f"{title(name, module)}: {place} is a {type(part).__qualname__}, quantised, adapted, sharded or on "
+                    "meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
+                )
         if (parts := parts_of(module)) is not None:
             acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
             layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU
 LEAST_HIDDEN = 4096
 
 Weights = tuple[Layout | None, Layout, Layout, Layout | None, Layout | None, Layout | None]
-Run = Callable[..., Tensor]
+Run = Any  # a Call, or one of the classes below: called with x and the weights, or bound to the weights
 
 
 def infer(
@@ -70,9 +70,19 @@ def infer(
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x if x.is_contiguous() else x.contiguous()
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    return _for(x, weights, path, hot, tile, words, acts)(x, *weights)
+
+
+def prepare(x: Tensor, weights: tuple, path: str, hot: int, tile: int, words: int, acts: Activation):
+    """Return a function that computes `infer` for any x like this one, and for these weights: what a layer keeps, as
+    long as they lie where they do. x: not empty, contiguous."""
+    return _for(x, weights, path, hot, tile, words, acts).bind(*weights)
+
+
+def _for(x: Tensor, weights: tuple, *how) -> Run:
     d_model = x.shape[-1]
     rows = Layout((x.numel() // d_model, d_model), (d_model, 1), x.dtype, x.data_ptr() & 15)
-    return _prepared(x.device, rows, tuple(map(layout, weights)), path, hot, tile, words, acts)(x, *weights)
+    return _prepared(x.device, rows, tuple(map(layout, weights)), *how)
 
 
 def is_turned(down: Tensor | Layout) -> bool:
@@ -158,6 +168,13 @@ class AfterGate(NamedTuple):
         first = first if self.acts.kind == "relu" else self.acts.applied(first)
         return self.call(x, first, up, down_, up_bias, down_bias)
 
+    def bind(self, gate, up, down_, gate_bias, up_bias, down_bias) -> Callable[[Tensor], Tensor]:
+        call, acts = self.call.bind(up, down_, up_bias, down_bias), self.acts
+        weight, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+        if acts.kind == "relu":
+            return lambda x: call(x, linear(x, weight, bias))
+        return lambda x: call(x, acts.applied(linear(x, weight, bias)))
+
 
 def _after_gate(device: torch.device, x: Layout, weights: Weights, tile, words, acts: Activation, may_list=True) -> Run:
     gate, up, down_, _, up_bias, down_bias = weights
@@ -192,6 +209,10 @@ class Fused(NamedTuple):
         h = self.call(x, gate, up, gate_bias, up_bias)
         return linear(h, down_, down_bias).view(x.shape)
 
+    def bind(self, gate, up, down_, gate_bias, up_bias, down_bias) -> Callable[[Tensor], Tensor]:
+        call = self.call.bind(gate, up, gate_bias, up_bias)
+        return lambda x: linear(call(x), down_, down_bias).view(x.shape)
+
 
 class ByTorch(NamedTuple):
     """Every neuron, by torch's operations."""
@@ -200,6 +221,9 @@ class ByTorch(NamedTuple):
 
     def __call__(self, x, *weights) -> Tensor:
         return by_torch(x, *weights, acts=self.acts)
+
+    def bind(self, *weights) -> Callable[[Tensor], Tensor]:
+        return lambda x: by_torch(x, *weights, acts=self.acts)
 
 
 def _dense(device: torch.device, x: Layout, weights: Weights, acts: Activation) -> Run:

@@ -1,31 +1,21 @@
 """Checkpoints of a training run: everything that a run needs to go on as if nothing had happened.
 
-    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file
-                                                 and its own SHA-256
-                          model.safetensors      weights; with config.json a model that twell-lab profile reads
-                          config.json            and tokenizer.json, where it reads no bytes
-                          optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
+    out/checkpoint-000300/model.safetensors   weights; with config.json a model that twell-lab profile reads
+                          config.json         and tokenizer.json, where it reads no bytes
+                          training.pt         the rest of a State, for torch.load(..., weights_only=True)
 
-A checkpoint is written into a folder of another name (checkpoint-000300.part), forced to the disk and then renamed, so
-that a folder with a checkpoint's name is always whole. Then the older checkpoints are renamed to .part too, and
-removed. Where a step is saved once more, its earlier checkpoint is called checkpoint-000300.old until the new one is
-there; until then it is read like any other. Whatever a killed process left half written or half removed ends in .part,
-and the next `save` removes it.
-
-torch.distributed.checkpoint would write a file for each process and a pickled index, which only torch reads, and no
-digests. Here every process gathers the tensors, and the first one writes two safetensors files."""
+A checkpoint is written into a folder of another name (checkpoint-000300.part) and then renamed, so that a folder with a
+checkpoint's name is always whole; then the others are removed, renamed to .part first. Whatever a killed run left half
+written or half removed ends in .part, and goes when a run begins or goes on there. Under torchrun every process gathers
+the tensors, and the first one writes them."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-import math
 import os
-import reprlib
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import safetensors.torch
@@ -36,17 +26,11 @@ from ..core import InputError, RecordError, check_folder
 from ..models.tiny import FORMAT as MODEL_FORMAT
 from ..models.tiny import ModelConfig
 from .config import TrainConfig
-from .seal import seal, sha256, to_disk, unseal
 from .text.prepared import PreparedText
 from .text.source import Text
 
-FORMAT = 1  # of state.json; raised when an older reader would misread it
+WEIGHTS, MODEL, STATE = "model.safetensors", "config.json", "training.pt"
 TOKENIZER = "tokenizer.json"  # training writes it into the folder, unless the text is read as bytes
-FILES = ("model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER)  # of a checkpoint, beside state.json
-OLD = ".old"  # ends the name of a checkpoint whose step is being saved again
-# Fields of State that state.json holds as they are.
-AS_THEY_ARE = ("step", "seconds", "history", "config", "model_config", "text", "paths")
-GENERATORS = ("order", "noise")  # and those that it holds as hexadecimal digits
 
 # Fields of the config that may change when a run is resumed: where and how it computes, and how often it saves.
 FREE = ("device", "compile", "kernels", "parallel", "checkpoint_every", "text")
@@ -94,7 +78,8 @@ class State:
 
 
 def describe(text: Text | PreparedText, given, training_size: int) -> dict:
-    """What a checkpoint says of its text: what the text says of itself, its path and the size of its training part.
+    """Return what a checkpoint says of its text: what the text says of itself, its path and the size of its training
+    part.
 
     given: the config's `text`, of which a path, or the name of a dataset, is kept for the resumption.
     training_size: bytes of the training part."""
@@ -104,131 +89,68 @@ def describe(text: Text | PreparedText, given, training_size: int) -> dict:
     return {**text.describe(), "path": path, "training_size": training_size}
 
 
-def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints in a folder, by ascending step. Of a folder that is a checkpoint itself, that one alone."""
-    folder = Path(folder)
-    return [folder] if (folder / "state.json").is_file() else _below(folder)
-
-
-def _below(folder: Path) -> list[Path]:
-    found = [
-        path for path in folder.glob("checkpoint-*") if path.name[11:].removesuffix(OLD).isdecimal() and path.is_dir()
-    ]
-    return sorted(found, key=lambda path: (int(path.name[11:].removesuffix(OLD)), not path.name.endswith(OLD)))
-
-
-def text_of(folder: str | os.PathLike) -> dict:
-    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where the folder
-    has no checkpoint."""
-    found = checkpoints(folder)
-    return _fields(found[-1])["text"] if found else {}
-
-
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
     """Write `state` as a checkpoint in `folder`, whole or not at all, and return the checkpoint's own folder.
 
-    Then the other checkpoints there are removed, unless keep_older. InputError where it can't be written; what was
-    written of it is removed then."""
-    from safetensors import SafetensorError
-
+    Then the other checkpoints there are removed, unless keep_older. InputError where it can't be written, and where one
+    of this step is there; what was written of it is removed then."""
     folder = Path(folder)
     target = folder / f"checkpoint-{state.step:06d}"
     part = target.with_name(target.name + ".part")
-    fields = {name: getattr(state, name) for name in AS_THEY_ARE}
-    fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in GENERATORS}
-    extra = {**state.optimizer, **{f"counts.{name}": value for name, value in state.counts.items()}}
-    model_config = {"format": MODEL_FORMAT, **state.model_config}
+    rest = {name: value for name, value in vars(state).items() if name != "weights"}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tidy(folder)
-        part.mkdir()
-        for name, tensors in (("model", state.weights), ("optimizer", extra)):
-            whole = {key: value.contiguous() for key, value in tensors.items()}
-            safetensors.torch.save_file(whole, part / f"{name}.safetensors")
-        (part / "config.json").write_text(json.dumps(model_config, indent=1, allow_nan=False) + "\n")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        weights = {name: weight.contiguous() for name, weight in state.weights.items()}
+        safetensors.torch.save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+        (part / MODEL).write_text(json.dumps({"format": MODEL_FORMAT, **state.model_config}, indent=1) + "\n")
         if (folder / TOKENIZER).is_file():  # so that a checkpoint can be copied elsewhere and used without its run
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
-        written = sorted(part.iterdir())
-        sizes = {path.name: path.stat().st_size for path in written}
-        sums = {path.name: sha256(path) for path in written}
-        (part / "state.json").write_bytes(seal({"format": FORMAT, "sizes": sizes, "files": sums, **fields}))
-        for path in (*part.iterdir(), part):
-            to_disk(path)
-        before = target.with_name(target.name + OLD)
-        if target.exists():  # the same step was saved before, and reached again from an older checkpoint
-            if before.exists():
-                _remove(before)
-            target.rename(before)
-        part.rename(target)
-        to_disk(folder)
-        if before.exists():
-            _remove(before)
-        for path in () if keep_older else _below(folder):
-            if path != target:
-                _remove(path)
-    except (OSError, ValueError, SafetensorError) as error:
+        torch.save(rest, part / STATE)
+        os.replace(part, target)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
+    for path in () if keep_older else checkpoints(folder):
+        if path != target:
+            _remove(path)
     return target
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that no half-removed folder ever has a checkpoint's name."""
-    part = path.with_name(path.name + ".part")
-    with suppress(OSError):
-        path.rename(part)
-    shutil.rmtree(part, ignore_errors=True)
-
-
 def load(folder: str | os.PathLike) -> State:
-    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format.
-
-    A checkpoint written before there were digests is read without comparing any, but its values are checked."""
+    """Return the newest checkpoint in `folder`. InputError where there is none, or where it is not whole."""
     path = newest(folder)
-    fields = _fields(path)
-    tensors = {}
-    for name, size in fields["sizes"].items():
-        try:
-            content = (path / name).read_bytes()
-        except OSError as error:
-            raise InputError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
-        if len(content) != size:
-            raise InputError(
-                f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
-                f"it is {'truncated, or ' if len(content) < size else ''}another file; accepted: a whole checkpoint"
-            )
-        if "files" in fields and (found := hashlib.sha256(content).hexdigest()) != fields["files"][name]:
-            raise InputError(
-                f"{name} in the checkpoint {str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
-                f"{fields['files'][name]} is noted in state.json; accepted: a whole checkpoint"
-            )
-        if name.endswith(".safetensors"):
-            try:
-                tensors[name] = safetensors.torch.load(content)
-            except Exception as error:  # the library raises its own kinds
-                raise InputError(f"{name} in the checkpoint {str(path)!r} is damaged: {error}") from None
-    optimizer = tensors["optimizer.safetensors"]
-    counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
-    states = {}
-    for name in GENERATORS:
-        try:
-            states[name] = torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8)
-            torch.Generator().set_state(states[name])
-        except (ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}"
-            ) from None
-    return State(
-        **{name: fields[name] for name in AS_THEY_ARE},
-        **states,
-        weights=tensors["model.safetensors"],
-        optimizer=optimizer,
-        counts=counts,
-    )
+    rest = _read(path)
+    try:
+        return State(**rest, weights=safetensors.torch.load_file(path / WEIGHTS))
+    except Exception as error:  # the library raises its own kinds
+        raise InputError(f"{WEIGHTS} in the checkpoint {str(path)!r} cannot be read: {error}") from None
+
+
+def _read(path: Path) -> dict:
+    """Return all of a checkpoint's State but the weights."""
+    try:
+        rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        kinds = {"step": int, "seconds": float, "history": list, "order": Tensor, "noise": Tensor}
+        for name in {one.name for one in fields(State)} - {"weights"}:
+            if not isinstance(rest[name], kind := kinds.get(name, dict)):
+                raise TypeError(f"{name} is a {type(rest[name]).__name__}; accepted: {kind.__name__}")
+        return rest
+    except Exception as error:  # of unpickling: errors of any kind
+        raise InputError(f"{STATE} in the checkpoint {str(path)!r} cannot be read: {error}") from None
+
+
+def checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """Return the checkpoints in a folder, by ascending step; of a folder that is one itself, that one alone."""
+    folder = Path(folder)
+    if (folder / STATE).is_file():
+        return [folder]
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
 
 
 def newest(folder: str | os.PathLike) -> Path:
-    """The folder of the newest checkpoint in `folder`. InputError where there is none."""
+    """Return the folder of the newest checkpoint in `folder`. InputError where there is none."""
     found = checkpoints(folder)
     if not found:
         beside = checkpoints(Path(folder).parent) if Path(folder).name.startswith("checkpoint-") else []
@@ -241,195 +163,99 @@ def newest(folder: str | os.PathLike) -> Path:
 
 
 def home(folder: str | os.PathLike) -> Path:
-    """The folder that a run saves in, given that or one of its checkpoints. InputError where there is no checkpoint."""
+    """Return the folder that a run saves in, given that or one of its checkpoints. InputError without a checkpoint."""
     found = newest(folder)
     return found.parent if found == Path(folder) else Path(folder)
 
 
+def text_of(folder: str | os.PathLike) -> dict:
+    """Return what the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where the
+    folder has no checkpoint."""
+    found = checkpoints(folder)
+    return _read(found[-1])["text"] if found else {}
+
+
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
-    """The config of the newest checkpoint in `folder`, with `changes`. Its `text` is the path that the text had."""
-    fields = _fields(newest(folder))
-    known = {each.name for each in dataclasses.fields(TrainConfig)}
-    if unknown := sorted(set(fields["config"]) - known):
+    """Return the config of the newest checkpoint in `folder`, with `changes`. Its `text` is the path the text had."""
+    state = _read(newest(folder))
+    if unknown := sorted(set(state["config"]) - {one.name for one in fields(TrainConfig)}):
         raise InputError(f"the checkpoint's config has {', '.join(unknown)}, which this release does not know")
-    return TrainConfig(**{**fields["config"], "text": fields["text"]["path"], **changes})
+    return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
 
 
 def check_same(
     state: State, config: TrainConfig, model: ModelConfig, text: Text | PreparedText, training_size: int
 ) -> None:
-    """InputError naming the field and both values where the run in `state` began with another config, model or text."""
+    """Raise InputError, naming the field and both values, where the run in `state` began with another config, model or
+    text."""
     for name, value in vars(config).items():
         saved = state.config.get(name, getattr(TrainConfig, name))  # early releases lacked some fields
         if name == "tokenizer":  # None and "bytes" name the same one
-            saved, value = ("bytes" if each is None else each for each in (saved, value))
+            saved, value = ("bytes" if one is None else one for one in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if name not in FREE and saved != value:
             raise InputError(
                 f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
-                f"(what may change: {', '.join(each for each in FREE if each != 'text')}, and where the text lies)"
+                f"(what may change: {', '.join(one for one in FREE if one != 'text')}, and where the text lies)"
             )
-    if state.text["sha256"] != text.sha256:
-        raise InputError(
-            f"the text's sha256 is {text.sha256!r} ({text.name}), and {state.text['sha256']!r} "
-            f"({state.text['name']}) in the checkpoint; accepted: the text the run began with"
-        )
-    held = state.text.get("training_size", training_size)
-    if held != training_size:  # a text is split at another place once it is prepared
-        raise InputError(
-            f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
-            "the run read it, prepared or not"
-        )
-    saved, mine = (each.get("tokenizer", {}) for each in (state.text, text.describe()))
-    if saved.get("sha256") != mine.get("sha256"):
-        raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")
-    if state.step >= config.steps and not _number((state.history or [{}])[-1].get("val_bits_per_byte")):
-        raise InputError(
-            f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; "
-            "accepted: a checkpoint as it was written"
-        )
-    for name, value in asdict(model).items():
-        if (saved := state.model_config.get(name, value)) != value:
-            raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
+    tokenizers = [of.get("tokenizer", {}) for of in (text.describe(), state.text)]
+    pairs = [("the text's sha256", text.sha256, state.text["sha256"])]
+    pairs += [("the bytes of the text's training part", training_size, state.text["training_size"])]
+    pairs += [("the text's tokenizer", *(tokenizer.get("sha256") for tokenizer in tokenizers))]
+    pairs += [
+        (f"the model's {name}", value, state.model_config.get(name, value)) for name, value in asdict(model).items()
+    ]
+    for what, value, saved in pairs:
+        if value != saved:
+            raise InputError(
+                f"{what} is {value!r} ({text.name}), and {saved!r} ({state.text['name']}) in the checkpoint; accepted: "
+                "the text and the model that the run began with, prepared or not as then"
+            )
 
 
 def prepare(folder: str | os.PathLike) -> Path:
-    """The folder for a new run to save in, made if need be. InputError where it can't be written, or holds a run or a
-    model, which the new run would overwrite."""
+    """Return the folder for a new run to save in, made if need be. InputError where it can't be written, or holds a run
+    or a model, which the new run would overwrite."""
     folder = writable(folder)
     if found := checkpoints(folder):
-        fields = _fields(found[-1])
-        step, steps = fields["step"], fields["config"].get("steps", TrainConfig.steps)
-        holds, resume = (
-            (f"a run stopped at step {step} of {steps}", "to resume it, or ")
-            if step < steps
-            else (f"a run of {steps} steps", "")
-        )
+        state = _read(found[-1])
+        step, steps = state["step"], state["config"].get("steps", TrainConfig.steps)
+        holds, resume = f"a run of {steps} steps", ""
+        if step < steps:
+            holds, resume = f"a run stopped at step {step} of {steps}", "to resume it, or "
         raise InputError(
             f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty"
         )
-    if (folder / "model.safetensors").exists():
+    if (folder / WEIGHTS).exists():
         raise InputError(f"{str(folder)!r} holds a model; accepted: another folder, or this one once it is empty")
     return folder
 
 
-def tidy(folder: str | os.PathLike) -> None:
-    """Remove what killed processes left half written in the folder. Only for the process that has its lock."""
+def tidy(folder: str | os.PathLike, after: int | None = None) -> None:
+    """Remove what killed runs left half written in the folder and, where a run goes on from the step `after`, its
+    checkpoints of later steps. Only for the process that has the folder's lock."""
+    for path in checkpoints(folder):
+        if after is not None and int(path.name[11:]) > after:
+            _remove(path)
     for left in Path(folder).glob("checkpoint-*.part"):
         shutil.rmtree(left, ignore_errors=True)
-    for name in (*FILES, "metrics.jsonl"):
+    for left in Path(folder).glob(".*.part"):  # of core.write_atomically
         with suppress(OSError):
-            (Path(folder) / f"{name}.part").unlink()
+            left.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that no half-removed folder ever has a checkpoint's name."""
+    part = path.with_name(path.name + ".part")
+    with suppress(OSError):
+        os.replace(path, part)
+        shutil.rmtree(part)
 
 
 def writable(folder: str | os.PathLike) -> Path:
-    """The folder, made if need be. InputError where no file can be made in it."""
+    """Return the folder, made if need be. InputError where no file can be made in it."""
     try:
         check_folder(folder)
     except RecordError as error:
         raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
     return Path(folder)
-
-
-def _fields(path: Path) -> dict:
-    """What state.json of a checkpoint holds, each field checked. InputError where it can't be read, was altered, lacks
-    a field or has a value that cannot be."""
-    where = f"state.json in the checkpoint {str(path)!r}"
-    try:
-        fields = unseal((path / "state.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{where} cannot be read: {error}") from None
-    if fields.get("format") != FORMAT or isinstance(fields["format"], bool):
-        raise InputError(f"{where} is not of format {FORMAT}, the one read")
-    fields.setdefault("paths", {})  # which checkpoints of early releases lack
-    if missing := sorted({"sizes", *AS_THEY_ARE, *GENERATORS} - fields.keys()):
-        raise InputError(f"{where} lacks {', '.join(missing)}")
-    for name, (fits, accepted) in _ACCEPTED.items():
-        if name in fields and not fits(fields[name]):
-            raise InputError(f"{name} in {where} is {reprlib.repr(fields[name])}; accepted: {accepted}")
-    if fields.get("files", fields["sizes"]).keys() != fields["sizes"].keys():
-        raise InputError(
-            f"{where} names {sorted(fields['files'])} and sizes of {sorted(fields['sizes'])}; accepted: the same files"
-        )
-    known = {each.name for each in dataclasses.fields(TrainConfig)} - {"text"}
-    try:  # TrainConfig checks each value
-        TrainConfig(**{name: value for name, value in fields["config"].items() if name in known})
-    except InputError as error:
-        raise InputError(f"the config in {where} is not valid: {error}") from None
-    return fields
-
-
-def _whole(value, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 2**63
-
-
-def _a_text(value) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and isinstance(value.get("sha256"), str)
-        and _whole(value.get("size"))
-        and isinstance(value.get("path", 0), (str, type(None)))
-        and _whole(value.get("training_size", 0))
-        and isinstance(value.get("tokenizer", {}), dict)
-    )
-
-
-def _paths(value) -> bool:
-    """Whether it is what State.paths says."""
-    if not isinstance(value, dict) or not value:
-        return value == {}
-    layers, below = value.get("layers"), value.get("below", False)
-    return (
-        isinstance(value.get("device"), str)
-        and isinstance(layers, dict)
-        and all(path in ("dense", "twell") for path in layers.values())
-        and (
-            below is None
-            or isinstance(below, dict)
-            and below.keys() >= layers.keys()
-            and all(map(_number, below.values()))
-        )
-        and ("graphs" not in value or _graphs(value["graphs"]))
-    )
-
-
-def _graphs(value) -> bool:
-    """Whether it is what Compiled.state_dict (twell_lab.training.compiled) gives."""
-    return (
-        isinstance(value, dict)
-        and _whole(value.get("changed_at"))
-        and isinstance(value.get("whole"), bool)
-        and isinstance(several := value.get("combinations"), list)
-        and all(isinstance(each, list) and all(isinstance(path, str) for path in each) for each in several)
-    )
-
-
-def _number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
-
-
-# What state.json may hold in each field: a test of the value, and the same in words. The values in "config" are checked
-# by TrainConfig.
-_ACCEPTED = {
-    "sizes": (
-        lambda it: isinstance(it, dict) and {*FILES[:2]} <= it.keys() <= {*FILES} and all(map(_whole, it.values())),
-        "a number of bytes for each file of a checkpoint",
-    ),
-    "files": (
-        lambda it: isinstance(it, dict) and all(isinstance(each, str) for each in it.values()),
-        "a SHA-256 for each file",
-    ),
-    "step": (_whole, "a whole number from 0 up"),
-    "seconds": (_number, "a finite number"),
-    "config": (lambda it: isinstance(it, dict), "fields of TrainConfig"),
-    "model_config": (lambda it: isinstance(it, dict), "fields of ModelConfig"),
-    "text": (_a_text, "name, sha256 and size of a text, and where it lies"),
-    "history": (
-        lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it),
-        "rows with a step",
-    ),
-    "order": (lambda it: isinstance(it, str), "hexadecimal digits"),
-    "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
-    "paths": (_paths, "a path for each layer"),
-}

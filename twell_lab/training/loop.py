@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.profile import profile
-from ..core import InputError, RecordError, write_atomically
+from ..core import InputError, RecordError, locked_folder, write_atomically
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel
 from .config import TrainConfig, TrainResult
-from .lock import Lock
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
@@ -76,7 +75,7 @@ def train(
         TextError: for a text that cannot be read or is too short for the batch.
         DeviceError: for a device that is not there, and for more processes than GPUs.
         InputError: where the loss is no finite number; for a config that is no TrainConfig; for a checkpoint that is
-            truncated, altered or of another model or config; for an `out` that holds a run or a model, that another
+            not whole, or of another model or config; for an `out` that holds a run or a model, that another
             process is training into, or that lies in the folder of the text.
         checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
     """
@@ -109,9 +108,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     def claim() -> None:
         if not goes_on:
             check_apart(out, config.text)
-        lock = Lock(checkpoint.writable(out), "training")
-        ending.callback(lock.release)
-        lock.take()
+        ending.enter_context(locked_folder(checkpoint.writable(out), "training"))
         checkpoint.tidy(out)
 
     if out is not None:
@@ -132,7 +129,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     metrics = _Metrics()
 
     def begin() -> None:
-        if not goes_on:
+        if goes_on:
+            checkpoint.tidy(out, after=run.step)
+        else:
             checkpoint.prepare(out)
             (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             if whole.tokenizer != BYTES:

@@ -159,13 +159,13 @@ def test_a_text_shorter_than_a_batch_is_one_line(tmp_path, capsys, size):
     assert told.count("\n") == 1 and "text.txt" in told and re.search("needs at least", told)
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
 def test_a_truncated_checkpoint_is_one_line(text, tmp_path, capsys, name):
     out = tmp_path / "out"
     assert cli.main(["train", "--text", text, "--steps", "2", *SMALL, "--out", str(out)]) == 0
     (path,) = out.glob(f"checkpoint-*/{name}")
     whole = path.read_bytes()
-    for size in (0, 8, len(whole) // 2, len(whole) - 2):  # the last byte of a JSON file is a line break
+    for size in (0, 8, len(whole) // 2, len(whole) - 2):
         path.write_bytes(whole[:size])
         capsys.readouterr()
         assert cli.main(["train", "--resume", str(out)]) == 2

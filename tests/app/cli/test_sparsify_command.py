@@ -67,7 +67,7 @@ def test_a_plan_that_is_given_is_followed(capsys, tmp_path):
     """Also one that takes another path than the dense one."""
     folder = ours(tmp_path / "model")
     firing = tl.profile(tl.load(folder), torch.arange(64).view(2, 32))
-    made = tl.plan(firing, tokens=(4,), device="cpu", measure=False)
+    made = tl.plan(firing, tokens=(4,), measure=False)
     content = json.loads(made.save(tmp_path / "plan.json").read_text())
     for layer in content["layers"]:
         for each in layer["candidates"]:
@@ -78,13 +78,12 @@ def test_a_plan_that_is_given_is_followed(capsys, tmp_path):
     assert [row["runs"] for row in tl.report(tl.sparsify(tl.load("swapped"), "swapped")).rows] == ["twell"] * 2
 
 
-@pytest.mark.parametrize("more, reorders", [([], False), (["--reorder"], True)])
-def test_the_line_for_python_swaps_as_the_command_did(capsys, tmp_path, more, reorders):
-    told = ask(capsys, ours(tmp_path / "model"), "--out", "swapped", *more).out
+def test_the_line_for_python_swaps_as_the_command_did(capsys, tmp_path):
+    told = ask(capsys, ours(tmp_path / "model"), "--out", "swapped").out
     assert "ReLU" not in told
     (line,) = re.findall(r"in Python: (.*)", told)
     swapped = eval(line, {"tl": tl, "torch": torch})
-    assert [each.layout.reorders for each in swapped.modules() if isinstance(each, SparseFFN)] == [reorders] * 2
+    assert sum(isinstance(each, SparseFFN) for each in swapped.modules()) == 2
 
 
 def test_a_silu_model_is_refused_or_becomes_a_relu_model(capsys, tmp_path):

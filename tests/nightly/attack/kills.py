@@ -212,7 +212,8 @@ def check_training(r: Random, counts: Counter) -> None:
 
 
 def _nothing_left(folder: Path) -> None:
-    left = [str(path.relative_to(folder)) for path in folder.rglob("*") if any(mark in path.name for mark in LEFT)]
+    found = (path for path in folder.rglob("*") if not path.name.startswith("."))  # temporary files may stay
+    left = [str(path.relative_to(folder)) for path in found if any(mark in path.name for mark in LEFT)]
     assert not left, f"left behind: {left}"
 
 

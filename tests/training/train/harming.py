@@ -1,75 +1,15 @@
-"""Harm done to files, for the tests here and for longer attacks: bits that flip, JSON values of other kinds, and a
-process that is killed, or finds the disk full, at its n-th change to the disk."""
+"""A process that is killed, or finds the disk full, at its n-th change to the disk."""
 
-import json
 import os
-import random
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from twell_lab.core import InputError
-
-# What is put in the place of any value: other types, and numbers that none of these files holds.
-STRANGE = (
-    None,
-    True,
-    -1,
-    0,
-    2,
-    10**30,
-    0.5,
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    "",
-    "x",
-    "\ud800",
-    [],
-    [None],
-    {},
-    {"x": None},
-)
-
-
-def flipped(content: bytes, at: int) -> bytes:
-    """The bytes with the bit number `at`, counted from the beginning, flipped."""
-    changed = bytearray(content)
-    changed[at // 8] ^= 1 << at % 8
-    return bytes(changed)
-
-
-def some_bits(content: bytes, count: int, seed: int) -> list[int]:
-    """The numbers of bits to flip: half of them anywhere, half in the first 2,000 bytes, where headers are."""
-    drawn = random.Random(seed)
-    return [drawn.randrange(8 * (min(len(content), 2000) if number % 2 else len(content))) for number in range(count)]
-
-
-def mutations(value) -> Iterator[tuple[str, object]]:
-    """(what was changed, the JSON value with that change): every value anywhere in it replaced by each of STRANGE, and
-    every entry left out; of a list only the first and the last entry."""
-    for strange in STRANGE:
-        yield f"= {strange!r}", strange
-    if not isinstance(value, (dict, list)):
-        return
-    keys = list(value) if isinstance(value, dict) else [*range(len(value))][:1] + [*range(len(value))][1:][-1:]
-    for key in keys:
-        less = type(value)(value)
-        del less[key]
-        yield f"without {key!r}", less
-        for what, changed in mutations(value[key]):
-            copy = type(value)(value)
-            copy[key] = changed
-            yield f"[{key!r}] {what}", copy
-
-
-def write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def killed_at(change: int, act: Callable[[], object]) -> bool:

@@ -246,20 +246,6 @@ def test_another_text_is_named(tiny, unbroken, tmp_path):
         train(tiny(**FULL, text=tmp_path / "other.txt"), resume=unbroken[1], progress=False)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"])
-@pytest.mark.parametrize("damage", ["truncated", "removed", "altered"])
-def test_a_damaged_checkpoint_is_refused_by_name(tiny, unbroken, tmp_path, file, damage):
-    state = checkpoint.load(unbroken[1])
-    path = checkpoint.save(tmp_path, state) / file
-    content = path.read_bytes()
-    if damage == "removed":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-9] if damage == "truncated" else b"\xff" * 8 + content[8:])
-    with pytest.raises(InputError, match=file):
-        train(tiny(**FULL), resume=tmp_path, progress=False)
-
-
 def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(tiny, unbroken, tmp_path):
     name = "layers.1.mlp.up_proj.weight"
     for part, key in (("weights", name), ("optimizer", f"exp_avg.{name}")):
@@ -272,9 +258,9 @@ def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(tiny, unbr
         ):
             train(tiny(**FULL), resume=tmp_path / part, progress=False)
         del tensors[key]
-        checkpoint.save(tmp_path / part, state)
+        checkpoint.save(tmp_path / f"{part} lacking", state)
         with pytest.raises(InputError, match=f"lack '.*{name}'"):
-            train(tiny(**FULL), resume=tmp_path / part, progress=False)
+            train(tiny(**FULL), resume=tmp_path / f"{part} lacking", progress=False)
 
 
 def test_bytes_may_be_named_when_a_run_that_reads_them_goes_on(tiny, unbroken):

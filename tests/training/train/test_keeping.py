@@ -58,14 +58,6 @@ def test_weights_that_are_not_finite_end_a_run_whatever_its_loss(kernels, tiny, 
 # Saving
 
 
-def test_what_a_killed_process_left_half_written_goes_with_the_next_save(state, tmp_path):
-    (tmp_path / "checkpoint-000001.part").mkdir()
-    (tmp_path / "checkpoint-000001.part" / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.checkpoints(tmp_path) == []
-    checkpoint.save(tmp_path, state)
-    assert names(tmp_path) == ["checkpoint-000002"]
-
-
 def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(state, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state)
 
@@ -77,18 +69,6 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(stat
     with pytest.raises(InputError, match="cannot save a checkpoint in .*No space left"):
         checkpoint.save(tmp_path, dataclasses.replace(state, step=5))
     assert names(tmp_path) == ["checkpoint-000002"] and checkpoint.load(tmp_path).step == 2
-
-
-def test_the_same_step_saved_again_is_removed_only_once_the_new_one_is_there(state, tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, state)
-    remove, seen = checkpoint.shutil.rmtree, []
-    monkeypatch.setattr(
-        checkpoint.shutil,
-        "rmtree",
-        lambda path, **options: (seen.append(checkpoint.load(tmp_path).seconds), remove(path, **options)),
-    )
-    checkpoint.save(tmp_path, dataclasses.replace(state, seconds=-1.0))
-    assert seen == [-1.0] and names(tmp_path) == ["checkpoint-000002"]
 
 
 def test_metrics_on_a_full_disk_end_with_a_whole_row_and_training_goes_on(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import records
 from ...ops import clock as clocks
+from ...ops import dispatch
 from ...ops.clock import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, rows_of, select, sources, timed_here
 from ..roofline.data import floors, peaks, work
@@ -94,7 +95,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     samples = clock({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
     rows = rows_of(samples, NAME, tokens, d_model, d_ff, nnz)
     dtype = str(layer.gate_proj.weight.dtype).removeprefix("torch.")
-    more = {PLANNED: {"choice": str(choice)}, FUSED: {"fuses": calls[FUSED].fuses_dense}}
+    more = {PLANNED: {"choice": str(choice)}, FUSED: {"fuses": dispatch.fuses(layer.gate_proj.weight)}}
     return [row | {"dtype": dtype} | more.get(row["path"], {}) for row in rows]
 
 

@@ -6,15 +6,14 @@
 A Text is held in memory as a whole. Here documents are read, encoded and written one after the other, long files in
 pieces, so that only the disk limits the length, and all processes of a run map the same file. In the folder are
 `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the
-manifest, which is written last: without it, the folder is no text. The manifest holds the SHA-256 of the other files
-and of itself. What a killed preparation left behind is removed by the next one.
+manifest. Until all of it is written the tokens are called `tokens.bin.part`, and the next preparation begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,13 +22,11 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import IO
 
+import numpy
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError
-from ..lock import NAME as LOCK
-from ..lock import Lock
-from ..seal import seal, sha256, to_disk, unseal
+from ...core import LOCK, InputError, TextError, locked_folder
 from .datasets import Documents, parse
 from .source import BYTES, LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
 from .source import load as load_text
@@ -38,14 +35,11 @@ from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
+UNFINISHED = f"{TOKENS}.part"
 FORMAT = 1
 HELD_OUT = 64 * 2**20  # bytes for validation; a tenth of a shorter text
 SAMPLE = 100_000_000  # bytes at the beginning of the text; a BPE is trained on the first four fifths of them
 CHUNK = 16 * 2**20  # bytes that are encoded at a time
-_FILES = (TOKENS, TOKENIZER, MANIFEST)  # in the order in which they lose their ".part"
-_NAMES = (*_FILES, *(f"{name}.part" for name in _FILES))  # all names that a preparation gives
-CHECKED = 2**30  # bytes of tokens up to which `load` compares their SHA-256
-_KINDS = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +66,6 @@ class PreparedText(Readable):
         cut: bytes and tokens of the training part, which comes first.
         tokenizer: what the text was encoded with.
         asked: what `prepare` was asked for as tokenizer: "bytes", "bpe:4096", or None for any other.
-        files: the SHA-256 of each file; None in a text from before they were noted.
     """
 
     folder: Path
@@ -85,17 +78,11 @@ class PreparedText(Readable):
     tokenizer: Tokenizer
     source: dict | None = None
     asked: str | None = None
-    files: dict | None = None
 
     @cached_property
     def tokens(self) -> Tensor:
         """All tokens [count], uint8, int16 or int32, mapped from the file: what is not read takes no memory."""
-        return torch.from_file(str(self.folder / TOKENS), shared=False, size=self.count, dtype=_KINDS[self.dtype])
-
-    def check(self) -> None:
-        """Read all tokens, however many, and raise TextError where they are not those that `prepare` wrote."""
-        if self.files is not None:
-            _same(self.folder / TOKENS, self.files)
+        return torch.from_numpy(numpy.memmap(self.folder / TOKENS, self.dtype, mode="c"))
 
     def split(self) -> tuple[Part, Part]:
         """The training and the validation part. `prepare` chose the cut, between two documents or pieces of a file."""
@@ -117,79 +104,32 @@ class PreparedText(Readable):
 
 
 def is_prepared(path: str | os.PathLike) -> bool:
-    """Whether `prepare` made this folder."""
-    return os.path.isfile(Path(path, MANIFEST))
+    """Return whether `prepare` made this folder, and came to its end."""
+    return os.path.isfile(Path(path, MANIFEST)) and not os.path.exists(Path(path, UNFINISHED))
 
 
 def load(folder: str | os.PathLike) -> PreparedText:
-    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those
-    of one preparation, or changed since. Of more than CHECKED bytes of tokens only the length is checked here;
-    PreparedText.check() reads them all."""
+    """Return the text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are
+    missing or not those of one preparation."""
     folder = Path(folder)
     try:
-        fields, held = unseal((folder / MANIFEST).read_bytes()), (folder / TOKENS).stat().st_size
-    except (OSError, ValueError) as error:
-        raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
-    if (form := fields.get("format")) != FORMAT:
-        raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
-    _check_types(folder, fields)
-    if (files := fields.get("files")) is not None:
-        _same(folder / TOKENIZER, files)
-    cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
-    same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
-    made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **same)
-    if fields["tokenizer"] != made.tokenizer.sha256:
-        raise TextError(
-            f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again"
-        )
-    wanted = made.count * _KINDS[made.dtype].itemsize
-    if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
-        raise TextError(
-            f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at "
-            f"{made.cut} of {made.size} bytes and {made.count} tokens: prepare the text again"
-        )
-    if held <= CHECKED:
-        made.check()
-    return made
-
-
-def _check_types(folder: Path, fields: dict) -> None:
-    """TextError naming a field of the manifest whose value `prepare` would not write."""
-
-    def some(name: str, *kinds: type, of: dict = fields) -> bool:
-        return name in of and isinstance(of[name], kinds) and not isinstance(of[name], bool)
-
-    fits = {
-        "name": some("name", str),
-        "sha256": some("sha256", str),
-        "size": some("size", int),
-        "count": some("count", int),
-        "dtype": some("dtype", str) and fields["dtype"] in _KINDS,
-        "cut": some("cut", dict) and all(some(each, int, of=fields["cut"]) for each in ("bytes", "tokens")),
-        "source": some("source", dict, type(None)),
-        "asked": some("asked", str, type(None)),
-        "tokenizer": some("tokenizer", str, type(None)),
-        "files": (fields.get("files") is None or some("files", dict) and {TOKENS, TOKENIZER} <= fields["files"].keys()),
-    }
-    for name, fit in fits.items():
-        if not fit:
-            raise TextError(
-                f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which prepare does not "
-                "write there: prepare the text again"
+        fields = json.loads((folder / MANIFEST).read_bytes())
+        if fields["format"] != FORMAT:
+            raise ValueError(f"it is of format {fields['format']!r}; accepted: {FORMAT}")
+        cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
+        same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
+        text = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), **same)
+        if text.dtype not in ("uint8", "int16", "int32") or fields["tokenizer"] != text.tokenizer.sha256:
+            raise ValueError(f"it is of {text.dtype!r:.80}, or {TOKENIZER} is not the one it was prepared with")
+        stored, wanted = (folder / TOKENS).stat().st_size, text.count * numpy.dtype(text.dtype).itemsize
+        if stored != wanted or not 0 < cut[1] < text.count or not 0 < cut[0] < text.size:
+            raise ValueError(
+                f"{TOKENS} has {stored} bytes, and the manifest asks for {wanted}, cut at {cut} of {text.size} bytes "
+                f"and {text.count} tokens"
             )
-
-
-def _same(path: Path, files: dict) -> None:
-    """TextError unless the file has the SHA-256 that `files` notes."""
-    try:
-        found = sha256(path)
-    except OSError as error:
-        raise TextError(f"cannot read {str(path)!r}: {error}") from None
-    if found != files[path.name]:
-        raise TextError(
-            f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
-            f"{files[path.name]} is noted in {MANIFEST}: prepare the text again"
-        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
+    return text
 
 
 def prepare(
@@ -229,14 +169,13 @@ def prepare(
             first = next(batches(documents, SAMPLE), [])
             wanted = train_tokenizer(_sample(first, stream.name), wanted)
             documents = chain(first, documents)
-        digest, kept, ends, kind = hashlib.sha256(), hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
+        digest, ends, kind = hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
         for chunk in batches(documents, CHUNK):
             raw, begun = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk), initial=0)])
             tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(begun[:-1].tolist()))
-            kind, encoded = tokens.dtype, tokens.numpy().tobytes()
-            file.write(encoded)
+            kind = tokens.dtype
+            file.write(tokens.numpy().tobytes())
             digest.update(raw)
-            kept.update(encoded)
             # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
             places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
             ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
@@ -245,7 +184,7 @@ def prepare(
         ends = torch.cat(ends)[1:]
         if not len(ends):
             raise TextError(f"{stream.name} holds no text")
-        cut, (size, count), own = _cut(ends, stream.name), ends[-1].tolist(), wanted.content.encode()
+        cut, (size, count) = _cut(ends, stream.name), ends[-1].tolist()
         fields = {
             "format": FORMAT,
             "name": stream.name,
@@ -258,56 +197,41 @@ def prepare(
             "asked": asked,
             "tokenizer": wanted.sha256,
             "source": stream.source(len(ends)),
-            "files": {TOKENS: kept.hexdigest(), TOKENIZER: hashlib.sha256(own).hexdigest()},
         }
-        for name, content in ((TOKENIZER, own), (MANIFEST, seal(fields))):
-            (out / f"{name}.part").write_bytes(content)
+        (out / TOKENIZER).write_text(wanted.content, encoding="utf-8")
+        (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     return load(out)
 
 
 @contextmanager
 def _writing(out: Path) -> Iterator[IO[bytes]]:
-    """A context with the open file of the tokens, in which the other files are written beside it, with ".part" after
-    their names. At its end all of them get their names.
+    """A context with the open file of the tokens, which gets its name at the end. The other files are written before.
 
-    Only one process at a time prepares into a folder. What an earlier preparation left that was killed is removed, and
-    where something fails, all that was written."""
-    lock, parts = Lock(out, "preparation"), [out / f"{name}.part" for name in _FILES]
+    Only one process at a time prepares into a folder. What a killed preparation left is written over, and where
+    something fails, all that was written is removed."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.take()
-        found = {path.name for path in out.iterdir()} - {LOCK}
-        if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:
-            _clear(out)  # of a preparation that was killed
-        elif found:
-            raise InputError(
-                f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is empty"
-            )
-        file = open(parts[0], "xb")
-        try:
-            with file:
-                yield file
-            for path in parts:
-                to_disk(path)
-            for path in parts:  # the manifest is the last
-                path.replace(path.with_suffix(""))
-            to_disk(out)
-        except BaseException:
-            _clear(out)
-            raise
+        with locked_folder(out, "preparation"):
+            found = {path.name for path in out.iterdir()} - {LOCK}
+            if found and not (UNFINISHED in found and found <= {UNFINISHED, TOKENIZER, MANIFEST}):
+                raise InputError(
+                    f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is "
+                    "empty"
+                )
+            try:
+                with open(out / UNFINISHED, "wb") as file:
+                    yield file
+                os.replace(out / UNFINISHED, out / TOKENS)
+            except BaseException:
+                for name in (MANIFEST, TOKENIZER, UNFINISHED):
+                    with suppress(OSError):
+                        (out / name).unlink()
+                raise
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     finally:
-        lock.release()
         with suppress(OSError):  # which it raises unless the folder is empty
             out.rmdir()
-
-
-def _clear(out: Path) -> None:
-    """Remove all that a preparation writes; what can't be removed stays."""
-    for name in (MANIFEST, *_NAMES):  # the manifest first, and last the .part files, which say that it was not finished
-        with suppress(OSError):
-            (out / name).unlink()
 
 
 def _cut(ends: Tensor, name: str) -> tuple[int, int]:
