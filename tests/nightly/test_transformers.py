@@ -232,7 +232,7 @@ def outcome(module, name):
     except Exception as error:  # whatever a constructor raises that was given too little
         return f"not built: {error}"
     width = parts_of(experts.experts_of(layer)[0] if experts.stored(layer) else layer).up.weight.shape[1]
-    before = {key: id(value) for key, value in layer.state_dict(keep_vars=True).items()}
+    before = {key: id(p) for key, p in layer.named_parameters()}
     (reason,) = survey(layer)[1].values() or [None]
     try:
         expected = answers(layer, width)
@@ -240,7 +240,7 @@ def outcome(module, name):
         assert reason is not None, name
         return f"dense: {error}"
     sparse = sparsify(layer, "twell")
-    assert {key: id(value) for key, value in sparse.state_dict(keep_vars=True).items()} == before, name
+    assert {key: id(p) for key, p in sparse.named_parameters()} == before, name
     if reason is not None:
         assert sparse is layer and not any(isinstance(each, SparseFFN) for each in layer.modules()), name
         return f"dense: {reason}"

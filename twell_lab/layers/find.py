@@ -196,8 +196,10 @@ def _unreadable(module: nn.Module) -> str | None:
         return f"holds gate and up in an odd number of rows; {accepted()}"
     if not cut_in(parts, module) and not computes(parts.acts, parts.gate is not None):
         return f"uses {kind_of(parts.acts)}; a ReLU is accepted, in plain layers also its square"
-    holders = parts.owners if not routed else [module.of]
-    devices = {str(p.device) for m in holders for p in m.parameters(recurse=False)}
+    tensors = [p for owner in parts.owners for p in owner.parameters(recurse=False)]
+    if any(hasattr(p, "device_mesh") for p in tensors):  # those of experts, which are no module of their own
+        return "has sharded weights (DTensor); accepted: a model that is swapped first and sharded then"
+    devices = {str(p.device) for p in tensors}
     if len(devices) > 1:
         return f"has its projections on several devices ({', '.join(sorted(devices))}); accepted: all of them on one"
     if (dtype := parts.up.weight.dtype) not in VALUE_DTYPES:
