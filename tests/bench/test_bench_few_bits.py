@@ -10,7 +10,8 @@ from twell_lab.layers.choice import Choice
 from twell_lab.ops import clock
 from twell_lab.ops.clock import WrongResult
 from twell_lab.records import Record
-from twell_lab.sparsities.quantised import fp8_linear, output_error, quantise
+from twell_lab.sparsities.fp8 import fp8_linear
+from twell_lab.sparsities.quantised import output_error, quantise
 
 FEW = Batch(4, 16, 64, 128, (4,), 48, 2, torch.float32, "cpu", 0.01)
 

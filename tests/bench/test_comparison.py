@@ -27,7 +27,7 @@ from twell_lab.bench.comparison import (
 from twell_lab.core import DeviceError, InputError
 from twell_lab.ops.clock import WrongResult
 from twell_lab.records import Record
-from twell_lab.sparsities.microtiles import add_padding
+from twell_lab.sparsities.padding import add_padding
 
 SMALL = Shape(64, 128, 32, torch.float32, "cpu", 0.02)
 

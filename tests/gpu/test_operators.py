@@ -10,7 +10,9 @@ from torch.nn.functional import linear
 import twell_lab as tl
 from twell_lab import bench
 from twell_lab.cuda import cubins, launcher
-from twell_lab.ops import accuracy, portable, reference
+from twell_lab.cuda.launch import run
+from twell_lab.ops import accuracy, reference
+from twell_lab.ops.pack import pack
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 pytestmark = pytest.mark.gpu
@@ -253,5 +255,5 @@ def test_cubins_compiled_elsewhere_are_used(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_loaded", {})
     monkeypatch.setattr(launcher, "own", launcher._Own())
     gate = torch.randn(5, 600, device="cuda", dtype=torch.bfloat16)
-    packed = portable.pack(gate, 256, 32)
+    packed = run(pack, gate, 256, 32)
     assert torch.equal(packed[..., 0], tl.formats.TwELL.from_gate(gate).counts)

@@ -6,7 +6,9 @@ import torch
 import twell_lab as tl
 from twell_lab.core import CompileError, DeviceError
 from twell_lab.cuda import registry
-from twell_lab.ops import portable, transpose
+from twell_lab.cuda.launch import run
+from twell_lab.ops import transpose
+from twell_lab.ops.pack import pack
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +28,7 @@ def arguments(cupy, *given):
 @pytest.mark.parametrize("dtype, macro", [(torch.bfloat16, "VALUE_BF16"), (torch.float16, "VALUE_FP16")])
 def test_pack_by_hand_gives_the_bits_of_the_library(cupy, dtype, macro):
     gate = torch.randn(67, 520, device="cuda").to(dtype)
-    expected = portable.pack(gate, 256, 32, 1)
+    expected = run(pack, gate, 256, 32, 1)
     packed = torch.full_like(expected, -1)
     kernel = tl.kernel("pack_v1", **{macro: True})
     rows, items = cupy.int64(67), 67 * 3

@@ -1,7 +1,6 @@
 """Two GPUs train what one trains: replicated and sharded over NCCL, through torch's layers and through the kernels."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from tests.models.swapping.spread import MODELS, loud, off, places, spread
 from tests.training.train.interrupting import assert_saves_once
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.ops import differentiable
+from twell_lab.ops.train import PATHS, train_ffn
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
@@ -27,7 +26,6 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
-SPLIT = ROOT / "tests" / "models" / "swapping" / "split.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {
@@ -210,34 +208,20 @@ def test_more_processes_than_gpus_are_refused(base):
     )
 
 
-@pytest.mark.parametrize("path", differentiable.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_layer_on_the_second_gpu_from_the_first(path):
     """Forwards and backwards, the same bits as on the first; weights' gradients are summed in a fixed order too."""
     made = tensors(300, 256, 1000)
     dy, results = torch.randn(made[0].shape, device="cuda").to(made[0].dtype), []
     for device in ("cuda:0", "cuda:1"):
         leaves = [None if t is None else t.to(device).requires_grad_() for t in made]
-        y, l1, _ = differentiable.train_ffn(*leaves, path=path)
+        y, l1, _ = train_ffn(*leaves, path=path)
         gradients = torch.autograd.grad(
             [y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)]
         )
         assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
         results.append([t.cpu() for t in (y, l1, *gradients)])
     assert all(map(torch.equal, *results))
-
-
-def test_models_split_over_two_gpus_are_swapped(tmp_path):
-    """By transformers' tensor parallelism: each GPU computes its neurons, NCCL sums. In 16 bits by the kernels."""
-    pytest.importorskip("transformers.distributed.tensor_parallel")
-    from tests.models.swapping.split import expected, split_report
-
-    torch.manual_seed(0)
-    MODELS["llama"]().save_pretrained(tmp_path)
-    loaded = [tmp_path] if importlib.util.find_spec("accelerate") else []  # without it no model is loaded with tp_plan
-    with torchrun(SPLIT, "cuda", *loaded) as ran:
-        said = ran.communicate(timeout=300)
-    assert ran.returncode == 0, said[1]
-    assert split_report(said[0]) == expected(loaded)
 
 
 @pytest.mark.parametrize("plan", ["twell", None])

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from twell_lab.layers.find import feed_forwards
 
 import twell_lab as tl
 from tests.layers import models_of
@@ -112,7 +111,9 @@ def test_transposed_weights_are_read_as_such():
     from transformers import AriaTextConfig
     from transformers.models.aria.modeling_aria import AriaExperts
 
-    config = AriaTextConfig(hidden_size=16, intermediate_size=24, moe_num_experts=4, moe_topk=2, num_attention_heads=2, hidden_act="relu")
+    config = AriaTextConfig(
+        hidden_size=16, intermediate_size=24, moe_num_experts=4, moe_topk=2, num_attention_heads=2, hidden_act="relu"
+    )
     config._experts_implementation = "eager"
     layer = AriaExperts(config).eval()
     for p in layer.parameters():

@@ -15,9 +15,10 @@ from twell_lab import simulator
 from twell_lab.course import clocks, exercises, packing, puzzles
 from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
+from twell_lab.cuda.launch import run
 from twell_lab.formats import COO, TwELL
 from twell_lab.ops import portable
-from twell_lab.sparsities import microtiles, two_four, weights
+from twell_lab.sparsities import magnitude, padding, two_four
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
@@ -555,7 +556,7 @@ WRONG = {
     "pack_tile": [
         lambda gate, words: [],
         pack_tile,  # the library's
-        lambda gate, words: portable.pack(gate[None], len(gate), words, 1)[0, 0].tolist(),
+        lambda gate, words: run(pack, gate[None], len(gate), words, 1)[0, 0].tolist(),
         lambda gate, words: [
             word % 2**32 for word in twell_lab.pack(gate[None], len(gate), words).packed[0, 0].tolist()
         ],
@@ -696,7 +697,7 @@ WRONG = {
         each_row_by_itself,
         lambda layer, x, real: layer(x[real]),  # not put back
         lambda layer, x, real: layer(x.nan_to_num()) * real[..., None],
-        lambda layer, x, real: microtiles.unpadded(layer, x, real),  # the library's
+        lambda layer, x, real: padding.unpadded(layer, x, real),  # the library's
     ],
     "hot_neurons": [
         lambda shares, times: shares.argsort(descending=True, stable=True),  # all of them
@@ -803,7 +804,7 @@ WRONG = {
     "keep_largest": [
         lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)],  # all ties
         lambda sizes, count: sizes > sizes.flatten().sort(descending=True).values[min(count, sizes.numel() - 1)],
-        lambda sizes, count: weights.largest(sizes, count),  # the library's
+        lambda sizes, count: magnitude.largest(sizes, count),  # the library's
     ],
     "two_four": [
         lambda weight: weight.abs() >= weight.abs().median(),  # half of all, not of each four

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.simulator.without_ptx import without_ptx
+from twell_lab import simulator
 from twell_lab.cuda.compile import with_headers
 from twell_lab.cuda.launch import Source, capability, run
 from twell_lab.ops import accuracy
@@ -32,7 +35,7 @@ class Case:
     arguments, may be `tolerance` times what the library allows (accuracy.worst_row) beside `dense` of the arguments as
     they are; dense: the same by torch's operations, None for the reference. reads: given what was returned, what of it
     is compared: words that nobody reads aside. oldest: compute capability, where that is not the sources' own. large:
-    whether it would take the simulator too long."""
+    whether the simulator does not take it, or takes too long."""
 
     name: str
     sources: tuple[Source, ...]
@@ -50,9 +53,15 @@ class Case:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator can run it: it cannot run raw PTX, which stands in headers called ptx_ alone."""
-        files = {file for source in self.sources for file in with_headers(source.file)}
-        return not self.large and not any(file.startswith("ptx_") for file in files)
+        """Whether the simulator runs it: with C++ in the place of its PTX, which stands in headers called ptx_ alone."""
+        return not self.large and all(file in STAND_INS for source in self.sources for file in _ptx(source))
+
+
+STAND_INS = [path.name for path in (Path(__file__).parents[1] / "simulator" / "ptx").iterdir()]
+
+
+def _ptx(source: Source) -> list[str]:
+    return [file for file in with_headers(source.file) if file.startswith("ptx_")]
 
 
 def cases(simulated: bool = False) -> list:
@@ -97,6 +106,12 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def without_any_ptx(case: Case):
+    """Return a context in which the simulator runs a case's kernels with C++ in the place of their PTX."""
+    files = [source.file for source in case.sources if _ptx(source)]
+    return simulator.watching(None, replace={file: without_ptx(file) for file in files}) if files else nullcontext()
+
+
 def check(case: Case, device: str) -> None:
     """Run a case on "cpu" (the simulator) or "cuda" twice, and compare: with its reference, and both runs."""
     if device == "cuda":
@@ -106,7 +121,7 @@ def check(case: Case, device: str) -> None:
     arguments, results = case.draw(), []
     for _ in range(2):
         given = moved(arguments, like(device))
-        with poisoned():
+        with poisoned(), without_any_ptx(case) if device == "cpu" else nullcontext():
             result = run(case.operation, *given)
         results.append(_listed(case.reads(moved(result, lambda t: t.cpu()))))
     for first, second in zip(*results):

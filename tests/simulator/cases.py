@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
+from twell_lab.cuda.launch import run
 from twell_lab.formats import TwELL
-from twell_lab.ops import accuracy, portable, reference
+from twell_lab.ops import accuracy, reference
+from twell_lab.ops.down import down, specialisation
+from twell_lab.ops.gated import gated
+from twell_lab.ops.pack import pack
 
 NO_TAIL = (None, None, None)
 FINITE = ["sparse", "dense", "silent", "all", "full tiles", "one over", "some rows over", "denormal"]
@@ -58,7 +62,7 @@ def bits(t: Tensor) -> Tensor:
 
 def check_pack(gate: Tensor, tile: int, words: int, version: int) -> None:
     """The words equal TwELL.from_gate's bit by bit; those that must not be written still hold torch's poison."""
-    packed = portable.pack(gate, tile, words, version)
+    packed = run(pack, gate, tile, words, version)
     expected = TwELL.from_gate(gate, tile, words)
     assert packed.dtype == expected.packed.dtype and packed.shape == expected.packed.shape
     assert torch.equal(packed[..., 0], expected.counts)
@@ -107,7 +111,8 @@ class Layer:
         return (self.gate, NO_TAIL), (None, tail)
 
     def gated(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return portable.gated(
+        return run(
+            gated,
             self.x,
             self.packed.packed,
             gate,
@@ -121,8 +126,8 @@ class Layer:
         )
 
     def plain(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return portable.down(
-            self.packed.packed, gate, tail, self.down_t, self.down_bias, self.gate.shape[1], self.tile, version
+        return run(
+            down, self.packed.packed, gate, tail, self.down_t, self.down_bias, self.gate.shape[1], self.tile, version
         )
 
     def _wide(self, *names: str) -> list[Tensor | None]:
@@ -145,7 +150,7 @@ class Layer:
 def versions(name: str, dtype: torch.dtype, d_model: int) -> range:
     """The versions of the down or gated kernel that take this width."""
     newest = {"gated": 4, "down": 3}[name]
-    return range(1, newest + 1) if portable.specialisation(dtype, d_model) else range(1, 2)
+    return range(1, newest + 1) if specialisation(dtype, d_model) else range(1, 2)
 
 
 @st.composite

@@ -7,16 +7,16 @@ import torch
 
 from tests.ops.columns.layers import Layer, pattern
 from tests.ops.listed.cases import Case as ListedCase
-from tests.ops.microtiles import cases as microtile_cases
-from tests.ops.spmm import cases as spmm_cases
+from tests.ops.rows import int8 as int8_rows
+from tests.ops.rows import microtiles as microtile_rows
+from tests.ops.rows import spmm as spmm_rows
+from tests.ops.table import check
 from tests.ops.train_dense import cases as dense_cases
 from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
-from tests.simulator import cases, quantise_cases
-from tests.simulator.int8_cases import Int8Layer
+from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled
-from twell_lab.formats import COO, CSR, ELL
-from twell_lab.ops import quantise_rows, train_columns, train_rows
+from twell_lab.ops import train_columns, train_rows
 from twell_lab.ops import transpose as launch_transpose
 
 
@@ -58,21 +58,6 @@ def listed(monkeypatch):
     for gated in (True, False):
         ListedCase.draw([600, 0, 3], 264, 1200, gated, biases=True).check()
         ListedCase.draw([3] * 7, 264, 40, gated, biases=True).check()
-
-
-def gated_int8(monkeypatch):
-    """Every version beside torch's operations; versions 2 to 4 with two warps a row. One row has a NaN."""
-    gate = cases.gate_of("some rows over", 3, 40, torch.float16, 16, 5)
-    for d_model, versions in ((77, (1,)), (1032, (2, 3, 4))):
-        for version in versions:
-            Int8Layer.draw(gate, d_model).check(16, 5, version)
-
-
-def quantised_rows(monkeypatch):
-    """Both versions and kinds; more than a thread keeps in registers, and an odd width."""
-    for columns, versions in ((8264, (1, 2)), (37, (1,))):
-        for kind in quantise_rows.KINDS:
-            quantise_cases.check(quantise_cases.draw(columns, torch.bfloat16), kind, versions)
 
 
 def up(monkeypatch):
@@ -122,23 +107,15 @@ def transpose(monkeypatch):
     assert torch.equal(launch_transpose.transposed(m), m.t())
 
 
-def tiles(monkeypatch):
-    """A stripe that is not full, one of zeros, and widths that are not whole slabs."""
-    for height, width in ((32, 1032), (32, 37), (128, 264)):
-        case = microtile_cases.draw(2 * height + 5, width, torch.bfloat16)
-        case[height : 2 * height] = 0
-        for version in (1, 2)[: 1 + (width % 8 == 0)]:
-            microtile_cases.check_found(case, height, version)
+def of_table(rows, *names):
+    """The cases of the table whose names have one of these in them."""
 
+    def launch(monkeypatch):
+        for case in rows.CASES:
+            if not case.large and any(name in case.name for name in names):
+                check(case, "cpu")
 
-def spmm(monkeypatch):
-    """With rows that the warps of a block share."""
-    for each in (CSR, ELL):
-        spmm_cases.check(spmm_cases.skewed(torch.bfloat16), 264 if each is CSR else 8, (each,), again=False)
-
-
-def spmm_coo(monkeypatch):
-    spmm_cases.check(spmm_cases.skewed(torch.bfloat16), 264, (COO,), again=False)
+    return launch
 
 
 LAUNCHES = {  # by the kernel's name
@@ -146,9 +123,9 @@ LAUNCHES = {  # by the kernel's name
     "smxx_down": down,
     "smxx_up": up,
     "smxx_gated": gated,
-    "smxx_gated_int8": gated_int8,
+    "smxx_gated_int8": of_table(int8_rows, "float16, 3 x 75 x 1032", "bfloat16, 3 x 75 x 77"),
     "smxx_listed": listed,
-    "smxx_quantise_rows": quantised_rows,
+    "smxx_quantise_rows": of_table(int8_rows, "rows of 77, torch.bfloat16", "rows of 2056, torch.bfloat16"),
     "smxx_survivors": rows,
     "smxx_train_rows": rows,
     "smxx_train_slabs": rows,
@@ -158,7 +135,7 @@ LAUNCHES = {  # by the kernel's name
     "smxx_columns": columns,
     "smxx_weight_gradients": columns,
     "smxx_transpose": transpose,
-    "smxx_find_microtiles": tiles,
-    "smxx_spmm": spmm,
-    "smxx_spmm_coo": spmm_coo,
+    "smxx_find_microtiles": of_table(microtile_rows, "find_microtiles"),
+    "smxx_spmm": of_table(spmm_rows, *(f"{form}_v{n}: skewed" for form in ("csr", "ell") for n in (1, 2, 3, 4))),
+    "smxx_spmm_coo": of_table(spmm_rows, *(f"coo_v{n}: skewed" for n in (1, 2, 3, 4))),
 }

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from twell_lab.cuda.launch import run
 from twell_lab.formats import POOL_ROWS, packed_and_pool
-from twell_lab.ops import accuracy, portable, reference
+from twell_lab.ops import accuracy, reference
+from twell_lab.ops.down import ANY_NUMBER, down_pooled
+from twell_lab.ops.gated import gated_pooled
 
-STATS = [50, 60, 70, 80]  # what stats holds before a launch
 POISON = 12345
 
 
@@ -47,14 +49,13 @@ class Pooled:
         )  # a run leaves more attributes than these
         return Pooled(*(None if t is None else t.to(device) for t in values))
 
-    def run(self, name: str, version: int | None, stats: bool = True, most: int = portable.ANY_NUMBER) -> Tensor:
-        """Returns y; self.lost, self.lost_x and self.stats hold the lost rows and the counts."""
+    def run(self, name: str, version: int | None, most: int = ANY_NUMBER) -> Tensor:
+        """Returns y; self.lost and self.lost_x hold the lost rows."""
         tokens = len(self.x)
         packed, pool, self.expected_lost = packed_and_pool(self.gate)
         counts = packed[..., 0]
         self.beyond = self.expected_lost.clone()
         self.expected_lost |= counts.sum(1) > most
-        self.kept, self.over = counts.sum().item(), (counts > 31).any(1)
         here = {"device": self.x.device}
         unread = torch.arange(31, **here) >= counts[..., None]
         packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
@@ -68,11 +69,13 @@ class Pooled:
         self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32, **here)
         self.lost[0] = 0
         self.lost_x = torch.full_like(self.x, POISON)
-        self.stats = torch.tensor(STATS, **here) if stats else None
-        rest = (self.start, self.lost, self.lost_x, self.stats, version, torch.full_like(self.x, POISON), most)
+        y = torch.full_like(self.x, POISON)
+        rest = (self.start, self.lost, self.lost_x, y, most, version)
         if name == "down":
-            return portable.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
-        return portable.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
+            run(down_pooled, self.x, packed, pool, self.down_t, self.down_bias, *rest)
+        else:
+            run(gated_pooled, self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
+        return y
 
     def exact_and_dense(self, name: str) -> tuple[Tensor, Tensor]:
         wide = lambda t: None if t is None else t.double()  # noqa: E731
@@ -86,18 +89,17 @@ class Pooled:
             return exact, dense
         return exact + self.start.double(), (dense.float() + self.start).to(dense.dtype)
 
-    def check(self, name: str, version: int, most: int = portable.ANY_NUMBER) -> Tensor:
-        """Runs the layer and checks y, the list of lost rows and the counts. Returns y."""
+    def check(self, name: str, version: int, most: int = ANY_NUMBER) -> Tensor:
+        """Runs the layer and checks y and the list of lost rows. Returns y."""
         y = self.run(name, version, most=most)
         lost, count = self.expected_lost, int(self.expected_lost.sum())
-        rows = portable.listed_rows(self.lost).long()
+        rows = self.lost[1 : 1 + count].long()
+        rows = torch.where(rows < 0, ~rows, rows)
         assert self.lost[0] == count and sorted(rows.tolist()) == lost.nonzero()[:, 0].tolist()
         assert torch.equal(self.lost[1 : 1 + count] < 0, self.beyond[rows])
         assert (self.lost[1 + count :] == POISON).all()
         assert torch.equal(bits(self.lost_x[:count]), bits(self.x[rows]))
         assert (self.lost_x[count:] == torch.full_like(self.x[0], POISON)).all()
-        pooled = int((self.over & ~lost).sum())
-        assert self.stats.tolist() == [STATS[0] + len(y), STATS[1] + self.kept, STATS[2] + pooled, STATS[3] + count]
         assert (y[lost] == torch.full_like(y[0], POISON)).all()  # left alone
         exact, dense = (t[~lost] for t in self.exact_and_dense(name))
         if name == "gated":

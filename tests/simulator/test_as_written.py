@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from twell_lab import core, simulator
-from twell_lab.ops import portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops.down import down
+from twell_lab.ops.pack import pack
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,13 +139,13 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
 )
 def test_launch_refuses_what_a_kernel_cannot_take(arguments):
     with pytest.raises(core.InputError):
-        portable.pack(torch.randn(8, 333).bfloat16(), *arguments)
+        run(pack, torch.randn(8, 333).bfloat16(), *arguments)
 
 
 def test_launch_refuses_other_gates_and_versions():
     with pytest.raises(core.InputError, match="two dimensions"):
-        portable.pack(torch.randn(8).bfloat16(), 256, 32)
+        run(pack, torch.randn(8).bfloat16(), 256, 32)
     gate = torch.randn(2, 64).bfloat16()
-    packed, none = portable.pack(gate, 64, 65), (None, None, None)
+    packed, none = run(pack, gate, 64, 65), (None, None, None)
     with pytest.raises(core.InputError, match="version is 9; 1 to 3"):
-        portable.down(packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)
+        run(down, packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)

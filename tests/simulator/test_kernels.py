@@ -1,4 +1,4 @@
-"""Every version of every kernel of kernels/, run on the CPU, against the reference in float64.
+"""`pack`, `down` and `gated` on drawn matrices of every geometry, run on the CPU, and watched for faults.
 
 Outputs are poisoned: torch fills what it allocates with NaN (or the largest integer) in deterministic mode, so an
 element that a kernel forgets to write is seen, and a word that it must not write.
@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import linear
 
 from tests.simulator import cases
 from tests.simulator.cases import Layer
-from twell_lab import ops, simulator
-from twell_lab.core import InputError
-from twell_lab.formats import TwELL
-from twell_lab.ops import operators, portable, reference
+from twell_lab import simulator
+from twell_lab.cuda.launch import run
+from twell_lab.ops import reference
+from twell_lab.ops.down import down
+from twell_lab.ops.gated import gated
+from twell_lab.ops.pack import pack
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -86,9 +87,9 @@ def test_pack_of_many_tiles():
 
 
 def check(layer: Layer, name: str, version: int) -> None:
-    run, error = (layer.gated, layer.gated_error) if name == "gated" else (layer.plain, layer.plain_error)
+    compute, error = (layer.gated, layer.gated_error) if name == "gated" else (layer.plain, layer.plain_error)
     for gate, tail in layer.sources:
-        y = run(version, gate, tail)
+        y = compute(version, gate, tail)
         assert error(y) <= 1.0, (name, version, "gate" if tail[0] is None else "tail")
 
 
@@ -172,14 +173,6 @@ def test_an_fp16_overflow_in_a_silent_neuron_does_no_harm():
         assert y.isfinite().all() and (y.double() - exact).norm() / exact.norm() < 1e-3
 
 
-def test_the_same_input_gives_the_same_bits():
-    gate = cases.gate_of("some rows over", 40, 600, torch.bfloat16, 256, 32)
-    layer = Layer.draw(gate, 1032, 256, 32)
-    for version in (1, 2, 3, 4):
-        first = cases.bits(layer.gated(version, *layer.sources[0]))
-        assert all(torch.equal(cases.bits(layer.gated(version, *layer.sources[0])), first) for _ in range(3))
-
-
 def shifted(t: torch.Tensor) -> torch.Tensor:
     """The same values at an address that is no multiple of 16."""
     moved = torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
@@ -190,8 +183,9 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
 def test_unaligned_tensors_take_the_slower_kernels():
     layer = Layer.draw(cases.gate_of("sparse", 3, 520, torch.bfloat16, 256, 32), 264, 256, 32)
     with simulator.watching("faults") as runs:
-        packed = portable.pack(shifted(layer.gate), 256, 32)
-        y = portable.gated(
+        packed = run(pack, shifted(layer.gate), 256, 32)
+        y = run(
+            gated,
             shifted(layer.x),
             packed,
             shifted(layer.gate),
@@ -209,67 +203,15 @@ def test_unaligned_tensors_take_the_slower_kernels():
 def test_no_rows_launch_nothing():
     with simulator.watching("faults") as runs:
         empty = torch.empty(0, 520, dtype=torch.bfloat16)
-        assert portable.pack(empty, 256, 32).shape == (0, 3, 32)
-        assert portable.down(
-            torch.empty(0, 3, 32, dtype=torch.int32), empty, cases.NO_TAIL, empty.new_empty(520, 8), None, 520, 256
+        assert run(pack, empty, 256, 32).shape == (0, 3, 32)
+        assert run(
+            down,
+            torch.empty(0, 3, 32, dtype=torch.int32),
+            empty,
+            cases.NO_TAIL,
+            empty.new_empty(520, 8),
+            None,
+            520,
+            256,
         ).shape == (0, 8)
     assert runs == []
-
-
-# ---- the operators, by backend="simulator"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operators_agree_with_the_plain_ones(dtype):
-    d_model = WIDTHS[dtype][0]
-    layer = Layer.draw(cases.gate_of("some rows over", 4, 75, dtype, 64, 17), d_model, 64, 17, biases="ud", spoilt="n")
-    packed = ops.pack(layer.gate, 64, 17, backend="simulator")
-    plain = ops.pack(layer.gate, 64, 17)
-    assert isinstance(packed, TwELL) and torch.equal(cases.bits(packed.to_dense()), cases.bits(plain.to_dense()))
-    for name in ("tail_pointer", "tail_column", "tail_value"):
-        assert torch.equal(getattr(packed, name), getattr(plain, name))
-    for backend in (None, "simulator"):
-        y = ops.packed_down(packed, layer.down, layer.down_bias, backend=backend)
-        assert layer.plain_error(y) <= 1.0
-        y = ops.packed_gated(layer.x, packed, layer.up, layer.down, layer.up_bias, layer.down_bias, backend=backend)
-        assert layer.gated_error(y) <= 1.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_whole_layers_agree_with_the_plain_ones(dtype):
-    d_model = WIDTHS[dtype][0]
-    layer = Layer.draw(cases.gate_of("sparse", 6, 130, dtype, 64, 17), d_model, 64, 17, biases="ud", spoilt="i")
-    gate = torch.randn(130, d_model, generator=torch.Generator().manual_seed(3)).to(dtype) - 1
-    x = layer.x.view(2, 3, d_model)
-    with simulator.watching(None) as runs:
-        gated = ops.gated_ffn(x, gate, layer.up, layer.down, None, layer.up_bias, layer.down_bias, backend="simulator")
-        plain = ops.plain_ffn(x[:1], gate, layer.down, None, layer.down_bias, tile=64, words=17, backend="simulator")
-    assert [run.kernel for run in runs] == [
-        "pack_v2",
-        "gated_v3",
-        "pack_v2",
-        "down_v2",
-    ]  # 130 is no multiple of a vector
-    layer.gate = linear(layer.x, gate)
-    assert gated.shape == x.shape and layer.gated_error(gated.view(6, d_model)) <= 1.0
-    layer.gate = linear(layer.x[:3], gate)
-    assert plain.shape == (1, 3, d_model) and layer.plain_error(plain.view(3, d_model)) <= 1.0
-
-
-def test_backends_that_cannot_be():
-    layer = Layer.draw(cases.gate_of("sparse", 2, 70, torch.float32, 64, 17), 100, 64, 17)
-    x, rest = layer.x.requires_grad_(), (layer.up, layer.up, layer.down)
-    with pytest.raises(InputError, match="no gradient.*no_grad"):
-        ops.gated_ffn(x, *rest, backend="simulator")
-    with torch.no_grad():
-        assert ops.gated_ffn(x, *rest, backend="simulator").shape == x.shape
-    for backend in ("gpu", "Simulator", "", 1):
-        with pytest.raises(InputError, match="None or 'simulator' is accepted"):
-            ops.pack(layer.gate, backend=backend)
-    for refused in ("gated_ffn", "plain_ffn"):
-        with pytest.raises(InputError, match="backend is 'cuda'"):
-            getattr(operators, refused)(x.detach(), *(rest if refused == "gated_ffn" else rest[1:]), backend="cuda")
-    with pytest.raises(InputError, match="'meta'|on meta"):
-        ops.pack(layer.gate.to("meta"), backend="simulator")
-    with pytest.raises(InputError, match="watch is 'all'"), simulator.watching("all"):
-        pass

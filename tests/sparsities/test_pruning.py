@@ -76,7 +76,7 @@ def test_a_threshold_between_two_values_of_the_dtype_is_not_rounded_to_either():
         *((magnitude_mask, torch.ones(2, 2), share, "but not, 1") for share in (1, -0.1, float("nan"), True, "0.5")),
         *((threshold_mask, torch.ones(2, 2), bound, "threshold") for bound in (-1, float("inf"), None, True)),
         (magnitude_mask, torch.ones(4), 0.5, "shape"),
-        (magnitude_mask, torch.ones(2, 2, dtype=torch.int32), 0.5, "floating-point"),
+        (magnitude_mask, torch.ones(2, 2, dtype=torch.int32), 0.5, "torch.int32"),
         (threshold_mask, torch.ones(2, 2, device="meta"), 0.5, "meta"),
         (magnitude_mask, torch.tensor([[1.0, float("nan")]]), 0.5, "finite"),
     ],

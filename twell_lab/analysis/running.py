@@ -16,7 +16,6 @@ from ..core import InputError, TwellError
 from ..layers.find import FeedForward
 from ..layers.lossy import zeroed
 from ..layers.parts import uncompiled
-from ..layers.sparse_ffn import SparseFFN
 
 Gate = Callable[[slice], Tensor]  # gate(rows) gives the pre-activations of these rows of a layer's input, [rows, d_ff]
 ALL = slice(None)
@@ -81,7 +80,6 @@ def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float] | N
 def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterator[None]:
     """Call see(x, gate) whenever `layer` runs within this context. Of a layer with thresholds on its inputs, gate gives
     the hidden values, zero where they are not kept."""
-    pattern = layer.pattern
 
     def before(module: nn.Module, args: tuple) -> None:
         rows = args[0].reshape(-1, args[0].shape[-1])
@@ -94,10 +92,10 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterat
         rows = output.reshape(-1, output.shape[-1])
         see(args[0], lambda of: rows[of])
 
-    if layer.cut is not None or isinstance(layer.module, SparseFFN):
+    if layer.cut is not None:
         hook = layer.module.register_forward_pre_hook(before)
-    else:
-        hook = pattern.register_forward_hook(after)
+    else:  # which a SparseFFN calls while there is a hook on it
+        hook = layer.pattern.register_forward_hook(after)
     try:
         yield
     finally:

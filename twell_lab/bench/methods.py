@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.choice import Choice
+from ..layers.find import feed_forwards
 from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
 from ..ops import clock

@@ -1,8 +1,8 @@
 """Which modules of a model are feed-forward layers, and why one that looks like it stays dense.
 
-Recognised by where their parts are, which the table of twell_lab.layers.families says. That is a hint only: other models
-scale, clamp, normalise or drop between the same parts. So each layer is asked what it computes before it is swapped
-(twell_lab.layers.probe)."""
+Recognised by where their parts are, which the table of twell_lab.layers.families says. That is a hint only: other
+models scale, clamp, normalise or drop between the same parts. So each layer is asked what it computes before it is
+swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _chosen(model: nn.Module, only: Only | None, fires: Callable[[object, bool],
 
 
 def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
-    """The layers that can be sparse, swapped ones among them and `both` as it is; and by name why each other module with
-    the parts of one stays dense. Of a module of routed experts that is said once."""
+    """The layers that can be sparse, swapped ones among them and `both` as it is; and by name why each other module
+    with the parts of one stays dense. Of a module of routed experts that is said once."""
     layers: list[FeedForward] = []
     reasons: dict[str, str] = {}
     of_experts: dict[str, tuple[str | None, bool]] = {}
@@ -138,9 +138,9 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
             reason, both = of_experts.get(place) or of_experts.setdefault(place, examine(module))
         elif isinstance(module, StandIn):
             reason, both = None, False
-        elif named_family(module) is None:
+        elif (family := named_family(module)) is None:
             continue
-        elif not name and module is not model or name.rpartition(".")[2] == "_orig_mod":
+        elif not family.inside and (not name and module is not model or name.rpartition(".")[2] == "_orig_mod"):
             reason, both = "is compiled by itself, and would go on as it is; accepted: swap first, compile then", False
         else:
             reason, both = examine(module)
@@ -198,9 +198,9 @@ def _unreadable(module: nn.Module) -> str | None:
     if not cut_in(parts, module) and not computes(parts.acts, parts.gate is not None):
         return f"uses {kind_of(parts.acts)}; a ReLU is accepted, in plain layers also its square"
     holders = parts.owners if not routed else [module.of]
-    for kind, values in (("devices", {str(p.device) for m in holders for p in m.parameters(recurse=False)}),):
-        if len(values) > 1:
-            return f"has its projections on several {kind} ({', '.join(sorted(values))}); accepted: all of them on one"
+    devices = {str(p.device) for m in holders for p in m.parameters(recurse=False)}
+    if len(devices) > 1:
+        return f"has its projections on several devices ({', '.join(sorted(devices))}); accepted: all of them on one"
     if (dtype := parts.up.weight.dtype) not in VALUE_DTYPES:
         return f"has weights of {dtype}; bfloat16, float16 and float32 are accepted"
     shapes = [tuple(part.weight.shape) for part in (parts.up, parts.gate or parts.up, parts.down)]
@@ -239,7 +239,9 @@ def unreadable_part(part) -> str | None:
             )
         if t is not None and type(t) is not nn.Parameter:
             return f"has a {name} that is a {type(t).__name__}; accepted: a plain torch.nn.Parameter"
-    return _on(part) or _forward_of(part)
+    if (reason := _on(part) or _forward_of(part)) is None and part._parameters.get("weight") is None:
+        return "has no weight of its own; accepted: a model that is swapped first and sharded then"
+    return reason
 
 
 def _on(part: nn.Module) -> str | None:
@@ -302,8 +304,8 @@ def marks_of(module: nn.Module) -> list[tuple]:
 
 
 def is_plain(layer) -> bool:
-    """Whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of the same
-    classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
+    """Whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of the
+    same classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
     microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
@@ -358,10 +360,7 @@ def other_layers(model: nn.Module) -> str:
         return "none of its modules has the parts of a known one"
     uses = f"its feed-forward layers use {', '.join(sorted(kinds))}"
     if any(cut_of(module) for module in model.modules()):
-        return (
-            f"{uses}, have thresholds on their inputs, and stay dense: their projections are not a module of their own; "
-            "thresholds on what the activation gives, twell_lab.thresholds(..., method='cats'), are accepted"
-        )
+        return f"{uses}, have thresholds on their inputs inside a block, and stay dense; method='cats' is accepted"
     smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
     lossy = "; twell_lab.thresholds sets small values of the model as it is to zero, which costs loss" if own else ""
     return (

@@ -165,7 +165,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     drop = part_at(module, family.dropout) if family.dropout else None
     gate, up, down = part(family.gate, 0 if fused else None), part(family.up, 1 if fused else None), part(family.down)
     acts = part_at(module, family.activation)
-    return Parts(family, gate, up, down, acts, drop if isinstance(drop, nn.Dropout) else None)  # type: ignore[arg-type]
+    return Parts(family, gate, up, down, acts, drop if isinstance(drop, nn.Dropout) else None)
 
 
 class Over:
@@ -173,7 +173,7 @@ class Over:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.before = module, vars(module).get("forward")
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
 
     def beneath(self, *args, **kwargs):
         """What the module computes without this."""

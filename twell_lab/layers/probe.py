@@ -26,23 +26,23 @@ SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norm
 ROWS = 15  # which is no width of a layer, so that a transposition shows
 MODES = ("evaluation", "training")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_NEAR = 64 * torch.finfo(torch.float32).eps
 
 
 class Other(Exception):
     """What a layer does that its formula does not."""
 
 
-def formula(parts: Parts, x: Tensor, both: bool = False) -> Tensor:
+def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
-    activation as well."""
+    activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
     hidden = linear(x, parts.up.weight, parts.up.bias)
     if parts.gate is None:
         hidden = parts.acts(hidden)
     else:
         beside = parts.acts(hidden) if both else hidden
         hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
-    return linear(hidden if parts.drop is None else parts.drop(hidden), parts.down.weight, parts.down.bias)
+    hidden = hidden if parts.drop is None else parts.drop(hidden)
+    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
 
 
 def difference(module: nn.Module, both: bool = False) -> str | None:
@@ -65,8 +65,6 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
             _ask(module, both)
     except Other as error:
         return str(error)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         return (
@@ -128,30 +126,28 @@ def _ask(module: nn.Module, both: bool) -> None:
 # ---- copies of the layer ----
 
 
-@lru_cache(2)
-def _numbers(device: torch.device) -> Tensor:
+@lru_cache(1)
+def _numbers() -> Tensor:
     """Normal numbers, float32, the same each time. So many that it is a prime: where they are repeated, no two rows of
     a weight are alike."""
-    return torch.randn(1_048_573, generator=torch.Generator("cpu").manual_seed(2), device="cpu").to(device)
+    return torch.randn(1_048_573, generator=torch.Generator("cpu").manual_seed(2), device="cpu")
 
 
 def _drawn(module: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
-    """What takes the place of the tensors of a module in its copies, by their ids: drawn weights, and its own buffers."""
-    made: dict[int, Tensor] = {}
-    start = 0
+    """What takes the place of a module's tensors in its copies, by their ids: drawn weights, and its own buffers."""
+    drawn: dict[int, Tensor] = {}
+    numbers, start = _numbers(), 0
     for t in (*module.parameters(), *module.buffers()):
         empty = t.is_meta or hasattr(t, "fake_mode")
-        to = dtype if t.is_floating_point() else t.dtype
+        values = t.detach()
         if isinstance(t, nn.Parameter) or empty:
-            numbers = _numbers(torch.device("cpu") if empty else t.device)
             start = (start + 7919) % (len(numbers) // 2)
-            part = numbers[start : start + t.numel()]
-            if t.numel() > len(part):
-                part = part.repeat(-(-t.numel() // len(part)))[: t.numel()]
-            made[id(t)] = (part.view(t.shape) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)).to(to)
-        else:
-            made[id(t)] = t.detach().to(to)
-    return made
+            values = numbers[start : start + t.numel()].to("cpu" if empty else t.device)
+            if t.numel() > len(values):
+                values = values.repeat(-(-t.numel() // len(values)))[: t.numel()]
+            values = values.view(t.shape) * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
+        drawn[id(t)] = values.to(dtype if t.is_floating_point() else t.dtype)
+    return drawn
 
 
 @dataclass
@@ -197,7 +193,7 @@ def _tensors(table: dict) -> list[Tensor]:
 
 @contextmanager
 def _same_random(device: torch.device) -> Iterator[None]:
-    """Within this context random numbers are the same each time, and nothing is cast; afterwards they go on as before."""
+    """Within this context random numbers are the same each time, and nothing is cast; then they go on as before."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
@@ -253,7 +249,10 @@ def _results(trial: _Trial, rows: Tensor, training: bool, learns: bool, by_formu
     twin = trial.still.train(training) if by_formula and trial.run is not _run_block else trial.copy(training)
     x = rows.clone().requires_grad_(learns)
     with torch.set_grad_enabled(learns), _same_random(x.device):
-        outputs = trial.run(trial, twin, x * 1, by_formula)
+        given = x * 1  # no leaf: a block may write to it
+        outputs = trial.run(trial, twin, given, by_formula)
+        if trial.run is not _run_block and not torch.equal(given, x):
+            raise Other("writes to its input, which a sparse layer does not; accepted: a forward that leaves it be")
         ending = " with gradients" if learns else ""
         results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
         if not learns:
@@ -273,13 +272,11 @@ def _results(trial: _Trial, rows: Tensor, training: bool, learns: bool, by_formu
 
 
 def _run_module(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
-    """What a module of its own returns. Other if it leaves something behind, on its input or on itself."""
+    """What a module of its own returns. Other if it leaves something on itself."""
     if by_formula:
         return [formula(trial.parts(twin), x, trial.both)]
-    given, before = x.clone(), _attributes(twin)
-    y = twin(given)
-    if not torch.equal(given, x):
-        raise Other("writes to its input, which a sparse layer does not; accepted: a forward that leaves it as it was")
+    before = _attributes(twin)
+    y = twin(x)
     new = [
         name
         for name, value in _attributes(twin).items()
@@ -312,11 +309,7 @@ def _run_experts(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) ->
     if by_formula:
         experts = experts_of(twin)
         return [mixed(x, chosen, weights, many, lambda number, rows, _: experts[number](rows))]
-    given = x.clone()
-    y = type(twin).forward(twin, given, chosen, weights)
-    if not torch.equal(given, x):
-        raise Other("writes to its input; accepted: a forward that leaves it as it was")
-    return [y]
+    return [type(twin).forward(twin, x, chosen, weights)]
 
 
 def _run_block(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:

@@ -1,17 +1,16 @@
 """The gradients of a sparse layer's weights: the survivors of its forward pass are sorted by neuron, and summed up
-(kernels/columns.cuh, smxx_columns.cu, smxx_weight_gradients.cu). The same input gives the same bits."""
+(kernels/columns.cuh, smxx_columns.cu, smxx_weight_gradients.cu). The same input gives the same bits. The reference
+is that of a whole step (ops.train_rows)."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
 from .survivors import Survivors
-from .train_rows import entries
 
 _MOST_CHUNKS = 256
 _COUNTS = 3 << 19  # counts, one for each chunk and column, at most: 6 MiB
@@ -141,19 +140,3 @@ def _most_blocks(d_ff: int, pieces: int) -> int:
     """Return the most blocks that a plan can have: a warp for each list, for long lists less than two for each unit,
     rounded up to whole blocks in each class."""
     return -(-(d_ff + 2 * _UNITS_A_PIECE * pieces) // _BLOCK_WARPS) + _CLASSES
-
-
-def reference(x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int) -> Gradients:
-    """Return what `weight_gradients` computes, with the biases', in float64. dh: of each entry (train_rows.entries)."""
-    row, column, g, u = entries(s, x.dtype)
-    x, dy, dh = x.double()[row], dy.double()[row], dh.double()
-
-    def summed(values: Tensor) -> Tensor:
-        return values.new_zeros(d_ff, *values.shape[1:]).index_add_(0, column, values)
-
-    dg, du = dh * u, dh if s.ups is None else dh * g
-    of_gate = (None, None) if s.ups is None else (summed(dg[:, None] * x), summed(dg))
-    return of_gate[0], summed(du[:, None] * x), summed((g * u)[:, None] * dy), of_gate[1], summed(du)
-
-
-TOLERANCE = 1.0  # times half a unit of the result, and of a float32 sum of the terms

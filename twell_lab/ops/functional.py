@@ -1,4 +1,4 @@
-"""The functional face: pack a gate, compute with it, or compute a whole layer; and the operator that compiled code sees.
+"""The functional face: pack a gate, compute with it, or compute a whole layer; and the operator in compiled code.
 
 `torch.ops.twell_lab.infer` is a layer that is not being trained, on one of the paths of twell_lab.ops.dispatch. It is
 registered for CPU and CUDA, with a fake implementation for torch.compile, and has no gradient."""

@@ -44,11 +44,8 @@ FIND = Source(
 )
 MICROTILES = Source(
     "sm80_microtiles",
-    {
-        f"microtiles_v{version}": Entry(lambda macros: -(-macros["BM"] // 64) * 128, "pppppiii")  # type: ignore[operator]
-        for version in (1, 2)
-    },
-    lambda dtype, widths, capability: [_product_macros(dtype, dict(each)["BM"])[0] for each in _each(dtype)],  # type: ignore[arg-type]
+    {f"microtiles_v{version}": Entry(lambda macros: -(-macros["BM"] // 64) * 128, "pppppiii") for version in (1, 2)},
+    lambda dtype, widths, capability: [_product_macros(dtype, dict(each)["BM"])[0] for each in _each(dtype)],
     (("BN", COLUMNS), ("STAGES", _STAGES)),
     OLDEST,
 )

@@ -76,15 +76,7 @@ def train_ffn(
 
 
 def train_layer(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    path: str = "twell",
+    x: Tensor, gate, up: Tensor, down: Tensor, gate_bias=None, up_bias=None, down_bias=None, *, path: str = "twell"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute what `train_ffn` returns, and how many tokens did not fit into the compact form and were computed from
     the dense weights: an int32 scalar on the device; None where there is no compact form (path "dense", and where
@@ -183,12 +175,12 @@ def _forward_call(device, dtype, tokens, d_model, d_ff, gated: bool, biased: tup
     first, bias = (gate, biases[0]) if gated else (up, biases[1])
     packs = gate_pack_sm90 if takes_sm90(call.capability, x, first) else gate_pack_sm80
     packed, pool = packs(call, x, first, bias)
-    s, y = _forward_rows(call, packed, pool, x, gate, up, down_t, *biases)
+    s, y = forward_rows(call, packed, pool, x, gate, up, down_t, *biases)
     call.returns((y, s.l1, s.kept, None if turned else down_t, s.ups, s.spans, s.words, s.lost))
     return call
 
 
-def _forward_rows(call: Call, packed, pool, x, gate, up, down_t, gate_bias, up_bias, down_bias):
+def forward_rows(call: Call, packed, pool, x, gate, up, down_t, gate_bias, up_bias, down_bias):
     """Add what follows the packed gate to a call: (Survivors, y)."""
     most = tensor_core_rows(len(x), call.device)
     s = kept_entries.survivors(call, x, packed, pool, len(up), gate is not None, few=FEW_HEAVY, most=most)
@@ -213,12 +205,12 @@ def _backward_call(device, dtype, tokens, d_model, d_ff, gated: bool, biased: tu
     gate = _input(call, dtype, d_ff, d_model) if gated else call.input(None)
     biases = [_input(call, dtype, d_ff) if has else call.input(None) for has in biased[:2]]
     s = Survivors(spans, words, ups, lost, kept, None)
-    dx, dgate, dup, ddown_t, *of_biases = _backward_rows(call, s, dy, dl1, x, gate, up, down_t, *biases)
+    dx, dgate, dup, ddown_t, *of_biases = backward_rows(call, s, dy, dl1, x, gate, up, down_t, *biases)
     call.returns((dx, dgate, dup, ddown_t if turned else transposed(call, ddown_t), *of_biases))
     return call
 
 
-def _backward_rows(call: Call, s: Survivors, dy, dl1, x, gate, up, down_t, gate_bias, up_bias) -> tuple:
+def backward_rows(call: Call, s: Survivors, dy, dl1, x, gate, up, down_t, gate_bias, up_bias) -> tuple:
     """Add the backward pass to a call: (dx, dgate, dup, ddown_t, dgate_bias, dup_bias)."""
     dh = hidden_gradient(call, dy, s, down_t, dl1)
     gradients = weight_gradients(call, x, dy, s, dh, len(up), gate_bias is not None or up_bias is not None)

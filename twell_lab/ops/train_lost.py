@@ -3,16 +3,13 @@
 
 Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens] or longer, holds their count and then
 their numbers, ascending. Every launch has a fixed grid and ends at once where there is nothing for it to do. The same
-input gives the same bits on the same GPU."""
+input gives the same bits on the same GPU. The reference is that of a whole step (ops.train_rows)."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from ..cuda.launch import Buffer, Call, Entry, Source, capability, sixteen_bits, value
-from ..formats.twell import fires
 
 _ROWS, _NEURONS, _THREADS = 8, 4, 256  # of smxx_: rows of a block, neurons of a warp
 _OWN, _PIECE = 8, 4 * _THREADS  # of lost_weights: neurons of a block, and columns that it takes at a time
@@ -70,18 +67,7 @@ def tensor_core_rows(tokens: int, device: torch.device) -> int:
 
 
 def lost_forward(
-    call: Call,
-    lost: Buffer,
-    x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    down_t: Buffer,
-    gate_bias: Buffer | None,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    y: Buffer,
-    l1: Buffer,
-    kept: Buffer,
+    call: Call, lost: Buffer, x: Buffer, gate, up: Buffer, down_t, gate_bias, up_bias, down_bias, y, l1, kept
 ) -> tuple[Buffer, Buffer, Buffer]:
     """Write the lost rows of y, l1 and kept, and return these.
 
@@ -113,32 +99,17 @@ def lost_forward(
 
 
 def lost_backward(
-    call: Call,
-    lost: Buffer,
-    x: Buffer,
-    dy: Buffer,
-    dl1: Buffer | None,
-    gate: Buffer | None,
-    up: Buffer,
-    down_t: Buffer,
-    gate_bias: Buffer | None,
-    up_bias: Buffer | None,
-    dx: Buffer,
-    dgate: Buffer | None,
-    dup: Buffer,
-    ddown_t: Buffer,
-    dgate_bias: Buffer | None,
-    dup_bias: Buffer | None,
+    call: Call, lost: Buffer, x: Buffer, dy, dl1, gate, up: Buffer, down_t, gate_bias, up_bias, dx, *gradients
 ) -> tuple[Buffer | None, ...]:
     """Write the lost rows of dx, add the lost rows' part to the gradients of weights and biases, and return all these.
 
-    dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. dgate (None: a plain layer), dup and
-    ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to the row of each neuron
-    that fired in a lost row, the sum over the lost rows, ascending, is added in float32, and the result is rounded
-    once; the rows of other neurons stay as they are. Where x's row is not finite, dx's row is NaN and nothing is added.
-    The other arguments: see lost_forward."""
+    dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. gradients: dgate (None: a plain layer),
+    dup and ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to the row of each
+    neuron that fired in a lost row, the sum over the lost rows, ascending, is added in float32, and the result is
+    rounded once; the rows of other neurons stay as they are. Where x's row is not finite, dx's row is NaN and nothing
+    is added. The other arguments: see lost_forward."""
     (tokens, d_model), d_ff = x.shape, len(up)
-    gradients, size = (dgate, dup, ddown_t, dgate_bias, dup_bias), (d_model, d_ff)
+    size = d_model, d_ff
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias)
     first = tensor_core_rows(tokens, call.device)
     if first:
@@ -181,41 +152,3 @@ def _grids(call: Call, d_model: int) -> tuple[int, int]:
     """Return the blocks that run at a time, and how many of them may have 8 rows of float32 sums in global memory."""
     grid = _BLOCKS_A_MULTIPROCESSOR * call.units if call.device.type == "cuda" else _BLOCKS_ON_CPU
     return grid, max(1, min(grid, _MOST_SUMS // (4 * _ROWS * d_model)))
-
-
-def reference(
-    rows: Tensor,
-    x: Tensor,
-    dy: Tensor,
-    dl1: Tensor | None,
-    gate: Tensor | None,
-    up: Tensor,
-    down_t: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return, in float64, what these rows of x, all finite, have and add: y, l1, kept, dx; and the parts that are added
-    to dgate, dup, ddown_t, dgate_bias, dup_bias."""
-    dtype = x.dtype
-    given = (x[rows], gate, up, down_t, gate_bias, up_bias)
-    leaves = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    x, gate, up, down_t, gate_bias, up_bias = leaves
-    with torch.enable_grad():
-        g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-        g = g + (g.detach().to(dtype).double() - g.detach())  # rounded; its gradient is passed on
-        keep = fires(g.detach())
-        h = torch.where(keep, g, 0)
-        if gate is not None:
-            h = h * torch.where(keep, linear(x, up, up_bias), 0)
-        y, l1 = linear(h, down_t.t(), None if down_bias is None else down_bias.double()), h.abs().sum(1)
-        loss = (y * dy[rows].double()).sum()
-        if dl1 is not None:
-            loss = loss + (l1 * dl1[rows].double()).sum()
-    wanted = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
-    dx, *gradients = (None if t is None else next(found) for t in leaves)
-    return y.detach(), l1.detach(), keep.sum(1), dx, *gradients
-
-
-TOLERANCE = 1.0  # times what the library allows (accuracy.worst_row); of gradients: half a unit, twice on tensor cores

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source
+from ..formats.twell import fires
 from .down import specialisation
 from .survivors import HEAVY, Survivors, rows_of_widths
 
@@ -127,42 +129,32 @@ def _dots(call: Call, rows: Buffer, s: Survivors, matrix: Buffer, finish: str, m
         _run_slabs(call, finish, shape, rows, 0, (*listed, pieces, *more, *sizes, *order))
 
 
-def entries(s: Survivors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row, column, g and u (ones in a plain layer) of each entry, row by row; g and u in float64."""
-    counts = s.spans[:, 1].long()
-    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    at = s.spans[row, 0] + torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    words = s.words[at]
-    g = (words >> 16).to(torch.int16).view(dtype).double()
-    return row, words.long() & 0xFFFF, g, torch.ones_like(g) if s.ups is None else s.ups[at].double()
-
-
 def reference(
-    x: Tensor,
-    dy: Tensor,
-    s: Survivors,
-    gate: Tensor | None,
-    up: Tensor,
-    down_t: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    dl1: Tensor | None,
-    dh: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Return what the four functions compute in float64: u and dh of each entry of s (`entries`), y and dx of each row,
-    without its lost rows' part.
+    x: Tensor, gate, up: Tensor, down_t: Tensor, gate_bias, up_bias, down_bias, dy: Tensor, dl1, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """Return what a whole step computes, lost rows included, by torch's operations on all neurons, in the type of x: y,
+    l1, kept, dx, dgate, dup, ddown_t, dgate_bias, dup_bias.
 
-    dh: of each entry, where another is to be used for dx than the one that is computed here."""
-    row, column, g, u = entries(s, x.dtype)
-    x, dy, up, down_t = (t.double() for t in (x, dy, up, down_t))
-    ups = (x[row] * up[column]).sum(1) + (0 if up_bias is None else up_bias.double()[column])
-    y = torch.zeros_like(x).index_add_(0, row, (g * u)[:, None] * down_t[column])
-    found = (dy[row] * down_t[column]).sum(1) + (0 if dl1 is None else dl1.double()[row] * (g * u).sign())
-    dh = found if dh is None else dh.double()
-    of_up = up[column] * (dh if gate is None else dh * g)[:, None]
-    of_gate = 0 if gate is None else gate.double()[column] * (dh * u)[:, None]
-    dx = torch.zeros_like(x).index_add_(0, row, of_up + of_gate)
-    return ups, found, y if down_bias is None else y + down_bias.double(), dx
+    dtype: to which the gate is rounded before it is tested and used. It is the reference of the operations here, and of
+    those of ops.columns and ops.train_lost."""
+    finite = x.isfinite().all(1, keepdim=True)
+    g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+    g = g.to(dtype).to(x.dtype)
+    keep, u = fires(g) & finite, torch.ones_like(g) if gate is None else linear(x, up, up_bias)
+    h = torch.where(keep, g * u, 0)
+    l1 = h.abs().sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+    dh = dy @ down_t.t()
+    if dl1 is not None:
+        dh = (dh + dl1[:, None] * h.sign()).to(x.dtype)
+    dg, du = torch.where(keep, dh * u, 0), torch.where(keep, dh if gate is None else dh * g, 0)
+    rows, of_y = torch.where(finite, x, 0), torch.where(finite, dy, 0)
+    dx = du @ up if gate is None else dg @ gate + du @ up
+    spoilt = ~finite[:, 0]
+    y = linear(h, down_t.t(), down_bias)
+    y[spoilt], dx[spoilt], l1[spoilt] = torch.nan, torch.nan, torch.nan
+    of_gate = (None, None) if gate is None else (dg.t() @ rows, dg.sum(0))
+    biases = None if gate_bias is None else of_gate[1], None if up_bias is None else du.sum(0)
+    return y, l1, keep.sum(1, dtype=torch.int32), dx, of_gate[0], du.t() @ rows, h.t() @ of_y, *biases
 
 
-TOLERANCE = 1.0  # times what the library allows (accuracy.worst_row); of float32 sums: 1e-5 of the norms multiplied
+TOLERANCE = 1.0  # times what the library allows (accuracy.worst_row)

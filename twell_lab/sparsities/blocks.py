@@ -170,7 +170,7 @@ class Blocks(Products):
             raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
         shares = {size: _filled(used, size).double().mean().item() for size in sizes}
         size = next(size for size in shares if shares[size] <= _NEARLY * min(shares.values()))
-        if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
+        if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not _has_kernel(weight):
             raise InputError(f"blocks of {weight.dtype} on a CPU; accepted there: float32 and float64")
         if shares[size] > 1 - LEAST_EMPTY:
             raise InputError(

@@ -87,7 +87,7 @@ def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
             reasons.append(f"{name} is an expert, or does more than its projections; accepted: an `only` without it")
         elif layer.acts is not None or layer.cut is not None:
             reasons.append(f"{name} has a threshold; accepted: layers with a ReLU or its square")
-        elif (reason := obstacle(module, learns=False)) is not None:
+        elif (reason := obstacle(module)) is not None:
             reasons.append(f"{name} {reason}")
     raise_all(reasons)
     return layers

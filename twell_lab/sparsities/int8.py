@@ -131,14 +131,17 @@ class Int8(Products):
         if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
             return _Form(products, None)
         rows = tuple(product.args[0] for product in products)
-        near = (has_kernel(r.values, kernels.Weight(*r, b), weights.up.dtype) for r, b in zip(rows, weights[3:]))
+        near = (
+            has_kernel(r.values, kernels.Weight(r.values, r.scale, b), weights.up.dtype)
+            for r, b in zip(rows, weights[3:])
+        )
         return _Form(products, rows if all(near) else None)
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: _Form) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if form.rows is None or layer.acts != RELU or not 0 < len(rows) <= kernels.MOST_TOKENS:
             return super().compute(layer, x, weights, form.products)
-        whole = (kernels.Weight(*part, bias) for part, bias in zip(form.rows, weights[3:]))
+        whole = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(form.rows, weights[3:]))
         return run(kernels.layer, rows.contiguous(), *whole).view(x.shape)
 
     def weigh(self, weight: Tensor) -> tuple[int]:

@@ -89,9 +89,9 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
     if type(height) is not int or height < 1:
         raise InputError(f"height is {height!r:.80}; a whole number of rows from 1 up is accepted")
     a = as_matrix(a).detach()
-    if a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height):
-        return MicroTiles(*run(kernels.find, packed, height), tuple(a.shape))
-    return MicroTiles(*kernels.find_reference(a, height), tuple(a.shape))
+    by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
+    counts, columns, values = run(kernels.find, packed, height) if by_kernel else kernels.find_reference(a, height)
+    return MicroTiles(counts, columns, values, (a.shape[0], a.shape[1]))
 
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:

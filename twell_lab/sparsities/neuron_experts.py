@@ -131,7 +131,7 @@ class AsExperts(Converted):
                 up = up if up_bias is None else up + up_bias.view(groups, size).index_select(0, of)
                 hidden = hidden * acts.of_up(up)
             parts = grouped_linear(hidden, down, ends).index_select(0, by_group.argsort())
-            y = parts.view(*chosen.shape, -1).sum(1, dtype=wide).to(x.dtype)
+            y = parts.view(*chosen.shape, x.shape[1]).sum(1, dtype=wide).to(x.dtype)
         else:
             if beside is not None:
                 fired = fired * acts.of_up(F.linear(x, beside.flatten(0, 1), up_bias).view(fired.shape))

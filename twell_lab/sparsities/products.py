@@ -46,10 +46,10 @@ class Products(Converted):
         fitted.counted = tuple(_where_taken(self.weigh, weights))
         return fitted
 
-    def make(self, weights: Weights) -> list[Product | None]:
+    def make(self, weights: Weights) -> Any:
         return _where_taken(self.product, weights)
 
-    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:
         def projected(at: int, rows: Tensor) -> Tensor:
             product, bias = form[at], weights[at + 3]
             return F.linear(rows, weights[at], bias) if product is None else product(rows, bias)
@@ -97,9 +97,10 @@ def _where_taken(of: Callable[[Tensor], Any], weights: Weights) -> list[Any]:
     """of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
     results: list[Any] = []
     refused = None
-    for weight in weights[:3]:
+    for name, weight in zip(("gate", "up", "down"), weights):
         try:
-            results.append(None if weight is None else of(weight.detach()))
+            skipped = weight is None or name == "gate" and weight is weights.up  # which needs one product of the two
+            results.append(None if skipped else of(weight.detach()))
         except TwellError as error:
             results.append(None)
             refused = refused or error

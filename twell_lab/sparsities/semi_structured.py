@@ -176,7 +176,7 @@ class TwoFour(Products):
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        dense = nn.Linear(*weight.shape[::-1], False, "meta", weight.dtype)
+        dense = nn.Linear(weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
         dense.weight = nn.Parameter(weight, requires_grad=False)
         sparse = to_semi_structured(dense).weight
         return lambda x, bias: product(x, sparse, bias)

@@ -98,7 +98,8 @@ class SparseLinear(nn.Module):
         else:
             layer.dense = nn.Parameter(weight.clone(memory_format=torch.contiguous_format), learns)
         layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        layer.register_buffer("pointer", None), layer.register_buffer("column", None)
+        layer.register_buffer("pointer", None)
+        layer.register_buffer("column", None)
         layer._index(mask)
         return layer.train(linear.training)
 

@@ -99,14 +99,14 @@ class Objective(nn.Module):
         # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
         self.running = False
         layers = firing_layers(model)
-        # A list for each layer (see terms.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # A list for each layer (see SparseFFN.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
         # enters the down projection of a dense layer.
         self.seen: list[list] = [[] for _ in layers]
         self.hooks = ExitStack()
+        self.sparse: list[tuple[SparseFFN, list]] = []
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
-                layer.module.tell(seen)
-                self.hooks.callback(tell, layer.module, None)
+                self.sparse.append((layer.module, seen))
             else:
                 self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 
@@ -124,8 +124,12 @@ class Objective(nn.Module):
             five empty tensors if not `count`."""
         self._forget()
         self.running = True
+        for layer, seen in self.sparse:
+            layer.tell(seen)
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
         self.running = False
+        for layer, _ in self.sparse:
+            layer.tell(None)
         told = [each for (each,) in self.seen]
         penalties: list[Tensor] = []
         if l1 is not None or count:

@@ -9,7 +9,7 @@ from twell_lab.core import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
 from twell_lab.course.roofline.data import Rates
-from twell_lab.ops import train_rows
+from twell_lab.ops import survivors
 
 CASE = backward.drawn()
 FIRED = CASE.x @ CASE.gate.T > 0
@@ -99,7 +99,7 @@ def test_parameters_and_second_sights_are_not_counted():
 
 def test_the_sparse_sizes_are_those_of_the_lists():
     sizes = backward.sparse_saved(16384, 2048, 5632)
-    room = train_rows.capacity_for(16384, 5632)
+    room = survivors.capacity_for(16384, 5632)
     assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
 
 

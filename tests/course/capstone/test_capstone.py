@@ -15,7 +15,9 @@ from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
 from twell_lab.cuda import cubins
 from twell_lab.formats import TwELL
-from twell_lab.ops import clock, portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops import clock
+from twell_lab.ops.down import down
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -230,7 +232,7 @@ def test_a_kernel_that_reads_its_words_for_each_column_is_right_and_earns_bronze
 def test_the_contract_is_that_of_the_librarys_kernels():
     for of in cases.small(64):
         for version in gpu.VERSIONS if of.down_t.shape[1] == 40 else (1,):  # the others are compiled for each width
-            y = portable.down(of.packed, of.gate, (None, None, None), of.down_t, None, of.columns, 256, version)
+            y = run(down, of.packed, of.gate, (None, None, None), of.down_t, None, of.columns, 256, version)
             assert cases.wrong(of, y) is None, (version, of.said)
 
 

@@ -12,7 +12,7 @@ from twell_lab.course.choosing import checks, data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock as clocks
 from twell_lab.records import Record
-from twell_lab.sparsities import predictors
+from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
 
@@ -272,7 +272,7 @@ def test_what_guessing_costs(subject):
     assert rows[0]["more"] == 0 and 0 < rows[0]["computed"] < 1
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
-    assert not any(isinstance(each, predictors.FewNeurons) for each in subject.model.modules())
+    assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
     assert data.predictor_sentence(found).startswith("Guessing, at 90% recall: ")
     assert len(figures.losses(rows).data) == 3
 
@@ -283,7 +283,7 @@ def test_the_model_is_taken_back_when_something_fails(subject, monkeypatch):
     monkeypatch.setattr(data.chosen_neurons, "second_halves", lambda *_: next(fails))
     with pytest.raises(StopIteration):
         data.lossy_rows(subject, found)
-    assert not any(isinstance(each, predictors.FewNeurons) for each in subject.model.modules())
+    assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
 
 
 def test_bytes_of_one_token():

@@ -10,7 +10,8 @@ from twell_lab.core import InputError
 from twell_lab.course.first_kernels import figures, same_words
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing import one_tile
-from twell_lab.ops import portable
+from twell_lab.cuda.launch import run
+from twell_lab.ops.pack import pack
 from twell_lab.simulator.trace import Trace
 
 
@@ -81,7 +82,7 @@ def test_steps_that_are_none_are_refused(steps):
 def test_the_slider_of_the_notebook_stops_where_words_are_written(draws):
     tile = one_tile(firing=9)
     with simulator.watching("counts", trace=0) as runs:
-        portable.pack(tile, tile=256, words=32, version=2)
+        run(pack, tile, tile=256, words=32, version=2)
     explorer = StepExplorer(runs[-1].trace, text={"packed": figures.packed_text(words=32)})
     writes = [step.index for step in explorer.trace.touching("packed")]
     for stop in writes:

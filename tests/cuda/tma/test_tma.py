@@ -1,14 +1,12 @@
 """Tensor maps without a driver: the arguments it gets, what is refused, and where the gate's maps put each weight row."""
 
 import ctypes
-from itertools import product
 
 import pytest
 import torch
 
 from twell_lab.core import DeviceError, InputError, StackError
-from twell_lab.cuda import launcher, tma
-from twell_lab.ops import hopper_pack
+from twell_lab.cuda import tma
 
 ADDRESS, BF16 = 1 << 20, torch.bfloat16
 
@@ -98,63 +96,3 @@ def test_without_a_driver_it_says_so(monkeypatch):
     with pytest.raises(StackError, match="NVIDIA driver.*libcuda"):
         tma.tensor_map(**GOOD)
     tma._encode.cache_clear()
-
-
-def box_of(call, begin, corner):
-    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at begin + i *
-    stride."""
-    _, address, dims, strides, box, _ = call
-    row = strides[0]
-    brought = []
-    for index in product(*(range(b) for b in reversed(box[1:]))):
-        at = [c + i for c, i in zip(corner, reversed(index))]
-        inside = all(a < d for a, d in zip(at, dims[1:]))
-        offset = address - begin + sum(a * s for a, s in zip(at, strides))
-        assert offset % row == 0
-        brought.append(offset // row if inside else None)
-    return brought
-
-
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("d_ff", [8, 232, 256, 512, 768 + 16, 1000])
-def test_each_lane_of_a_quad_gets_neighbouring_columns(driver, d_ff, cluster):
-    """The tile that the kernel's copies build in shared memory, column by column of the product."""
-    gate = torch.zeros(d_ff, 144, dtype=BF16)[:, :128]
-    for made in dict.fromkeys(hopper_pack._gate_maps(gate, cluster)):
-        made.image()
-    tiles, width = divmod(d_ff, 256)
-    calls = {"whole": driver.calls[0]} if tiles else {}
-    calls |= {"last": driver.calls[-1]} if width else {}
-    assert len(driver.calls) == len(calls)
-    for n in range(-(-d_ff // 256)):
-        last = (n + 1) * 256 > d_ff
-        span = width // 4 if last else 64
-        column = []
-        for rank in range(cluster):
-            column += box_of(
-                calls["last" if last else "whole"], gate.data_ptr(), (0, 0, rank * (32 // cluster), 0 if last else n)
-            )
-        assert len(column) == 256
-        for at, row in enumerate(column):  # column `at` of the product is in lane q, register pair j, half e
-            j, q, e = at // 8, at % 8 // 2, at % 2
-            assert row == (256 * n + span * q + 2 * j + e if 2 * j + e < span else None)
-
-
-def test_what_the_hopper_kernel_takes(monkeypatch):
-    monkeypatch.setattr(launcher, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    x, gate = torch.zeros(3, 64, dtype=BF16), torch.zeros(24, 64, dtype=BF16)
-    assert hopper_pack.takes(x, gate) and hopper_pack.takes(x[:1], gate[8:]) and hopper_pack.takes(x[:0], gate)
-    assert not hopper_pack.takes(x, gate[:20]) and not hopper_pack.takes(x, gate.half())
-    assert not hopper_pack.takes(x.float(), gate.float()) and not hopper_pack.takes(x[:, :32], gate)
-    assert not hopper_pack.takes(x[:, 1:], gate[:, 1:]) and not hopper_pack.takes(
-        x[:, :60].contiguous(), gate[:, :60].contiguous()
-    )
-    assert not hopper_pack.takes(x.t().contiguous().t(), gate)
-
-
-def test_other_devices_are_refused():
-    x = torch.zeros(3, 64, dtype=BF16)
-    assert not hopper_pack.takes(x, x)
-    with pytest.raises(InputError, match="compute capability 9.0"):
-        hopper_pack.gate_pack(x, torch.zeros(8, 64, dtype=BF16))

@@ -18,15 +18,16 @@ import torch
 from torch.nn import functional as F
 
 from tests.nightly.mutants import mutants
-from tests.simulator import cases, quantise_cases
+from tests.ops.rows.int8 import odd_rows
+from tests.simulator import cases
 from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator
 from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
-from twell_lab.ops import portable
+from twell_lab.ops.down import ANY_NUMBER
 from twell_lab.simulator import Program
-from twell_lab.sparsities.quantised import _rows
+from twell_lab.sparsities.quantised import round_rows
 
 BF16 = {"VALUE_BF16": True}
 # One warp with a chunk that is not full, and every way of several warps and teams.
@@ -97,7 +98,7 @@ def pack_checks() -> Iterator[Callable[[Program], None]]:
 
 def quantised(program: Program, version: int, x: torch.Tensor, padded: int) -> None:
     kind = torch.float8_e4m3fn if "E4M3" in program.defines else torch.int8
-    expected = _rows(x, kind)
+    expected = round_rows(x, kind)
     values, scales = torch.full((padded, x.shape[1]), 77, dtype=torch.int8), torch.full((padded,), UNWRITTEN)
     launch(program, f"quantise_rows_v{version}", padded, 256, (x, values, scales, *x.shape))
     rest = F.pad(expected.values.view(torch.int8), (0, 0, 0, padded - len(x)))
@@ -111,11 +112,11 @@ def quantise_checks() -> Iterator[Callable[[Program], None]]:
     """Every kind of row, with padding and without; in each warp's part the largest once; more columns than a thread
     holds, the largest of a row among these or just before; rows whose scale is nearly too small for a float."""
     for columns, version, padded in ((264, 2, 12), (300, 1, 10), (37, 1, 12)):
-        yield partial(quantised, version=version, x=quantise_cases.draw(columns, torch.bfloat16), padded=padded)
+        yield partial(quantised, version=version, x=odd_rows(columns, torch.bfloat16), padded=padded)
     spread = torch.eye(8).repeat_interleave(32, 1).repeat_interleave(8, 1).mul(3).add(1).bfloat16()  # 2,048 columns
     yield partial(quantised, version=2, x=spread, padded=8)
     yield partial(quantised, version=1, x=spread[:, ::8].contiguous(), padded=8)
-    wide = quantise_cases.draw(8192 + 2048 + 72, torch.bfloat16)[[0, 4, 8]]
+    wide = odd_rows(8192 + 2048 + 72, torch.bfloat16)[[0, 4, 8]]
     wide[0, -1], wide[1, 8192], wide[2, 7000] = 900, 500, 1200
     yield partial(quantised, version=2, x=wide, padded=4)
     tiny = torch.finfo(torch.float32).tiny * torch.linspace(0, 800, 40).expand(3, 40)  # scales around the least
@@ -225,7 +226,7 @@ def pooled_layers() -> list[tuple[Pooled, int]]:
     wide = Pooled.draw(gate_of(2, 256 * 32 + 60, torch.bfloat16, 0.02), 264)  # 33 tiles
     wide.gate[0, -50:] = wide.gate[1, -6:] = 1.0
     single = Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)
-    return [*((layer, portable.ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
+    return [*((layer, ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
 
 
 @cache

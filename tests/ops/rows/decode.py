@@ -30,6 +30,7 @@ def case(tokens, d_model, d_ff, dtype=BF16, acts=RELU, version=2, gated=True, bi
         partial(decode.decode, acts=acts, version=version),
         partial(decode.reference, acts=acts),
         tolerance=decode.TOLERANCE,
+        large=tokens * d_model * d_ff > 2 * 10**6,
     )
 
 
@@ -50,6 +51,7 @@ def product(tokens, inputs, outputs, dtype=BF16, kind="silu", paired=True, biase
         partial(kept_inputs.product, version=version, **how),
         partial(kept_inputs.reference, **how),
         tolerance=kept_inputs.TOLERANCE,
+        large=tokens * inputs * outputs > 10**6,
     )
 
 
@@ -74,6 +76,7 @@ def layer(tokens, d_model, d_ff, gated=True, dtype=BF16, kind="relu", hidden=2.2
         lambda call, *tensors: kept_inputs.layer(call, *tensors, kept),
         reference,
         tolerance=kept_inputs.TOLERANCE,
+        large=tokens * d_model * d_ff > 10**6,
     )
 
 
@@ -84,13 +87,16 @@ CASES = [
     *(case(t, 2048, 5632, silent=s) for t in (1, 16, 50) for s in (2.5, 100.0)),
     *(case(t, 768, 3072, dtype, acts) for t in (1, 5, 16, 40) for dtype in TYPES for acts in KINDS),
     *(case(t, *shape, BF16, KINDS[1]) for t in (1, 12, 64) for shape in SHAPES),
+    *(case(t, 64, 333, acts=acts, version=v, gated=g) for t in (1, 12, 33) for acts in KINDS for v in (1, 2) for g in (True, acts.both)),
     *(case(t, 768, 3072, acts=acts, gated=False) for t in (1, 16) for acts in KINDS if not acts.both),
     *(case(t, 256, 1000, spoilt=True, version=v, gated=g) for t in (3, 8, 30) for v in (1, 2) for g in (True, False)),
-    *(product(t, *sizes, dtype, kind, paired) for t in (1, 2, 4) for sizes in ((2048, 5632), (264, 72)) for dtype in TYPES for kind in kept_inputs.KINDS for paired in (True, False)),
+    *(product(t, *sizes, BF16, kind, paired) for t in (1, 4) for sizes in ((2048, 5632), (264, 72)) for kind in kept_inputs.KINDS for paired in (True, False)),
+    *(product(t, *sizes, FP16, "silu") for t in (1, 2, 3) for sizes in ((2048, 5632), (264, 72))),
     *(product(t, *sizes, dtype, None, False, t == 2) for t in (1, 2, 3) for sizes in ((5632, 2048), (8, 8), (9000, 24)) for dtype in TYPES),
     *(product(t, 300, 77, dtype, "gelu", version=1) for t in (1, 3) for dtype in TYPES),
     *(product(2, 264, 1000, threshold=threshold) for threshold in (0.0, 100.0)),
     *(product(2, 264, 1000, kind=kind, paired=False, spoilt=True) for kind in ("relu", None)),
+    *(layer(t, 264, 400, g, dtype) for t in (1, 3) for g in (True, False) for dtype in TYPES),
     *(layer(t, 768, 3072, g, dtype) for t in (1, 2, 4) for g in (True, False) for dtype in TYPES),
     *(layer(t, 2048, 5632, g, kind="silu", hidden=0.0) for t in (1, 2) for g in (True, False)),
 ]  # fmt: skip

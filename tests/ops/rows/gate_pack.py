@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from tests.formats.pools import pool_used
 from tests.ops.rows.drawn import BF16, FP16, Layer, named
 from tests.ops.table import Case
-from twell_lab.formats.pool import pool_used
 from twell_lab.ops import gate_pack as ops
 
 POISON = 12345
@@ -65,7 +65,16 @@ def case(source, version, *shape, dtype=BF16, biases=False, how=""):
     name = f"{source.name}_v{version}:"
     more = ("biases" * biases, how)
     oldest = (8, 0) if dtype == BF16 else (7, 5)
-    return Case(named(name, dtype, *shape, *more), (source,), draw, operation, reference, reads=read, oldest=oldest)
+    return Case(
+        named(name, dtype, *shape, *more),
+        (source,),
+        draw,
+        operation,
+        reference,
+        reads=read,
+        oldest=oldest,
+        large=True,
+    )
 
 
 def dense(*shape, dtype=BF16, biases=False, how=""):

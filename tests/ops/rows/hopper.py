@@ -4,7 +4,7 @@ import torch
 
 from tests.ops.rows.drawn import BF16, FP16, Layer, gate_of, named
 from tests.ops.table import Case
-from twell_lab.formats.pool import packed_and_pool
+from twell_lab.formats.twell import packed_and_pool
 from twell_lab.ops import down_rows, down_sums, gate_up, gated
 from twell_lab.ops.down import reference as down_of
 from twell_lab.ops.reference import relu

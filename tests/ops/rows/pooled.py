@@ -2,10 +2,11 @@
 
 import torch
 
+from tests.formats.pools import pool_used
 from tests.ops.rows.drawn import BF16, FP16, Layer, adversarial, gate_of, named
 from tests.ops.table import Case
 from twell_lab.formats import POOL_ROWS, WORDS
-from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.formats.twell import packed_and_pool
 from twell_lab.ops import down, gated
 from twell_lab.ops.down import ANY_NUMBER
 from twell_lab.ops.reference import relu

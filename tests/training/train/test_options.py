@@ -18,10 +18,10 @@ from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
 from twell_lab.core import InputError
+from twell_lab.layers import terms
 from twell_lab.layers.terms import layer_l1, layer_nnz
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.ops import differentiable
 from twell_lab.training import checkpoint as checkpoint_module
 from twell_lab.training import compiled, presets
 from twell_lab.training import run as running
@@ -287,14 +287,15 @@ def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monk
 
 def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, tmp_path):
     """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
-    real, calls = differentiable.train_layer, []
+    real, calls = terms.train, []
 
     def losing(*arguments, path):
         calls.append(path)
         y, l1, kept, _ = real(*arguments, path=path)
-        return y, l1, kept, torch.tensor(kept.numel() // 2 if len(calls) % 2 == 0 else 0) if path == "twell" else None
+        lost = torch.tensor([kept.numel() // 2 if len(calls) % 2 == 0 else 0])
+        return y, l1, kept, lost if path == "twell" else None
 
-    monkeypatch.setattr(differentiable, "train_layer", losing)
+    monkeypatch.setattr(terms, "train", losing)
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
     monkeypatch.setattr(switching, "LOST", 1e4)
     result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), out=tmp_path, progress=False)

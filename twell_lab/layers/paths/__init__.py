@@ -11,8 +11,8 @@ _HANDS_DOWN = "twell_lab.sparsities"  # fills `further`; imported when a name is
 
 
 class Registry(dict[str, Path]):
-    """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well, and
-    are weighed where somebody named them.
+    """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well,
+    and are weighed where somebody named them.
 
     further: of these, the name and the module that has it among its PATHS, which is imported when it is first used."""
 

@@ -1,5 +1,5 @@
-"""twell and hot_cold: the neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer
-is computed for these entries alone; hot_cold computes the first `hot` neurons, those that fire most, densely."""
+"""twell and hot_cold: the neurons that fire are packed while the gate's GEMM still holds them, and the rest of the
+layer is computed for these entries alone; hot_cold computes the first `hot` neurons, those that fire most, densely."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class HotCold(Twell):
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
-    """Return an order of the neurons, int64: first the `hot` with the highest counts, by count; then the others, spread over
-    tiles of 256.
+    """Return an order of the neurons, int64: first the `hot` with the highest counts, by count; then the others, spread
+    over tiles of 256.
 
     They are dealt to the tiles like cards, back and forth, so that every tile gets its share of those that still fire
     often: in the order of their counts, the first tile would overflow while the last ones stay empty. Equal counts

@@ -1,0 +1,185 @@
+"""A mixture of experts: three ways with one result, whoever gets which token; a layer's neurons routed by firing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from twell_lab.core import InputError
+from twell_lab.sparsities.experts import WAYS, Experts, ExpertsLayer, takes_grouped
+from twell_lab.sparsities.neuron_experts import alike
+from twell_lab.sparsities.routed import routed_by_firing
+
+
+def asked_one_by_one(module, x, chosen, weights):
+    """Token by token, in float64."""
+    act = F.relu if isinstance(module.act_fn, torch.nn.ReLU) else F.silu
+    gate_up, down, y = module.gate_up_proj.double(), module.down_proj.double(), torch.zeros(x.shape).double()
+    for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights.double())):
+        for expert, share in zip(experts, shares):
+            if 0 <= expert < len(down):
+                gate, up = (x[token].double() @ gate_up[expert].t()).chunk(2)
+                y[token] += share * ((act(gate) * up) @ down[expert].t())
+    return y
+
+
+@st.composite
+def cases(draw):
+    """(experts, x, chosen, weights): evenly, to one expert, to few of them, or to nobody."""
+    number, top_k, tokens = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(0, 12))
+    d_model, d_ff = draw(st.sampled_from([8, 16, 5])), draw(st.sampled_from([8, 24, 3]))
+    dtype, seed = draw(st.sampled_from([torch.float32, torch.float64])), draw(st.integers(0, 2**20))
+    torch.manual_seed(seed)
+    module = Experts(d_model, d_ff, number, draw(st.sampled_from(["silu", "relu"])), dtype=dtype)
+    kind, top_k = draw(st.sampled_from(["even", "one", "few", "nobody"])), min(top_k, number)
+    chosen = torch.rand(tokens, number).argsort(1)[:, :top_k]
+    if kind == "one":
+        chosen = torch.full((tokens, 1), number - 1)
+    if kind == "few":
+        chosen = torch.where(chosen >= number // 2 + 1, -1, chosen)
+    if kind == "nobody":
+        chosen = torch.where(torch.rand(chosen.shape) < 0.5, chosen, torch.tensor([-1, number, 2**40])[seed % 3])
+    return module, torch.randn(tokens, d_model, dtype=dtype), chosen, torch.rand(chosen.shape)
+
+
+@torch.no_grad()
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.sampled_from([None, torch.nan, torch.inf]))
+def test_all_ways_give_what_the_experts_give_one_by_one(case, odd):
+    module, x, chosen, weights = case
+    wanted = asked_one_by_one(module, x, chosen, weights).to(x.dtype)
+    if odd is not None and len(x):
+        x = x.index_fill(0, torch.tensor([0]), odd)  # a token that is not finite spoils itself alone
+    for module.way in WAYS:
+        y = module(x, chosen, weights)
+        assert y.dtype == x.dtype
+        torch.testing.assert_close(y[odd is not None :], wanted[odd is not None :], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_layers_in_every_dtype_and_compiled(dtype, tokens):
+    torch.manual_seed(0)
+    layer = ExpertsLayer(32, 64, experts=8, top_k=2, dtype=dtype)
+    x = torch.randn(2, tokens, 32).to(dtype)
+    rows = x.view(-1, 32)
+    exact, eps = asked_one_by_one(layer.experts, rows, *layer.route(rows)), torch.finfo(dtype).eps
+    for layer.experts.way in WAYS:
+        assert (layer(x).view(-1, 32).double() - exact).norm() <= 4 * eps * exact.norm()
+    assert takes_grouped(rows, layer.experts.gate_up_proj) and layer(x[:, :0]).shape == (2, 0, 32)
+    layer.experts.way = "grouped"
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x), rtol=0.02, atol=0.02)
+
+
+def test_gradients_are_those_of_the_loop():
+    torch.manual_seed(0)
+    layer = ExpertsLayer(16, 32, experts=4, top_k=2)
+    x, gradients = torch.randn(10, 16, requires_grad=True), []
+    nobody = torch.tensor([-1, 4]).expand(10, 2).where(torch.arange(10)[:, None] < 3, layer.route(x)[0])
+    for layer.experts.way in WAYS:
+        y = layer(x) + layer.experts(x, nobody, layer.route(x)[1])
+        gradients.append(torch.autograd.grad((y * torch.linspace(-1, 1, 16)).sum(), [x, *layer.parameters()]))
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_it_is_the_block_of_transformers():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, hidden_act="silu"
+    )
+    config._experts_implementation = "eager"
+    block = mixtral.MixtralSparseMoeBlock(config).eval()
+    torch.manual_seed(0)
+    for parameter in block.parameters():
+        parameter.normal_(std=0.3)
+    layer, x = ExpertsLayer(16, 24, experts=4, top_k=2), torch.randn(2, 7, 16)
+    if layer.state_dict().keys() != block.state_dict().keys():
+        pytest.skip("this transformers keeps each expert as a module")
+    layer.load_state_dict(block.state_dict())
+    torch.testing.assert_close(layer(x), block(x))
+
+
+@torch.no_grad()
+def test_grouped_products_do_not_read_what_is_on_the_device(monkeypatch):
+    """Nothing in the grouped way asks a tensor for a number, which is what waits."""
+    layer, x = ExpertsLayer(32, 64, experts=8), torch.randn(20, 32)
+    for name in ("item", "tolist", "__int__", "__bool__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits"))
+    layer(x)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"d_ff": 0}, "d_ff is 0"),
+        ({"d_model": 8.0}, "d_model is 8.0"),
+        ({"top_k": 5}, "top_k is 5; a whole number from 1 to 4"),
+        ({"top_k": True}, "top_k is True"),
+        ({"activation": "tanh"}, "activation is 'tanh'"),
+        ({"way": "dense"}, "way 'dense'; accepted: .*grouped, loop, padded"),
+    ],
+)
+def test_layers_that_are_refused(arguments, words):
+    with pytest.raises(InputError, match=words):
+        ExpertsLayer(**{"d_model": 8, "d_ff": 16, "experts": 4, "top_k": 2, **arguments})
+
+
+def test_calls_that_are_refused():
+    module = Experts(8, 16, 3)
+    x, chosen, weights = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for arguments in (
+        (x[:, :7], chosen, weights),
+        (x.double(), chosen, weights),
+        (x, chosen[:3], weights[:3]),
+        (x, chosen.int(), weights),
+        (x, chosen[:, :0], weights[:, :0]),
+        (x, chosen, weights.long()),
+        (x, chosen, weights[:, 0]),
+    ):
+        with pytest.raises(InputError, match=r"\[tokens, 8\], int64 \[tokens, top_k\]"):
+            module(*arguments)
+    with pytest.raises(InputError, match=r"\[..., 8\] is accepted"):
+        ExpertsLayer(8, 16)(torch.ones(2, 7))
+
+
+# ---- a layer's neurons
+
+
+@torch.no_grad()
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 12), st.integers(1, 13), st.integers(0, 9), st.integers(0, 2**20))
+def test_every_grain_gives_the_dense_layer(hot, grain, tokens, seed):
+    draw = torch.Generator().manual_seed(seed)
+    whole = lambda *shape: torch.randint(-3, 4, shape, generator=draw).float()  # noqa: E731
+    x, gate, up, down = whole(tokens, 6), whole(12, 6), whole(12, 6), whole(6, 12)
+    routing = routed_by_firing(x, gate, up, down, hot, grain)
+    fires = F.linear(x, gate).relu()
+    assert torch.equal(routing.y, F.linear(fires * F.linear(x, up), down))
+    groups = (fires[:, hot:] > 0).split(grain, 1) if hot < 12 else []
+    assert routing.routed.tolist() == [int(group.any(1).sum()) for group in groups]
+    done = hot * tokens + sum(int(group.any(1).sum()) * group.shape[1] for group in groups)
+    assert routing.work == pytest.approx(done / (12 * tokens) if tokens else 0)
+    for wrong in ((x, gate, up, down, 13, 1), (x, gate, up, down, 4, 0), (x, gate, up, gate, 4, 1)):
+        with pytest.raises(InputError):
+            routed_by_firing(*wrong)
+
+
+def test_rows_that_point_alike_come_together():
+    centres = F.normalize(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    of = torch.arange(64).view(8, 8).t().flatten() // 8  # 0 1 2 ... 7, 0 1 2 ... 7, ...
+    lengths = 1 + torch.rand(64, 1, generator=torch.Generator().manual_seed(1))
+    order = alike(centres[of] * lengths, 8)
+    assert order.sort().values.tolist() == [*range(64)]
+    assert all(len({*group.tolist()}) == 1 for group in of[order].view(8, 8))
+    assert alike(torch.zeros(5, 3), 2).sort().values.tolist() == [*range(5)] and alike(torch.zeros(0, 3), 2).shape == (
+        0,
+    )
+    for wrong in (0, 1.5, True):
+        with pytest.raises(InputError, match="size is .*; a whole number from 1 up is accepted"):
+            alike(torch.ones(4, 4), wrong)

@@ -1,0 +1,192 @@
+"""Rows of few bits: within half a step of the weights, and products exactly those of the rounded values."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twell_lab.core import DeviceError, InputError
+from twell_lab.sparsities import twell_int8
+from twell_lab.sparsities.bitmap import Bitmap
+from twell_lab.sparsities.fp8 import fp8_linear
+from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, two_four_int8
+from twell_lab.sparsities.quantised import Rows, output_error, quantise
+from twell_lab.sparsities.twell_int8 import rows_product
+from twell_lab.sparsities.two_four import is_two_four, two_four_mask
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
+PRODUCTS = [(int8_linear, INT8), (fp8_linear, FP8)]
+
+
+@st.composite
+def matrices(draw, most=9):
+    """Rows of ordinary values, of zeros, of one value, of the largest and the smallest of their type."""
+    rows, columns = draw(st.integers(0, most)), draw(st.integers(1, 40))
+    dtype = draw(st.sampled_from(WEIGHTS))
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    finite = torch.finfo(dtype)
+    for row, kind in enumerate(draw(st.lists(st.sampled_from("nnz1Lst"), min_size=rows, max_size=rows))):
+        if kind in "z1t":
+            matrix[row] = {"z": 0.0, "1": -3.0, "t": 0.0}[kind]
+            matrix[row, -1] = 7.0 if kind == "t" else matrix[row, -1]
+        elif kind in "Ls":
+            matrix[row] = matrix[row].sign() * finite.max if kind == "L" else matrix[row] * finite.tiny
+    return matrix.clamp(-finite.max, finite.max).to(dtype)
+
+
+@given(matrices())
+@settings(max_examples=60, deadline=None)
+def test_values_are_within_their_precision(matrix):
+    exact = matrix.double()
+    for kind in (INT8, FP8):
+        rows = quantise(matrix, kind)
+        assert rows.values.dtype == kind and rows.scale.dtype == torch.float32 and rows.values.is_contiguous()
+        assert rows.nbytes == matrix.numel() + 4 * len(matrix) and (rows.scale > 0).all()
+        step, values = rows.scale.double()[:, None], rows.values.double()
+        assert (values[matrix == 0] == 0).all()
+        off = (values * step - exact).abs()
+        if kind == INT8:
+            assert (off <= step * 0.5001).all() and (values.abs() <= 127).all()
+        else:  # three bits of mantissa; below 2^-6 of the scale steps of 2^-9
+            assert (off <= torch.maximum(exact.abs() / 15.9, step * 2.0**-9.9)).all()
+    turned = quantise(matrix.t().contiguous().t())
+    assert turned.values.is_contiguous() and turned.values.equal(quantise(matrix).values)
+
+
+@pytest.mark.parametrize("product, kind", PRODUCTS)
+@given(
+    shape=st.sampled_from([(1,), (5,), (2, 3), (0,), ()]),
+    columns=st.sampled_from([1, 16, 37, 300]),
+    out=st.sampled_from([1, 24]),
+    dtype=st.sampled_from(WEIGHTS),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_product_is_that_of_the_rounded_values(product, kind, shape, columns, out, dtype, with_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, columns, generator=generator).to(dtype)
+    weight = torch.randn(out, columns, generator=generator).to(dtype)
+    bias = torch.randn(out, generator=generator).to(dtype) if with_bias else None
+    rows, short = quantise(weight, kind), quantise(x.reshape(-1, columns), kind)
+    y = product(x, rows, bias)
+    exact = short.dense(torch.float64) @ rows.dense(torch.float64).t()
+    exact = (exact if bias is None else exact + bias.double()).view(*shape, out)
+    largest = exact.abs().amax() if exact.numel() else 0
+    most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
+    assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+
+
+@pytest.mark.parametrize("product, kind", PRODUCTS)
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_nan_alone(product, kind, odd):
+    x, rows = torch.randn(4, 16), quantise(torch.randn(8, 16), kind)
+    bad = x.clone()
+    bad[1, 3] = odd
+    y = product(bad, rows)
+    assert y[1].isnan().all() and torch.equal(y[[0, 2, 3]], product(x, rows)[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("product, kind", [*PRODUCTS, (two_four_int8, INT8)])
+def test_products_refuse_what_does_not_fit(product, kind):
+    rows, x = quantise(torch.eye(32), kind), torch.ones(2, 32)
+    for arguments, words in (
+        ((x, quantise(torch.eye(32), FP8 if kind == INT8 else INT8)), "the rows hold"),
+        ((x[:, 1:], rows), r"\[..., 32\]"),
+        ((x.long(), rows), "x is torch.int64"),
+        (([1.0], rows), "x is a list"),
+        ((x.clone().requires_grad_(), rows), "without gradients"),
+    ):
+        with pytest.raises(InputError, match=words):
+            product(*arguments)
+    for wrong in (torch.zeros(3), torch.zeros(2, 2).double(), torch.tensor([[1.0, math.nan]]), "x"):
+        with pytest.raises(InputError, match="accepted"):
+            quantise(wrong, kind)
+    with pytest.raises(InputError, match="int8, float8_e4m3fn"):
+        quantise(torch.ones(2, 2), torch.int32)
+
+
+def test_sums_that_int32_cannot_hold():
+    wide = torch.ones(1, MOST_COLUMNS)
+    assert int8_linear(wide, quantise(wide)).item() == pytest.approx(MOST_COLUMNS, rel=1e-6)
+    wide = torch.ones(1, MOST_COLUMNS + 1)
+    with pytest.raises(InputError, match="whose sum int32 holds"):
+        int8_linear(wide, quantise(wide))
+
+
+def test_two_four_stays_two_four_and_needs_a_gpu():
+    weight = torch.randn(32, 64)
+    rows = quantise(weight * two_four_mask(weight))
+    assert is_two_four(rows.values.half())
+    with pytest.raises(DeviceError, match="a GPU of 8.0 or newer"):
+        two_four_int8(torch.randn(3, 64), rows)
+    with pytest.raises(InputError, match="at most two values"):
+        two_four_int8(torch.randn(3, 64), quantise(weight))
+    with pytest.raises(InputError, match="multiples of 32"):
+        two_four_int8(torch.randn(3, 8), quantise(torch.zeros(32, 8)))
+
+
+@given(
+    tokens=st.integers(0, 6),
+    d_ff=st.integers(1, 40),
+    gated=st.booleans(),
+    biases=st.booleans(),
+    density=st.sampled_from([0.0, 0.1, 1.0]),
+    dtype=st.sampled_from(WEIGHTS),
+    chunk=st.sampled_from([3, 4096]),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype, chunk):
+    generator = torch.Generator().manual_seed(d_ff)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    x, first = normal(tokens, 24), normal(tokens, d_ff) * (torch.rand(tokens, d_ff, generator=generator) < density)
+    up, down = quantise(normal(d_ff, 24)) if gated else None, quantise(normal(d_ff, 24))
+    up_bias, down_bias = (normal(d_ff), normal(24)) if biases else (None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twell_int8, "_ENTRIES_AT_ONCE", chunk)
+        y = rows_product(x, first, up, down, up_bias, down_bias)
+    hidden = first.double()
+    if up is not None:
+        dots = x.double() @ up.dense(torch.float64).t()
+        hidden = hidden * (dots if up_bias is None else dots + up_bias.double())
+    exact = hidden @ down.dense(torch.float64) + (0 if down_bias is None else down_bias.double())
+    largest = exact.abs().amax() if exact.numel() else 0
+    most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
+    assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"first": torch.zeros(3, 5)}, r"first has shape \[3, 5\]; \[2, 'any'\] is accepted"),
+        ({"first": torch.zeros(2, 5).half()}, "first is torch.float16"),
+        ({"x": None}, "x is a NoneType"),
+        ({"up_bias": torch.zeros(4)}, r"up_bias has shape \[4\]; \[5\] is accepted"),
+        ({"down": Rows(torch.zeros(5, 8, dtype=INT8), torch.zeros(4))}, r"torch.int8 \[5, 8\] on cpu is accepted"),
+        ({"up": quantise(torch.zeros(5, 8), FP8)}, "up is torch.float8_e4m3fn"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed, words):
+    rows = quantise(torch.zeros(5, 8))
+    with pytest.raises(InputError, match=words):
+        rows_product(**{"x": torch.zeros(2, 8), "first": torch.zeros(2, 5), "up": rows, "down": rows, **changed})
+
+
+def test_output_error():
+    assert output_error(torch.tensor([3.0, 0]), torch.tensor([3.0, 4])) == pytest.approx(0.8)
+    assert output_error(torch.zeros(2), torch.zeros(2)) == 0 and output_error(torch.ones(2), torch.zeros(2)) == math.inf
+    with pytest.raises(InputError, match="one shape is accepted"):
+        output_error(torch.zeros(2), torch.zeros(3))
+
+
+@given(matrices())
+@settings(max_examples=40, deadline=None)
+def test_a_bitmap_gives_every_value_back(matrix):
+    matrix = matrix.where(torch.rand(matrix.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -0.0)
+    small = Bitmap.of(matrix)
+    dense = small.dense()
+    assert dense.dtype == matrix.dtype and torch.equal(dense, matrix) and not torch.signbit(dense[dense == 0]).any()
+    assert small.nbytes == int((matrix != 0).sum()) * matrix.itemsize + math.ceil(matrix.numel() / 8)

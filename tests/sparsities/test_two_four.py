@@ -1,0 +1,307 @@
+"""2:4: what is kept, what torch's kernels are given, what they can gain, and training with an operand made 2:4."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from twell_lab.core import DeviceError, InputError
+from twell_lab.layers.paths.cost import Rates
+from twell_lab.sparsities import semi_structured, two_four_training
+from twell_lab.sparsities.prune import prune
+from twell_lab.sparsities.semi_structured import searched, tensor_kind, to_semi_structured
+from twell_lab.sparsities.two_four import check_two_four, is_two_four, prune_two_four, two_four_mask
+from twell_lab.sparsities.two_four_bound import bound, linear_products
+from twell_lab.sparsities.two_four_training import TwoFourLinear, step_times, two_four
+
+SEMI = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
+
+
+@st.composite
+def matrices(draw, tall=False):
+    """A matrix of whole groups with few different values: ties and zeros of both signs."""
+    rows, columns = draw(st.integers(1, 3)) * (4 if tall else 1), 4 * draw(st.integers(1, 4))
+    value = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -3.0])
+    flat = draw(st.lists(value, min_size=rows * columns, max_size=rows * columns))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+    return torch.tensor(flat, dtype=dtype).view(rows, columns)
+
+
+# ---- the pattern
+
+
+@given(matrices())
+def test_the_two_largest_of_four_are_kept_the_first_of_equal_ones(weight):
+    mask = two_four_mask(weight)
+    for row, kept in zip(weight.tolist(), mask.tolist(), strict=True):
+        for at in range(0, len(row), 4):
+            order = sorted(range(at, at + 4), key=lambda place: (-abs(row[place]), place))
+            assert [place for place in range(at, at + 4) if kept[place]] == sorted(order[:2])
+    layer = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight.clone())
+    assert prune_two_four(layer) is layer and torch.equal(layer.weight, weight.masked_fill(~mask, 0))
+    assert is_two_four(layer.weight) and check_two_four(layer.weight) is None
+
+
+@given(matrices(tall=True))
+def test_transposable_masks_are_two_four_both_ways_and_full(weight):
+    mask = two_four_mask(weight, transposable=True)
+    assert is_two_four(mask.float()) and is_two_four(mask.t().float())
+    for top in range(0, len(weight), 4):
+        for left in range(0, weight.shape[1], 4):
+            kept, sizes = mask[top : top + 4, left : left + 4], weight[top : top + 4, left : left + 4].abs()
+            for row, column in (~kept).nonzero().tolist():
+                # It had no room: two of its row, or of its column, are at least as large.
+                larger = (kept[row] & (sizes[row] >= sizes[row, column])).sum() == 2
+                assert larger or (kept[:, column] & (sizes[:, column] >= sizes[row, column])).sum() == 2
+            assert kept.sum() >= 6
+
+
+@pytest.mark.parametrize("zeros, legal", [(0, False), (1, False), (2, True), (3, True), (4, True)])
+def test_how_many_values_a_group_may_hold(zeros, legal):
+    weight = torch.ones(3, 8)
+    weight[:, ::2] = 0
+    weight[1, 4:] = torch.tensor([0.0] * zeros + [2.0] * (4 - zeros))
+    assert is_two_four(weight) is legal
+    if not legal:
+        with pytest.raises(InputError, match=r"row 1, columns 4 to 7 hold \[.*2.0\].*1 of 6 groups"):
+            check_two_four(weight)
+
+
+@pytest.mark.parametrize("function", [two_four_mask, is_two_four, check_two_four])
+@pytest.mark.parametrize(
+    "weight, words",
+    [
+        (torch.ones(2, 6), "multiple of 4 columns"),
+        (torch.ones(8), "shape"),
+        (torch.ones(2, 4, device="meta"), "meta"),
+        (torch.tensor([[1.0, 2.0, float("nan"), 0.0]]), "finite"),
+    ],
+)
+def test_other_weights_are_refused(function, weight, words):
+    with pytest.raises(InputError, match=words):
+        function(weight)
+    with pytest.raises(InputError, match="multiple of 4 rows"):
+        two_four_mask(torch.ones(6, 4), transposable=True)
+    with pytest.raises(InputError, match="Conv1d"):
+        prune_two_four(nn.Conv1d(4, 4, 1))
+
+
+@pytest.mark.parametrize("gradient", ["masked", "dense"])
+def test_a_model_trains_and_stays_two_four(gradient):
+    torch.manual_seed(0)
+    model = prune(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)), mask=two_four_mask, gradient=gradient)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(5, 8)).square().sum().backward()
+    optimizer.step()
+    assert [model[at].sparsity for at in (0, 2)] == [0.5, 0.5] and all(is_two_four(model[at].weight) for at in (0, 2))
+
+
+# ---- torch's tensors
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, backend, error, words",
+    [
+        ((32, 64), torch.float16, "cutlass", DeviceError, "on a CPU; GPUs of 8.0"),
+        ((32, 64), torch.float16, "magma", InputError, "backend is 'magma'"),
+        ((32, 64), torch.float16, ["cutlass"], InputError, "backend is"),
+    ],
+)
+def test_what_the_backends_refuse_on_a_cpu(shape, dtype, backend, error, words):
+    with pytest.raises(error, match=words):
+        tensor_kind(shape, dtype, torch.device("cpu"), backend)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, capability, error, words",
+    [
+        ((32, 64), torch.float16, (7, 5), DeviceError, "capability 7.5"),
+        ((32, 64), torch.float32, (8, 0), InputError, "holds torch.float32"),
+        ((16, 64), torch.float16, (8, 0), InputError, "multiples of 32 rows and 64 columns"),
+        ((0, 64), torch.float16, (8, 0), InputError, "multiples of 32 rows"),
+        ((1, 2, 3), torch.float16, (8, 0), InputError, r"\[1, 2, 3\]"),
+        ((32, 64), torch.bfloat16, (8, 0), None, ""),
+    ],
+)
+def test_what_the_backends_take_on_a_gpu(shape, dtype, capability, error, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    if error is None:
+        assert tensor_kind(shape, dtype, device, "cutlass") is torch.sparse.SparseSemiStructuredTensorCUTLASS
+        return
+    with pytest.raises(error, match=words):
+        tensor_kind(shape, dtype, device, "cutlass")
+
+
+@pytest.fixture
+def cslt(monkeypatch):
+    """A stand-in for cuSPARSELt's product, which holds its operands to what torch's C++ reads."""
+    calls = []
+
+    def product(packed, dense, bias=None, transpose_result=False, alg_id=0):
+        assert type(packed) is type(dense) is torch.Tensor and packed.dim() == dense.dim() == 2
+        # torch's C++ takes what is not contiguous for the transpose of whole rows, and reads 16 bytes at once.
+        assert dense.t().is_contiguous() and dense.shape[1] % 8 == 0 and dense.data_ptr() % 16 == 0
+        calls.append((tuple(dense.shape), transpose_result, alg_id))
+        y = packed @ dense if bias is None else torch.addmm(bias[:, None], packed, dense)
+        return y.t().contiguous() if transpose_result else y
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
+    return calls
+
+
+def packed(weight, alg_id=0):
+    kind = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+    return kind(weight.shape, weight, None, None, None, None, True, alg_id)
+
+
+@SEMI
+@pytest.mark.parametrize("shape", [(1,), (), (8,), (13,), (2, 5), (0,)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_product_is_one_call_with_whole_rows(cslt, shape, with_bias):
+    weight = torch.randn(32, 64).half()
+    bias, x = torch.randn(32).half() if with_bias else None, torch.randn(*shape, 64).half()
+    y = semi_structured.product(x, packed(weight, 5), bias)
+    tokens = x.numel() // 64
+    assert cslt == [((64, tokens + -tokens % 8), True, 5)][: tokens > 0]
+    assert y.shape == (*shape, 32) and y.is_contiguous()
+    torch.testing.assert_close(y, F.linear(x, weight, bias))
+    wide = torch.randn(16, 130).half()
+    for rows in (wide[:, :64], wide[:, 1:65], wide.t()[:64].t(), wide.view(-1)[1 : 1 + 8 * 64].view(8, 64)):
+        torch.testing.assert_close(semi_structured.product(rows, packed(weight)), F.linear(rows, weight))
+
+
+@SEMI
+def test_gradients_modes_and_other_inputs_of_the_product(cslt):
+    weight, bias = torch.randn(32, 64).half(), nn.Parameter(torch.randn(32).half())
+    layer = semi_structured.SemiStructuredLinear(64, 32, False, "meta", weight.dtype)
+    layer.weight, layer.bias, x = nn.Parameter(packed(weight), requires_grad=False), bias, torch.randn(3, 64).half()
+    layer(x).sum().backward()
+    assert bias.grad.tolist() == [3.0] * 32
+    with torch.no_grad():
+        y = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), y)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="bfloat16, and the weight holds"):
+            layer(x)
+    for wrong, words in (
+        (x.clone().requires_grad_(), "x needs a gradient"),
+        (x[:, 1:], r"x has shape \[3, 63\]"),
+        (x.float(), "x is torch.float32"),
+    ):
+        with pytest.raises(InputError, match=words):
+            semi_structured.product(wrong, layer.weight, bias.detach())
+    for wrong in (lambda: semi_structured.product(x, weight), lambda: searched(weight, 3)):
+        with pytest.raises(InputError, match="a 2:4 tensor of"):
+            wrong()
+    with pytest.raises(DeviceError, match="on a CPU"):
+        to_semi_structured(nn.Linear(64, 32))
+
+
+# ---- what it can gain
+
+
+def test_one_of_three_products_gains_and_two_where_the_mask_is_transposable():
+    rates = Rates("a GPU", "bfloat16", bandwidth=2.0, l2=5.0, matmul=1000.0, launch=0.0)
+    for transposable, gains in ((False, [True, False, False]), (True, [True, True, False])):
+        products = linear_products(16, 32, 64, transposable=transposable)
+        assert [(p.m, p.n, p.k) for p in products] == [(64, 16, 32), (32, 16, 64), (64, 32, 16)]
+        for product, gain in zip(products, gains, strict=True):
+            halves = product.operations(True) / product.operations(False), product.memory(True) < product.memory(False)
+            assert halves == ((0.5, True) if gain else (1.0, False))
+            assert (bound([product], rates) > 1) is product.sparse is gain
+
+
+def test_the_bound_is_what_takes_longest():
+    def limited_by(tokens=256, fused=True, **rates):
+        slow = dict(bandwidth=1e30, l2=1e30, matmul=1e30) | rates
+        y = linear_products(tokens, 256, 256)[:1]
+        return bound(y, Rates("a GPU", "bfloat16", **slow, launch=0.0), fused=fused)
+
+    assert limited_by(matmul=1.0) == pytest.approx(2)  # half of the operations
+    assert limited_by(l2=1.0) == pytest.approx(2 / (1 + 9 / 16))  # x is fetched whole
+    assert limited_by(bandwidth=1.0) == pytest.approx(3 / (2 + 9 / 16))  # and y is written whole
+    assert limited_by(bandwidth=1.0, fused=False) == pytest.approx(3 / (4 + 9 / 16))  # read and written once more
+    assert limited_by(tokens=1, bandwidth=1.0) == pytest.approx(16 / 9, rel=0.02)
+    product = linear_products(5, 16, 9, tile=(4, 2))[0]  # y^T: 9 x 5, in 3 x 3 tiles
+    assert product.fetched(True) == 3 * (9 * 16 * 2) * 9 / 16 + 3 * (16 * 5 * 2)
+    for sizes in ((0, 4, 4), (4, 4.0, 4), (4, 4, True)):
+        with pytest.raises(InputError, match="a whole number from 1 up"):
+            linear_products(*sizes)
+
+
+# ---- chosen anew in each step of training
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9))
+def test_values_and_their_transpose_are_2_4_and_the_gradient_is_of_all(rows, columns, dtype, seed):
+    torch.manual_seed(seed)
+    values = torch.randn(4 * rows, 4 * columns).to(dtype).requires_grad_()
+    kept = two_four(values)
+    assert torch.equal(kept, torch.where(two_four_mask(values, transposable=True), values, 0))
+    (gradient,) = torch.autograd.grad(kept.sum(), values)
+    assert torch.equal(gradient, torch.ones_like(values))
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (3, 5, 8), (0, 8)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("operand", ["weight", "input"])
+def test_a_layer_is_the_dense_one_with_one_operand_kept(operand, bias, shape):
+    torch.manual_seed(0)
+    dense = nn.Linear(8, 12, bias)
+    layer = TwoFourLinear(dense, operand)
+    assert layer.weight is dense.weight and layer.bias is dense.bias and f"2:4 {operand}" in repr(layer)
+    x = torch.randn(*shape).requires_grad_()
+    rows = x.reshape(-1, 8)
+    filled = F.pad(rows, (0, 0, 0, -len(rows) % 4))
+    mask = two_four_mask(filled, transposable=True)[: len(rows)] if operand == "input" else torch.ones(len(rows), 8) > 0
+    weight = dense.weight * two_four_mask(dense.weight, transposable=True) if operand == "weight" else dense.weight
+    kept = rows * mask
+    y, right = layer(x), F.linear(kept, weight, dense.bias)
+    torch.testing.assert_close(y, right.view(*shape[:-1], 12))
+    dy = torch.randn(y.shape)
+    y.backward(dy)
+    flat = dy.reshape(-1, 12)
+    torch.testing.assert_close(x.grad.reshape(-1, 8), flat @ weight)  # of an input as if all had stayed
+    torch.testing.assert_close(dense.weight.grad, flat.t() @ kept)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_what_training_refuses():
+    for linear, how, words in (
+        (nn.Linear(8, 12), {"operand": "output"}, "operand is 'output'"),
+        (nn.Linear(8, 12), {"backend": "magma"}, "backend 'magma'"),
+        (nn.Linear(8, 10), {}, r"\[10, 8\]; multiples of 4"),
+        (nn.Conv1d(8, 8, 1), {}, "Conv1d"),
+    ):
+        with pytest.raises(InputError, match=words):
+            TwoFourLinear(linear, **how)
+    with pytest.raises(InputError, match="not finite"):
+        TwoFourLinear(nn.Linear(8, 12), "input")(torch.full((4, 8), math.nan))
+    with pytest.raises(DeviceError, match="on a CPU"):
+        step_times(64, 64, 64) if not torch.cuda.is_available() else tensor_kind(
+            (64, 64), torch.half, torch.device("cpu")
+        )
+
+
+def test_torch_is_asked_for_the_largest_magnitudes_and_what_it_cannot_pack_is_said(monkeypatch):
+    asked = []
+
+    class Kind:
+        @staticmethod
+        def prune_dense_static_sort(values, algorithm):
+            asked.append(algorithm)
+            raise RuntimeError("no such kernel\nmore")
+
+    monkeypatch.setattr(two_four_training, "tensor_kind", lambda *given: Kind)
+    with pytest.raises(DeviceError, match="torch's cutlass does not pack 2:4 values here: no such kernel; accepted"):
+        two_four_training._packed(torch.ones(64, 64), "cutlass")
+    assert asked == [two_four_training.ALGORITHM]
+    with pytest.raises(InputError, match="multiples of 64"):
+        two_four_training._packed(torch.ones(64, 60), "cutlass")
