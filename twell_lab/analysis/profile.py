@@ -288,8 +288,8 @@ def profile(
 
     What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
     that are kept. Dense layers are first asked what they compute; those whose gate alone does not say who fires are
-    left out. Then the answers that a gate gives anyway are counted; a layer of `sparsify`'s gives none, so there the gate is
-    computed once more. Batches of a hundred tokens and more cost least.
+    left out. Then the answers that a gate gives anyway are counted; a layer of `sparsify`'s gives none, so there the
+    gate is computed once more. Batches of a hundred tokens and more cost least.
 
     Args:
         model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in

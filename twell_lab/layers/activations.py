@@ -61,10 +61,12 @@ def computes(activation, gated: bool) -> bool:
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
 
 
-def is_usual(activation, cut: Cut | None = None) -> bool:
-    """Whether the activation need not be kept beside a layer's projections: it is a ReLU or its square, or, without
-    a `cut`, whatever has no threshold."""
-    return is_relu(activation) or is_squared(activation) or not cut and not is_threshold(activation)
+def is_usual(activation, gated: bool, cut: Cut | None = None) -> bool:
+    """Whether the activation need not be kept beside a layer's projections: it is a ReLU, or its square in a plain
+    layer, or, without a `cut`, whatever has no threshold."""
+    if is_relu(activation) or is_squared(activation) and not gated:
+        return True
+    return not cut and not is_threshold(activation)
 
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:

@@ -65,7 +65,8 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
     if not cut and not fires(acts, parts.gate is not None):
         return None
     gate = parts.up if parts.gate is None and is_squared(acts) else parts.gate
-    return FeedForward(name, module, gate, parts.up, parts.down, None if is_usual(acts, cut) else acts, cut=cut)
+    acts = None if is_usual(acts, parts.gate is not None, cut) else acts
+    return FeedForward(name, module, gate, parts.up, parts.down, acts, cut=cut)
 
 
 def cut_in(parts: Parts, module: nn.Module) -> Cut | None:

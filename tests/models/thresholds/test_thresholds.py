@@ -367,6 +367,17 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
     assert torch.equal(answer(model), answer(llama()))
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("GPT-2", "OPT")])
+def test_profile_counts_the_hidden_values_that_thresholds_keep(name):
+    model = MODELS[name]()
+    tl.thresholds(model, tokens(), 0.6, method="teal").apply(model)
+    kept = [each["hidden"] != 0 for each in seen(copy.deepcopy(model), [tokens()])]
+    for _ in range(2):
+        for layer, wanted in zip(tl.profile(model, tokens()).layers, kept, strict=True):
+            assert layer.neuron_counts.tolist() == wanted.sum(0).tolist()
+        tl.sparsify(model, "dense")
+
+
 def test_a_thresholded_activation_is_not_replaced_by_a_relu():
     with pytest.raises(InputError, match=r"uses ThresholdedActivation \(thresholds come off by tl.Thresholds.remove"):
         tl.relufy(thresholded())
@@ -650,7 +661,7 @@ def test_inputs_with_thresholds_in_a_block_are_dense_and_who_wants_more_is_told(
     model = make()
     model = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
     for verb in (lambda model: tl.sparsify(model, "dense"), lambda model: tl.profile(model, tokens())):
-        with pytest.raises(InputError, match="have thresholds on their inputs, and stay dense.*method='cats'") as found:
+        with pytest.raises(InputError, match="have thresholds on their inputs inside a block, and stay dense.*method='cats'") as found:
             verb(model)
         assert "hardly ever" not in str(found.value)
 
