@@ -240,8 +240,7 @@ class Call:
         self._several = False
         self._result: tuple[int, ...] | None = None
         self._launches: list[_Launch] = []
-        self._lock = threading.Lock()
-        self._laid: _Laid | None = None
+        self._bound: Bound | None = None
 
     @property
     def units(self) -> int:
@@ -296,32 +295,18 @@ class Call:
     def __call__(self, *tensors: Tensor | None) -> Any:
         """Run it on tensors of the layouts that it was written for; returns what `returns` said, as tensors.
 
-        An output with as many values of the same type as the first input gets that input's shape."""
+        An output of the shape and type of the first input, if that is contiguous, gets as many dimensions as the tensor
+        that is given for it."""
         if self.device.type == "cpu":
             return self._simulate(tensors)
-        index = self.device.index
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return self(*tensors)
-        stream = current_stream(index)
-        starts = [stream, *(0 if t is None else t.data_ptr() for t in tensors)]
-        made = {n: t for n, t in zip(self._inputs, tensors)}
-        laid = self._laid
-        if laid is None:
-            with self._lock:
-                laid = self._laid = self._laid or _Laid(self, tensors)
-        for number, shape, dtype in laid.outputs:
-            t = torch.empty_like(tensors[0]) if shape is None else torch.empty(shape, dtype=dtype, device=self.device)
-            made[number] = t
-            starts.append(t.data_ptr())
-        if laid.scratch:
-            workspace = torch.empty(laid.scratch, dtype=torch.uint8, device=self.device)
-            starts.append(workspace.data_ptr())
-        with self._lock:  # the driver reads the arguments while it launches
-            laid.run(starts)
-        if not self._several:
-            return made[self._result[0]] if self._result and self._result[0] else None
-        return tuple([made[n] if n else None for n in self._result])
+        if self._bound is None:
+            self._bound = self.bind()
+        return self._bound(*tensors)
+
+    def bind(self, *fixed: Tensor | None) -> Bound:
+        """Return the call with these tensors for its last inputs, which cost the host nothing from then on. The caller
+        sees to it that they stay where they are."""
+        return Bound(self, fixed)
 
     def _simulate(self, tensors: Sequence[Tensor | None]) -> Any:
         from ..simulator import program
@@ -411,28 +396,34 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
 
 
-class _Laid:
-    """A call's launches in one piece of host memory, from which the driver reads them."""
+class Bound:
+    """A call's launches in one piece of host memory, from which the driver reads them. Any thread may run it."""
 
-    def __init__(self, call: Call, tensors: Sequence[Tensor | None]) -> None:
-        _make_context_current(call.device.index)
+    def __init__(self, call: Call, fixed: Sequence[Tensor | None]) -> None:
+        index = call.device.index
+        _make_context_current(index)
+        self._device, self._index, self._result, self._several = call.device, index, call._result, call._several
+        free = len(call._inputs) - len(fixed)
+        self._inputs = call._inputs[:free]
         first = call._buffers[call._inputs[0]]
-        contiguous = tensors[0] is not None and tensors[0].is_contiguous()
-        self.outputs: list[tuple[int, tuple | None, torch.dtype]] = []
+        self._outputs: list[tuple[int, tuple | None, torch.dtype]] = []
         for number in call._outputs:
             b = call._buffers[number]
-            alike = contiguous and (first.shape, first.dtype) == (b.shape, b.dtype)
-            self.outputs.append((number, None if alike else b.shape, b.dtype))
-        # Where each buffer's address comes from: the number of an entry of `starts`, and bytes behind it.
-        places: dict[int, tuple[int, int]] = {}
-        for at, number in enumerate(call._inputs, 1):
+            alike = first.is_contiguous() and (first.shape, first.dtype) == (b.shape, b.dtype)
+            self._outputs.append((number, None if alike else b.shape, b.dtype))
+        # Where each buffer's address comes from: an entry of `starts`, and bytes behind it; or -1, and the address.
+        places = {n: (-1, t.data_ptr()) for n, t in zip(call._inputs[free:], fixed) if t is not None}
+        for at, number in enumerate((*self._inputs, *call._outputs), 1):
             places.setdefault(number, (at, 0))
-        for at, number in enumerate(call._outputs, 1 + len(call._inputs)):
-            places[number] = (at, 0)
-        workspace = 1 + len(call._inputs) + len(call._outputs)
-        scratch = {number: b.nbytes for number, b in enumerate(call._buffers) if b is not None and number not in places}
-        offsets_of, self.scratch = _packed_scratch(scratch, call._launches)
+        workspace = 1 + free + len(call._outputs)
+        scratch = {n: b.nbytes for n, b in enumerate(call._buffers) if b is not None and n not in places}
+        offsets_of, self._scratch = _packed_scratch(scratch, call._launches)
         places |= {number: (workspace, offset) for number, offset in offsets_of.items()}
+        self._lay(call, places)
+        self._lock = threading.Lock()
+
+    def _lay(self, call: Call, places: dict[int, tuple[int, int]]) -> None:
+        """Write all that does not change into the memory, and note what does."""
 
         def place(b: Buffer) -> tuple[int, int]:
             at, more = places[b.number]
@@ -445,41 +436,63 @@ class _Laid:
         base, at = ctypes.addressof(self._room) + begin, 0
         self._slots: list[tuple[int, int, int]] = []  # a word of the memory, an entry of `starts`, bytes behind it
         self._maps: list[list] = []  # [address of the map, entry of `starts`, bytes behind it, address it has now]
-        self._starts: list[Callable[[], int]] = []
-        self._told: list[str] = []
+        self._starts: list[tuple[Callable[[], int], str]] = []
         self._keep: list[Any] = []
         for (kernel, grid, arguments), (form, offsets) in zip(call._launches, formats):
-            function, attributes = _function(kernel, call.device.index)
+            function, attributes = _function(kernel, self._index)
             values: list[Any] = []
             self._slots.append(((at + 32) // 8, 0, 0))  # the stream
             for given, offset in zip(arguments, offsets):
-                if isinstance(given, Buffer):
-                    self._slots.append(((at + offset) // 8, *place(given)))
-                    values.append(0)
-                elif isinstance(given, tuple) and not isinstance(given, Map):
-                    self._slots += [((at + offset) // 8 + i, *place(b)) for i, b in enumerate(given)]
-                    values += [0, 0]
-                elif isinstance(given, Map):
-                    self._maps.append([base + at + offset, *place(given.of), 0])
-                    values.append(_encoded(given))
+                if isinstance(given, Map):
+                    source, more = place(given.of)
+                    if source >= 0:
+                        self._maps.append([base + at + offset, source, more, 0])
+                    values.append(_encoded(given, _BOUNDARY if source >= 0 else more))
+                elif isinstance(given, (Buffer, tuple)):
+                    for word, b in enumerate(given if isinstance(given, tuple) else (given,), (at + offset) // 8):
+                        source, more = place(b)
+                        if source >= 0:
+                            self._slots.append((word, source, more))
+                        values.append(0 if source >= 0 else more)
                 else:
                     values.append(0 if given is None else given)
             fixed = (*grid, 1, kernel.threads, 1, 1, kernel.shared, 0, *attributes)
             form.pack_into(self._room, begin + at, *fixed, *values)
             addresses = (ctypes.c_void_p * len(offsets))(*(base + at + offset for offset in offsets))
-            pointers = (
-                ctypes.c_void_p(base + at),
-                ctypes.c_void_p(function),
-                ctypes.c_void_p(ctypes.addressof(addresses)),
-            )
-            self._starts.append(partial(driver().cuLaunchKernelEx, *pointers, None))
-            self._told.append(f"{kernel.name} with grid {grid}, {kernel.threads} threads, {kernel.shared} bytes shared")
+            pointers = map(ctypes.c_void_p, (base + at, function, ctypes.addressof(addresses)))
+            start = partial(driver().cuLaunchKernelEx, *pointers, None)
+            self._starts.append((start, f"{kernel.name} with grid {grid}, {kernel.threads} threads a block"))
             self._keep.append(addresses)
             at += -(-form.size // _LINE) * _LINE
         self._words = memoryview(self._room).cast("B")[begin : begin + size].cast("Q")
-        self._device = call.device
 
-    def run(self, starts: list[int]) -> None:
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        """Run it on tensors for the inputs that are not fixed."""
+        index = self._index
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return self(*tensors)
+        starts = [current_stream(index)]
+        for t in tensors:
+            starts.append(0 if t is None else t.data_ptr())
+        outputs = []
+        for _, shape, dtype in self._outputs:
+            t = torch.empty_like(tensors[0]) if shape is None else torch.empty(shape, dtype=dtype, device=self._device)
+            outputs.append(t)
+            starts.append(t.data_ptr())
+        if self._scratch:
+            workspace = torch.empty(self._scratch, dtype=torch.uint8, device=self._device)
+            starts.append(workspace.data_ptr())
+        with self._lock:  # the driver reads the arguments while it launches
+            self._launch(starts)
+        if not self._several and len(outputs) == 1:
+            return outputs[0]
+        made = {n: t for n, t in zip(self._inputs, tensors)}
+        made |= {number: t for (number, *_), t in zip(self._outputs, outputs)}
+        result = tuple([made[n] if n else None for n in self._result or ()])
+        return result if self._several else result[0] if result else None
+
+    def _launch(self, starts: list[int]) -> None:
         """Write the addresses and launch. starts: the stream, then the inputs, the outputs and the workspace."""
         words = self._words
         for word, at, more in self._slots:
@@ -490,7 +503,7 @@ class _Laid:
                 if status := driver().cuTensorMapReplaceAddress(ctypes.c_void_p(where), ctypes.c_void_p(now)):
                     raise _refused(f"a tensor map at {now:#x}", status)
                 one[3] = now
-        for start, told in zip(self._starts, self._told):
+        for start, told in self._starts:
             if status := start():
                 if status == _NO_CONTEXT:
                     _enter(self._device)
@@ -538,10 +551,10 @@ def _format(parameters: str) -> tuple[struct.Struct, list[int]]:
     return struct.Struct(form), offsets
 
 
-def _encoded(given: Map) -> bytes:
+def _encoded(given: Map, address: int) -> bytes:
     from . import tma
 
-    return tma.tensor_map(_BOUNDARY, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
+    return tma.tensor_map(address, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
 
 
 def _refused(what: str, status: int) -> DeviceError:

@@ -6,7 +6,7 @@ twell_lab.layers.probe, how its weights lie in twell_lab.layers.storage."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from ..core import InputError
 from ..formats import TILE, WORDS, check_geometry
 from ..ops import checks, functional
+from ..ops.checks import plain_eager
 from . import storage
 from .activations import kernel_activation, kernel_inputs, kind_of
 from .choice import DENSE, Choice, LayerPlan
@@ -46,6 +47,35 @@ FOR_CUT = ("kept_inputs",)  # the paths for layers with thresholds on their inpu
 ONLY_CUT = (
     "is for layers with thresholds on their inputs (TEAL) and an activation that its kernel has; others are accepted"
 )
+
+
+_MOST_PREPARED = 64  # shapes of x whose calls a layer keeps
+_grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
+
+
+class Prepared:
+    """A call of a layer on a GPU, prepared for x of one shape and alignment: how it runs, and what it was made for."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
+        self.run, self.dtype, self.index = run, x.dtype, x.device.index
+        # Of each parameter: where it is, itself, its address and its strides.
+        tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
+        own = [(table, name, t) for table in tables.values() for name, t in table.items() if t is not None]
+        self.weights = [(table, name, t, t.data_ptr(), t.stride()) for table, name, t in own]
+
+    def holds(self, x: Tensor) -> bool:
+        """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
+        if x.dtype is not self.dtype or x.get_device() != self.index or not x.is_contiguous():
+            return False
+        grad = _grad_enabled()
+        if grad and x.requires_grad:
+            return False
+        for table, name, t, at, strides in self.weights:
+            if table.get(name) is not t or t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
+                return False
+            if grad and t.requires_grad:
+                return False
+        return True
 
 
 class SparseFFN(nn.Module, StandIn):
@@ -101,6 +131,7 @@ class SparseFFN(nn.Module, StandIn):
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
         self.forms: dict[str, object] = {}  # by path (layers.paths.path.Converted)
+        self._prepared: dict[tuple, Prepared] = {}  # by the shape of x, and its address modulo 16
         self.learning: str | None = None
         self.told: list[Told] | None = None  # where forwards report (layers.terms)
         self.reports = False
@@ -210,7 +241,7 @@ class SparseFFN(nn.Module, StandIn):
                 storage.rewrite(self.parts, reads)
         # What compiled code sees of it: (tokens, path, hot), path "" for the dense module.
         self._compiled = [(n, c.path if PATHS[c.path].packs else "", c.hot) for n, c in choices]
-        self.forms.clear()
+        self._renew()
 
     def _check_path(self, name: str) -> None:
         path = PATHS[name]
@@ -276,6 +307,14 @@ class SparseFFN(nn.Module, StandIn):
         """Compute x [..., d_model] -> [..., d_model]."""
         if is_dynamo_compiling():
             return self._traced(x)
+        if type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
+            known = self._prepared.get((x.shape, x.data_ptr() & 15))
+            if known is not None and known.holds(x) and self.told is None and is_plain(self):
+                return known.run(x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """`forward`, with nothing taken for granted."""
         if not self._is_usual(x):
             return self.dense(x)
         weights = self.weights()
@@ -284,6 +323,10 @@ class SparseFFN(nn.Module, StandIn):
             return learn(self, x, weights, path)
         if path.name != DENSE.path and path.refuses(self, weights):
             return self.dense(x)
+        if x.is_cuda and x.numel() and x.is_contiguous() and (run := path.prepare(self, x, weights, hot)):
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[x.shape, x.data_ptr() & 15] = Prepared(run, x, self._parts)
         return path.forward(self, x, weights, hot)
 
     def _path(self, tokens: int) -> tuple[Path, int]:
@@ -353,6 +396,7 @@ class SparseFFN(nn.Module, StandIn):
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
+        self._prepared.clear()
         if self.registered:
             self.source.training = mode
         return self
@@ -366,6 +410,7 @@ class SparseFFN(nn.Module, StandIn):
     def _renew(self, *_) -> None:
         """Make other representations of the weights anew: a state was loaded, or the layer was moved."""
         self.forms.clear()
+        self._prepared.clear()
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -374,7 +419,7 @@ class SparseFFN(nn.Module, StandIn):
         return self
 
     def __getstate__(self) -> dict:
-        return {**vars(self), "forms": {}}
+        return {**vars(self), "forms": {}, "_prepared": {}}
 
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape

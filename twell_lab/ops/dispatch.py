@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.launch import Call, Layout, layout
+from ..cuda.launch import Call, Layout, aligned, capability, layout, run
 from ..formats.twell import TILE, WORDS
 from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
 from .activation import RELU, Activation
@@ -44,7 +45,7 @@ LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU
 LEAST_HIDDEN = 4096
 
 Weights = tuple[Layout | None, Layout, Layout, Layout | None, Layout | None, Layout | None]
-Run = Callable[..., Tensor]
+Run = Any  # a Call, or one of the classes below: called with x and the weights, or bound to the weights
 
 
 def infer(
@@ -69,9 +70,19 @@ def infer(
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x if x.is_contiguous() else x.contiguous()
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    return _for(x, weights, path, hot, tile, words, acts)(x, *weights)
+
+
+def prepare(x: Tensor, weights: tuple, path: str, hot: int, tile: int, words: int, acts: Activation):
+    """Return a function that computes `infer` for any x like this one, and for these weights: what a layer keeps, as
+    long as they lie where they do. x: not empty, contiguous."""
+    return _for(x, weights, path, hot, tile, words, acts).bind(*weights)
+
+
+def _for(x: Tensor, weights: tuple, *how) -> Run:
     d_model = x.shape[-1]
     rows = Layout((x.numel() // d_model, d_model), (d_model, 1), x.dtype, x.data_ptr() & 15)
-    return _prepared(x.device, rows, tuple(map(layout, weights)), path, hot, tile, words, acts)(x, *weights)
+    return _prepared(x.device, rows, tuple(map(layout, weights)), *how)
 
 
 def is_turned(down: Tensor | Layout) -> bool:
@@ -85,37 +96,31 @@ def is_turned(down: Tensor | Layout) -> bool:
 def _prepared(
     device: torch.device, x: Layout, weights: Weights, path: str, hot: int, tile: int, words: int, acts: Activation
 ) -> Run:
-    call = Call(device)
-    given = [call.input(each) for each in (x, *weights)]
-    rows, gate, up, *_ = given
     if path == "dense":
-        return _dense(x, weights, acts, device)
-    if not hot and (tile, words) == (TILE, WORDS) and decode.takes(call, rows, up):
-        rows, gate, up, down_, *biases = given
+        return _dense(device, x, weights, acts)
+    call = Call(device)
+    rows, gate, up, down_, *biases = given = [call.input(each) for each in (x, *weights)]
+    usual, lies = (tile, words) == (TILE, WORDS), aligned(*weights)
+    if not hot and usual and lies and decode.takes(call.capability, rows, up):
         call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
         return call
     # Values of either sign are so many that packing them pays for few tokens alone. And in plain layers a row of x that
     # is not finite shows in every neuron, which its packed row does not say.
     if acts.falls_back and (gate is None or len(rows) > decode.MOST_TOKENS):
-        return _dense(x, weights, acts, device)
-    if acts == RELU and (tile, words) == (TILE, WORDS) and _takes_packed(call, *given):
+        return _dense(device, x, weights, acts)
+    if acts == RELU and usual and lies and _takes_packed(call, *given):
         call.returns(_packed(call, *given, hot=hot))
         return call
-    return _after_gate(x, weights, tile, words, acts, device)
+    return _after_gate(device, x, weights, tile, words, acts)
 
 
 # ---- the packed path on Hopper
 
 
 def _takes_packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias) -> bool:
-    first = up if gate is None else gate
-    return (
-        len(x) >= LEAST_PACKED
-        and gated.pooled_takes(x.dtype, x.shape[1])
-        and gate_pack.takes_sm90(call, x, first)
-        and gate_up.takes(call, x, up, down_.t())
-        and all(bias is None or bias.low % 4 == 0 for bias in (gate_bias, up_bias, down_bias))
-    )
+    first, gpu = up if gate is None else gate, call.capability
+    sizes = len(x) >= LEAST_PACKED and down.pooled_takes(x.dtype, x.shape[1])
+    return sizes and gate_pack.takes_sm90(gpu, x, first) and gate_up.takes(gpu, x, up, down_.t())
 
 
 def _packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90):
@@ -148,21 +153,37 @@ def _packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias, hot: 
 # ---- after torch's own gate GEMM
 
 
-def _after_gate(x: Layout, weights: Weights, tile, words, acts: Activation, device: torch.device, may_list=True) -> Run:
+class AfterGate(NamedTuple):
     """torch's gate GEMM, then the kernels that list its kept values, for some hundred tokens, or pack them: any width
     and type, any GPU from sm_75.
 
     Hot neurons are packed like the others: these kernels round their sums to x's type. A sum over the cold neurons that
     is rounded before the hot part is added may overflow float16 where the whole sum does not."""
+
+    call: Call
+    acts: Activation
+
+    def __call__(self, x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
+        first = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+        first = first if self.acts.kind == "relu" else self.acts.applied(first)
+        return self.call(x, first, up, down_, up_bias, down_bias)
+
+    def bind(self, gate, up, down_, gate_bias, up_bias, down_bias) -> Callable[[Tensor], Tensor]:
+        call, acts = self.call.bind(up, down_, up_bias, down_bias), self.acts
+        weight, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+        if acts.kind == "relu":
+            return lambda x: call(x, linear(x, weight, bias))
+        return lambda x: call(x, acts.applied(linear(x, weight, bias)))
+
+
+def _after_gate(device: torch.device, x: Layout, weights: Weights, tile, words, acts: Activation, may_list=True) -> Run:
     gate, up, down_, _, up_bias, down_bias = weights
     d_ff = up.shape[0]
     call = Call(device)
     rows, kept = call.input(x), call.input(Layout((x.shape[0], d_ff), (d_ff, 1), x.dtype, 0))
     up_, down_t, up_bias_, down_bias_ = (call.input(each) for each in (up, down_, up_bias, down_bias))
-    down_t = down_t.t()
-    lists = may_list and not acts.both and not acts.falls_back and listed.takes(call, rows, up_, down_t, down_bias_)
-    signed = acts.falls_back
-    if lists:
+    down_t, signed = down_t.t(), acts.falls_back
+    if may_list and not acts.both and not signed and listed.takes(rows, up_, down_t, down_bias_):
         left = (None, down_t, None, down_bias_) if gate is None else (up_, down_t, up_bias_, down_bias_)
         y = listed.listed(call, rows, kept, *left)
     else:
@@ -173,34 +194,47 @@ def _after_gate(x: Layout, weights: Weights, tile, words, acts: Activation, devi
             left = (up_, down_t, up_bias_, down_bias_)
             y = gated.gated(call, rows, packed, kept, _NO_TAIL, *left, tile, signed=signed, both=acts.both)
     call.returns(y)
-
-    def run(x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
-        first = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-        first = first if acts.kind == "relu" else acts.applied(first)
-        return call(x, first, up, down_, up_bias, down_bias)
-
-    return run
+    return AfterGate(call, acts)
 
 
 # ---- dense
 
 
-def _dense(x: Layout, weights: Weights, acts: Activation, device: torch.device) -> Run:
-    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere, and for other
-    activations, torch's operations."""
+class Fused(NamedTuple):
+    """Every neuron, on Hopper: relu(gate) * up in one GEMM that writes neither factor, then torch's product."""
+
+    call: Call
+
+    def __call__(self, x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
+        h = self.call(x, gate, up, gate_bias, up_bias)
+        return linear(h, down_, down_bias).view(x.shape)
+
+    def bind(self, gate, up, down_, gate_bias, up_bias, down_bias) -> Callable[[Tensor], Tensor]:
+        call = self.call.bind(gate, up, gate_bias, up_bias)
+        return lambda x: linear(call(x), down_, down_bias).view(x.shape)
+
+
+class ByTorch(NamedTuple):
+    """Every neuron, by torch's operations."""
+
+    acts: Activation
+
+    def __call__(self, x, *weights) -> Tensor:
+        return by_torch(x, *weights, acts=self.acts)
+
+    def bind(self, *weights) -> Callable[[Tensor], Tensor]:
+        return lambda x: by_torch(x, *weights, acts=self.acts)
+
+
+def _dense(device: torch.device, x: Layout, weights: Weights, acts: Activation) -> Run:
     call = Call(device)
-    rows, gate, up, _, gate_bias, up_bias, _ = (call.input(each) for each in (x, *weights))
-    takes = gate_up.takes(call, *(b for b in (rows, gate, up) if b is not None))
-    if len(rows) < LEAST_DENSE or acts != RELU or not takes:
-        return lambda x, *weights: by_torch(x, *weights, acts=acts)
-    if not all(bias is None or bias.low % 4 == 0 for bias in (gate_bias, up_bias)):
-        return lambda x, *weights: by_torch(x, *weights, acts=acts)
-    call.returns(gate_up.gate_up(call, rows, gate, up, gate_bias, up_bias))
-
-    def run(x, gate, up, down_, gate_bias, up_bias, down_bias) -> Tensor:
-        return linear(call(x, gate, up, down_, gate_bias, up_bias, down_bias), down_, down_bias).view(x.shape)
-
-    return run
+    rows, gate, up = (call.input(each) for each in (x, *weights[:2]))
+    biases = tuple(call.input(each) for each in weights[3:5])
+    there = (rows, *(b for b in (gate, up) if b is not None))
+    if len(rows) < LEAST_DENSE or acts != RELU or not gate_up.takes(call.capability, *there, biases=biases):
+        return ByTorch(acts)
+    call.returns(gate_up.gate_up(call, rows, gate, up, *biases))
+    return Fused(call)
 
 
 def by_torch(x, gate, up, down_, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
@@ -216,16 +250,11 @@ def by_torch(x, gate, up, down_, gate_bias, up_bias, down_bias, acts: Activation
 def fuses(weight: Tensor) -> bool:
     """Return whether the dense path is faster than torch's operations, also when those are compiled, for a layer with
     this gate or up weight and at least LEAST_HIDDEN tokens."""
-    if not weight.is_cuda:
-        return False
-    call = Call(weight.device)
-    return gate_up.takes(call, call.input(weight))
+    return weight.is_cuda and gate_up.takes(capability(weight.device.index), layout(weight), layout(weight))
 
 
 def sm90(x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90) -> Tensor:
     """Compute a layer on the packed path on Hopper, also where others would be chosen. packs: the packing operation."""
-    from ..cuda.launch import run
-
     return run(_packed, x, gate, up, down_, gate_bias, up_bias, down_bias, hot=hot, packs=packs)
 
 
@@ -233,5 +262,5 @@ def portable(x, gate, up, down_, gate_bias, up_bias, down_bias, tile: int = TILE
     """Compute a layer by the portable kernels after torch's gate GEMM, also where others would be chosen, and in the
     simulator: x [tokens, d_model] -> [tokens, d_model]."""
     weights = tuple(map(layout, (gate, up, down_, gate_bias, up_bias, down_bias)))
-    run = _after_gate(layout(x), weights, tile, words, RELU, x.device, may_list=False)
-    return run(x, gate, up, down_, gate_bias, up_bias, down_bias)
+    after = _after_gate(x.device, layout(x), weights, tile, words, RELU, may_list=False)
+    return after(x, gate, up, down_, gate_bias, up_bias, down_bias)

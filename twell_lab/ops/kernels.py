@@ -152,7 +152,9 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str,
     return source, entry, {**usual, **macros}
 
 
-def usual_macros(source: Source, entry: str, dtype: torch.dtype, width: int, given: Mapping[str, object]) -> dict[str, object]:
+def usual_macros(
+    source: Source, entry: str, dtype: torch.dtype, width: int, given: Mapping[str, object]
+) -> dict[str, object]:
     """Return the macros of the first build of a source that agrees with `given` and has this entry."""
     found = source.builds(dtype, [width], max(source.oldest, (9, 0)))
     version = entry.rpartition("_v")[2]

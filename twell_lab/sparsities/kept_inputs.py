@@ -12,9 +12,11 @@ The path computes the layer as it is; what is lossy is the layer, which says so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from ..cuda.launch import capability, layout, run
+from ..cuda.launch import Call, Layout
 from ..layers.paths import Path
 from ..layers.paths.cost import Rates, Work
 from ..layers.storage import COLUMNS
@@ -35,13 +37,22 @@ class KeptInputs(Path):
         return tokens <= kept_inputs.FEW and rates.device != "CPU"
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
-        tokens = x.shape[:-1].numel()
-        if x.is_cuda and 0 < tokens <= kept_inputs.FEW:
-            rows = x.reshape(tokens, x.shape[-1]).contiguous()
-            turned = tuple(None if weight is None else weight.t() for weight in weights[:3])
-            if kept_inputs.takes(capability(x.device.index), layout(rows), *map(layout, turned)):
-                return run(kept_inputs.layer, rows, *turned, *weights[3:], layer.kept).view(x.shape)
-        return layer.dense(x)
+        x = x.contiguous()
+        prepared = self.prepare(layer, x, weights, hot)
+        return layer.dense(x) if prepared is None else prepared(x)
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        tokens, d_model = x.shape[:-1].numel(), x.shape[-1]
+        if not x.is_cuda or not 0 < tokens <= kept_inputs.FEW:
+            return None
+        call = Call(x.device)
+        rows = call.input(Layout((tokens, d_model), (d_model, 1), x.dtype, x.data_ptr() & 15))
+        buffers = [call.input(weight) for weight in weights]
+        turned = tuple(b if b is None else b.t() for b in buffers[:3])
+        if not kept_inputs.takes(call.capability, rows, *turned):
+            return None
+        call.returns(kept_inputs.layer(call, rows, *turned, *buffers[3:], layer.kept))
+        return call.bind(*weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """As many of a token's inputs are taken to be kept as of its hidden values, which are what a profile counts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,17 @@ class Dense(Path):
     packs = False
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
-        fuses = hides_host(x) and x.is_cuda and layer.acts == RELU and weights.gate is not weights.up
-        if not fuses or torch.compiler.is_compiling() or not dispatch.fuses(weights.up):
-            return layer.dense(x)
-        return super().forward(layer, x, weights, 0)
+        return super().forward(layer, x, weights, 0) if self._fuses(layer, x, weights) else layer.dense(x)
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        if self._fuses(layer, x, weights):
+            return dispatch.prepare(x, weights, self.name, 0, layer.tile, layer.words, layer.acts)
+        return layer.source.forward if layer.registered else None
+
+    @staticmethod
+    def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+        takes = hides_host(x) and x.is_cuda and layer.acts == RELU and weights.gate is not weights.up
+        return takes and not torch.compiler.is_compiling() and dispatch.fuses(weights.up)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         gemm, values = dense_parts(work)

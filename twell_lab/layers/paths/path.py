@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...core import InputError, TwellError
-from ...ops import functional
+from ...ops import dispatch, functional
 from ...ops.dispatch import is_turned
 from ..storage import COLUMNS
 from ..weights import Weights
@@ -64,6 +64,13 @@ class Path:
         """Return the layer's output for x [..., d_model], without gradients."""
         return functional.infer(x, *weights, self.name, hot, layer.tile, layer.words, layer.acts)
 
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that does `forward` on a GPU for any x like this one, as long as these weights lie where
+        they do; None where it is not worth it."""
+        if not self.packs:
+            return None
+        return dispatch.prepare(x, weights, self.name, hot, layer.tile, layer.words, layer.acts)
+
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
         raise NotImplementedError
@@ -105,6 +112,10 @@ class Converted(Path):
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
         return self.compute(layer, x, weights, layer.forms[self.name])
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor]:
+        form = layer.forms[self.name]
+        return lambda x: self.compute(layer, x, weights, form)
 
 
 def check_known(name: object, names: Sequence[str]) -> None:
