@@ -120,6 +120,7 @@ def plan(
             x = inputs.pop(first.layer.name, None)
             trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if timed else None
             candidates = first.decide(trial)
+            del trial  # its copies of the layer go before the next one's come
             made |= {row.layer.name: row.plan(candidates) for row in (first, *others)}
     source = (DRAWN if batches is None else CAPTURED) if timed and groups else None
     plans = [made[layer.name] for layer in profile.layers]
