@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import core
-from ..core import InputError, TwellError, read_json, write_atomically
+from ..core import InputError, TwellError, read_file, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 from . import llama
 
@@ -299,7 +299,7 @@ class LanguageModel(nn.Module):
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
             said = read_json(folder / "config.json", "model")
-            content = (folder / "model.safetensors").read_bytes()
+            content = read_file(folder / "model.safetensors")
             weights = safetensors.torch.load(content)
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
