@@ -15,6 +15,7 @@ import platform
 import re
 import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -62,10 +63,21 @@ WHOLE = 2**63  # tensors hold whole numbers below this one
 LOCK = ".twell-lab.lock"
 
 
+def read_file(path: str | os.PathLike, most: float = math.inf) -> bytes:
+    """Return the bytes of a file. OSError for one of more than `most` bytes, and for what may have no end or never
+    come: a folder, a pipe, a device. ValueError for a name that no file can have."""
+    facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(None, "it is a folder, a pipe or a device, not a file")
+    if facts.st_size > most:
+        raise OSError(None, f"it has {facts.st_size:,} bytes; accepted: at most {most:,}")
+    return Path(path).read_bytes()
+
+
 def read_json(path: str | os.PathLike, what: str) -> Any:
     """Return the value that a JSON file holds. RecordError, naming `what` it is ("plan"), for a file that is none."""
     try:
-        return json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
+        return json.loads(read_file(path, 2**30), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{what} {os.fspath(path)!r} cannot be read: {_reason(error)}") from None
 

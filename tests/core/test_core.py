@@ -33,8 +33,11 @@ def test_json_is_read_as_it_is_and_written_without_nan(tmp_path):
     assert core.finite({"a": (float("nan"), 1.0), "b": [float("-inf")]}) == {"a": [None, 1.0], "b": [None]}
 
 
-@pytest.mark.parametrize("path", ["none/there.json", ".", "a\0b"])
+@pytest.mark.parametrize("path", ["none/there.json", ".", "a\0b", "pipe", "large"])
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(2**30 + 1)
     with pytest.raises(RecordError, match="plan .* cannot be read: "):
         core.read_json(f"{tmp_path}/{path}", "plan")
 

@@ -299,7 +299,7 @@ def test_what_is_no_source_is_refused(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(InputError, match="down.cu.*accepted"):
         capstone.judge(file)
-    with pytest.raises(InputError, match="directory"):
+    with pytest.raises(InputError, match="a folder"):
         capstone.judge(tmp_path)
 
 

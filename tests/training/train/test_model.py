@@ -177,7 +177,6 @@ def test_a_config_is_held_against_the_weights_before_anything_is_built(tmp_path,
         b"\xff",
         b"[" * 100_000,
         b'{"format": 1, "layers": NaN}',
-        b'{"format": 1, "layers": 2, "layers": 2}',
         b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}",
     ],
 )

@@ -18,7 +18,7 @@ import torch
 
 from ... import records, simulator
 from ...analysis.predict import rates_of
-from ...core import CompileError, InputError, StackError, TwellError
+from ...core import CompileError, InputError, StackError, TwellError, read_file
 from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS
 from ...layers.paths.cost import CACHE_USED
@@ -77,11 +77,7 @@ class Submission:
 def source(file: str | Path) -> str:
     """The text of a kernel file. Raises InputError for what is no text file of at most LARGEST bytes."""
     try:
-        with open(file, "rb") as opened:
-            content = opened.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise OSError(f"it has more than {LARGEST:,} bytes")
-        return content.decode("utf-8-sig")
+        return read_file(file, LARGEST).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         not_text = isinstance(error, UnicodeDecodeError)
         why = "it is not UTF-8 text" if not_text else getattr(error, "strerror", None) or error

@@ -13,13 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError
+from ...core import InputError, TextError, read_file
 from ...models.llama import bytes_tokenizer
 from .source import BYTES, FORMAT, Text, Tokenizer, extra
 
@@ -145,7 +144,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for any
     other file."""
     try:
-        content = Path(path).read_bytes()
+        content = read_file(path, _LARGEST)
         fields = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise TextError(
