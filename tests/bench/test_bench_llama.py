@@ -14,8 +14,8 @@ from twell_lab.bench import drawn, energy, sizes, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
 from twell_lab.core import StackError
-from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.choice import Choice
+from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import clock as clocks
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-
 from tests.ops.listed.cases import HEAVY, Case
+
 from twell_lab.ops import accuracy, decode, dispatch, infer, listed
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 

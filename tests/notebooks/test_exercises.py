@@ -17,7 +17,6 @@ from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.cuda.launch import run
 from twell_lab.formats import COO, TwELL
-from twell_lab.ops import portable
 from twell_lab.sparsities import magnitude, padding, two_four
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"

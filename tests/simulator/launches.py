@@ -4,16 +4,16 @@ through all kernels of the registry."""
 from __future__ import annotations
 
 import torch
-
 from tests.ops.columns.layers import Layer, pattern
 from tests.ops.listed.cases import Case as ListedCase
+from tests.ops.train_dense import cases as dense_cases
+from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
+from tests.ops.train_lost.cases import Case
+
 from tests.ops.rows import int8 as int8_rows
 from tests.ops.rows import microtiles as microtile_rows
 from tests.ops.rows import spmm as spmm_rows
 from tests.ops.table import check
-from tests.ops.train_dense import cases as dense_cases
-from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
-from tests.ops.train_lost.cases import Case
 from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled
 from twell_lab.ops import train_columns, train_rows

@@ -14,8 +14,8 @@ from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
 from twell_lab.cuda import cubins
-from twell_lab.formats import TwELL
 from twell_lab.cuda.launch import run
+from twell_lab.formats import TwELL
 from twell_lab.ops import clock
 from twell_lab.ops.down import down
 

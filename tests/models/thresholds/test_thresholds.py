@@ -661,7 +661,9 @@ def test_inputs_with_thresholds_in_a_block_are_dense_and_who_wants_more_is_told(
     model = make()
     model = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
     for verb in (lambda model: tl.sparsify(model, "dense"), lambda model: tl.profile(model, tokens())):
-        with pytest.raises(InputError, match="have thresholds on their inputs inside a block, and stay dense.*method='cats'") as found:
+        with pytest.raises(
+            InputError, match="have thresholds on their inputs inside a block, and stay dense.*method='cats'"
+        ) as found:
             verb(model)
         assert "hardly ever" not in str(found.value)
 

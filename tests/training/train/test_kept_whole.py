@@ -14,11 +14,8 @@ import torch
 from tests.training.train.harming import full_at, killed_at
 from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
-from twell_lab.core import InputError, TwellError
-from twell_lab.models.tiny import LanguageModel
+from twell_lab.core import InputError
 from twell_lab.training import checkpoint, loop
-from twell_lab.training import lock as locks
-from twell_lab.training.lock import Lock
 from twell_lab.training.loop import train
 
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
