@@ -93,6 +93,8 @@ def _compare(
     found = feed_forwards(dense)[0]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
+    if isinstance(dense, SparseFFN):
+        raise InputError(f"{type(dense).__name__} is no feed-forward layer as it was; a dense one is accepted")
     weight = found.pattern.weight
     if (x.dtype, x.device, x.shape[1]) != (weight.dtype, weight.device, weight.shape[1]):
         raise InputError(
