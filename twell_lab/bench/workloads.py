@@ -324,7 +324,8 @@ def weight_bytes(model: nn.Module) -> int:
     buffers, but for forms of the weights."""
     storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
     forms = [form for each in model.modules() if isinstance(each, SparseFFN) for form in each.forms.values()]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) + sum(form.nbytes for form in forms)
+    converted = sum(form.nbytes for form in forms if not isinstance(form, TwellError))
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) + converted
 
 
 # ---- the rows ----

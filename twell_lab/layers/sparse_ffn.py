@@ -130,7 +130,7 @@ class SparseFFN(nn.Module, StandIn):
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
-        self.forms: dict[str, object] = {}  # by path (layers.paths.path.Converted)
+        self.forms: dict[str, Any] = {}  # by path (layers.paths.path.Converted)
         self._prepared: dict[tuple, Prepared] = {}  # by the shape of x, and its address modulo 16
         self.learning: str | None = None
         self.told: list[Told] | None = None  # where forwards report (layers.terms)
@@ -193,7 +193,7 @@ class SparseFFN(nn.Module, StandIn):
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
         place = name if self.registered else name[: -len(self._place)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
-        return FeedForward(place, self, *self.parts, acts, self.formula["both"], self.formula["cut"])
+        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
 
     @property
     def dense_alone(self) -> bool:

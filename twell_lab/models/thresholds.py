@@ -477,7 +477,11 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
             continue
         for place in family.projections:
             part = part_at(module, place)
-            if not is_projection(part) or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters()):
+            if (
+                not isinstance(part, nn.Module)
+                or not is_projection(part)
+                or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters())
+            ):
                 raise InputError(
                     f"{title(name, module)}: {place} is a {type(part).__qualname__}, quantised, adapted, sharded or on "
                     "meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
