@@ -139,9 +139,9 @@ class SparseFFN(nn.Module, StandIn):
         self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
         self.marks = marks_of(source)
         self.follow(plan)
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
 
     @classmethod
     def from_module(
@@ -194,6 +194,11 @@ class SparseFFN(nn.Module, StandIn):
         place = name if self.registered else name[: -len(self._place)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
         return FeedForward(place, self, *self.parts, acts, self.formula["both"], self.formula["cut"])
+
+    @property
+    def order(self) -> list[int] | None:
+        """The neurons as they lie now, by their places in the dense module; None where they were left as they were."""
+        return self._order
 
     @property
     def dense_alone(self) -> bool:
