@@ -262,12 +262,20 @@ def not_finite(model, mlp):
     mlp.up_proj.weight[2, 3] = torch.nan
 
 
+def frozen(t):
+    return nn.Parameter(t, requires_grad=False)
+
+
 DENSE = {
     "hooked": (lambda model, mlp: mlp.down_proj.register_forward_hook(lambda *_: None), "has a forward hook"),
     "LoRA": (lora, "adapter of PEFT's"),
     "parametrized": (lambda model, mlp: parametrizations.weight_norm(mlp.up_proj), "is parametrized"),
     "scaled": (scaled, "does not compute"),
     "float64": (lambda model, mlp: mlp.double(), "float64"),
+    "a bias of another dtype": (
+        lambda model, mlp: setattr(mlp.up_proj, "bias", frozen(torch.ones(300).half())),
+        "dtypes",
+    ),
     "two devices": (lambda model, mlp: mlp.up_proj.to("meta"), "several devices"),
     "another activation": (lambda model, mlp: setattr(mlp, "act_fn", nn.SiLU()), "SiLU"),
     "not finite": (not_finite, "up holds a value that is not finite"),
@@ -333,9 +341,11 @@ def moved_on(model, how):
 def test_a_swapped_model_survives(how, model):
     expected = answer(model)
     moved = moved_on(tl.sparsify(model, "twell"), how)
+    assert how == "assigned" or {row["runs"] for row in tl.report(moved).rows} == {"twell"}
     torch.testing.assert_close(answer(moved), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(answer(tl.densify(moved)), expected, rtol=1e-4, atol=1e-4)
     assert sparse(moved) == [] and all(p.is_contiguous() for p in moved.parameters())
+    assert not any(m._state_dict_hooks for m in moved.modules())
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

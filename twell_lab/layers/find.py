@@ -218,6 +218,8 @@ def _unreadable(module: nn.Module) -> str | None:
     devices = {str(p.device) for p in tensors}
     if len(devices) > 1:
         return f"has its projections on several devices ({', '.join(sorted(devices))}); accepted: all of them on one"
+    if len(dtypes := {str(p.dtype) for p in tensors}) > 1:
+        return f"has weights of several dtypes ({', '.join(sorted(dtypes))}); accepted: all of them of one"
     if (dtype := parts.up.weight.dtype) not in VALUE_DTYPES:
         return f"has weights of {dtype}; bfloat16, float16 and float32 are accepted"
     shapes = [tuple(part.weight.shape) for part in (parts.up, parts.gate or parts.up, parts.down)]

@@ -94,8 +94,8 @@ def ffn(
     (`train.train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
     transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
     silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
-    checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in the simulator. Raises InputError for
-    arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
+    checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in twell_lab.simulator. Raises
+    InputError for arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
     check_geometry(tile, words)
     tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
     check_path(path, hot, up.shape[0])
