@@ -18,7 +18,7 @@ from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.ops import accuracy, functional
 from twell_lab.ops.activation import Activation
-from twell_lab.ops.dispatch import is_turned
+from twell_lab.ops.checks import is_turned
 from twell_lab.ops.reference import GatedFeedForward
 
 from .drawn import dense_of, exact_of, module, tensors
