@@ -414,9 +414,15 @@ def test_layers_of_one_shape_never_meet():
 # ---- weights that change, and memory
 
 
+def doubled(linear):
+    other = copy.deepcopy(linear)
+    other.weight.mul_(2)
+    return other
+
+
 CHANGES = {
     "in place": lambda layer: layer.down_proj.weight.mul_(-2.0),
-    "some of it": lambda layer: layer.up_proj.weight[5].fill_(0.25),
+    "some of it": lambda layer: layer.up_proj.weight[::2].fill_(0.25),
     "its data": lambda layer: setattr(layer.down_proj.weight, "data", layer.down_proj.weight.data * 1.5),
     "its data, contiguous": lambda layer: setattr(
         layer.down_proj.weight, "data", (layer.down_proj.weight.data * 1.5).contiguous()
@@ -425,7 +431,7 @@ CHANGES = {
         layer.up_proj, "weight", nn.Parameter(layer.up_proj.weight * 3, requires_grad=False)
     ),
     "a state": lambda layer: layer.load_state_dict({k: v * 0.5 for k, v in layer.state_dict().items()}),
-    "another module": lambda layer: setattr(layer, "down_proj", copy.deepcopy(layer.down_proj).requires_grad_(False)),
+    "another module": lambda layer: setattr(layer, "down_proj", doubled(layer.down_proj)),
     "moved": lambda layer: layer.cpu().cuda(),
     "another type": lambda layer: layer.half(),
     "a bias": lambda layer: setattr(
