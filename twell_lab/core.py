@@ -79,7 +79,8 @@ def read_json(path: str | os.PathLike, what: str) -> Any:
     try:
         return json.loads(read_file(path, 2**30), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{what} {os.fspath(path)!r} cannot be read: {_reason(error)}") from None
+        how = "cannot be read" if isinstance(error, OSError) else "cannot be read as JSON"
+        raise RecordError(f"{what} {os.fspath(path)!r} {how}: {_reason(error)}") from None
 
 
 def _refuse_constant(name: str) -> None:

@@ -22,7 +22,7 @@ from twell_lab.core import RecordError, StackError
 )
 def test_what_is_no_json_is_refused_by_name(tmp_path, content, why):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(RecordError, match=f"plan '.*x.json' cannot be read: .*{why}"):
+    with pytest.raises(RecordError, match=f"plan '.*x.json' cannot be read as JSON: .*{why}"):
         core.read_json(tmp_path / "x.json", "plan")
 
 
@@ -38,7 +38,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, path):
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "large", "wb") as file:
         file.truncate(2**30 + 1)
-    with pytest.raises(RecordError, match="plan .* cannot be read: "):
+    with pytest.raises(RecordError, match="plan .* cannot be read"):
         core.read_json(f"{tmp_path}/{path}", "plan")
 
 

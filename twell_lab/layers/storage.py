@@ -3,8 +3,8 @@
 Sparse kernels read the row of `down`'s transpose that belongs to a neuron; with thresholds on inputs they read all
 three weights by columns. So `rewrite` gives such a parameter the strides of its transpose: it stays the same Parameter
 with the same shape and values, and nothing is held twice. For the hot/cold path it also puts the neurons in order: the
-rows of gate and up, the columns of down. That is an equivalent model, with other values at the same places. `restore` takes
-both back.
+rows of gate and up, the columns of down. That is an equivalent model, with other values at the same places. `restore`
+takes both back.
 
 A state_dict holds contiguous tensors (`save_contiguous`), in the order that the parameters have; a state that is
 loaded is copied into the parameters as they lie. Optimizers, averages, masks and adapters that were made before a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..ops.dispatch import is_turned
+from ..ops.checks import is_turned
 from .parts import Part, Projection, owner_of
 
 ROWS, COLUMNS = "rows", "columns"

@@ -17,9 +17,9 @@ from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice
 from ..layers.experts import Expert, Routed
 from ..layers.find import FeedForward, Only, check_model, feed_forwards, replaced, survey
+from ..layers.parts import Weights
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import Weights
 from ..ops.functional import check_finite
 
 WAYS = (

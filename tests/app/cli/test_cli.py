@@ -325,7 +325,7 @@ def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
 
 
 def test_an_installed_package_keeps_new_records_in_the_working_folder(capsys, tmp_path, recordings, monkeypatch):
-    monkeypatch.setattr(core, "data_dir", lambda: Path(core.__file__).parents[1] / "data")
+    monkeypatch.setattr(core, "data_dir", lambda: Path(core.__file__).parent / "data")
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path) in ask(capsys, "record", "example")
     assert [record.name for record in records.load_all(tmp_path)] == ["example"]
