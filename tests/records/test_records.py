@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from twell_lab import core, records
 from twell_lab.core import RecordError
-from twell_lab.records import provenance
 
 ROW = {
     "kind": "ffn_forward",
@@ -124,7 +123,7 @@ def test_only_gpu_rows_of_other_kernels_are_stale():
         True,
         False,
     ]
-    present = make(rows=rows, kernels=provenance.kernel_hashes())
+    present = make(rows=rows, kernels=records.kernel_hashes())
     assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
     unknown = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1)
     assert [row["stale"] for row in records.flat_rows([unknown])] == [True, False]
@@ -246,20 +245,20 @@ def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
     monkeypatch.setenv("TWELL_LAB_COMMIT", "a" * 40 + "-dirty\n")
-    assert provenance.source_commit() == ("a" * 40, True)
+    assert records.source_commit() == ("a" * 40, True)
     monkeypatch.setenv("TWELL_LAB_COMMIT", "b" * 40)
-    assert provenance.source_commit() == ("b" * 40, False)
+    assert records.source_commit() == ("b" * 40, False)
 
 
 def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_LAB_COMMIT", raising=False)
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "venv" / "twell_lab" / "provenance.py"))
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "venv" / "twell_lab" / "records.py"))
     (tmp_path / "venv" / "twell_lab").mkdir(parents=True)
     try:
         subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=20)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no git here")
-    assert provenance.source_commit() == (None, None)
+    assert records.source_commit() == (None, None)
 
 
 def test_datasheet_figures_are_sourced_and_dated():
@@ -300,9 +299,9 @@ def test_datasheet_figures_are_sourced_and_dated():
     ],
 )
 def test_only_counts_are_evidence(tmp_path, tests):
-    make(kernels=provenance.kernel_hashes(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
+    make(kernels=records.kernel_hashes(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
     assert "were tested" in records.verify(tmp_path / "good")
-    make(kernels=provenance.kernel_hashes(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
+    make(kernels=records.kernel_hashes(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
     with pytest.raises(RecordError, match="is no evidence"):
         records.verify(tmp_path / "bad")
 

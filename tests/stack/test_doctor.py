@@ -8,7 +8,7 @@ import torch
 from twell_lab import core
 from twell_lab.app import doctor
 from twell_lab.core import StackError
-from twell_lab.cuda import cubins
+from twell_lab.cuda import compile as nvrtc
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
 P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
@@ -120,7 +120,7 @@ def test_a_compiler_that_does_not_load_says_why_in_one_line(on, monkeypatch):
     def compiler():
         raise StackError("needs NVRTC") from ImportError("\n======\nCuPy is not correctly installed.\nmore")
 
-    monkeypatch.setattr(cubins, "compiler", compiler)
+    monkeypatch.setattr(nvrtc, "compiler", compiler)
     assert on(nvrtc=None)["NVRTC"].text.endswith("(ImportError: CuPy is not correctly installed.)")
 
 

@@ -47,7 +47,7 @@ def test_import_loads_next_to_nothing_and_touches_no_gpu():
 def test_the_library_itself_loads_neither_cupy_nor_a_plot():
     names = (
         "pack",
-        "gated_ffn",
+        "ffn",
         "SparseFFN",
         "sparsify",
         "profile",

@@ -26,9 +26,9 @@ from ..layers.activations import kernel_activation
 from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, feed_forwards, only_dense
+from ..layers.parts import Weights
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
-from ..layers.weights import Weights
 from ..ops import clock
 from .costs import Firing, Rates, by_choice, measure_rates
 from .plan import Plan, check_fits

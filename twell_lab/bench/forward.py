@@ -93,6 +93,14 @@ def _compare(
     found = feed_forwards(dense)[0]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
+    if isinstance(dense, SparseFFN):
+        raise InputError(f"{type(dense).__name__} is no feed-forward layer as it was; a dense one is accepted")
+    weight = found.pattern.weight
+    if (x.dtype, x.device, x.shape[1]) != (weight.dtype, weight.device, weight.shape[1]):
+        raise InputError(
+            f"x is {x.dtype} {list(x.shape)} on {x.device}; {weight.dtype} [tokens, {weight.shape[1]}] on "
+            f"{weight.device} is accepted"
+        )
     # A copy, whose weights may lie as the sparse path reads them; `check` compares the two on these inputs.
     sparse = SparseFFN(copy.deepcopy(found.module).eval(), probed=found.both)
     worst = check(dense, sparse, inputs, every_row=False)

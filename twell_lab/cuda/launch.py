@@ -21,7 +21,7 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -72,10 +72,12 @@ class Kernel(NamedTuple):
 @dataclass(frozen=True)
 class Entry:
     """A kernel of a source. threads: of a block, or a function of the macros that gives them. parameters: a letter for
-    each: p pointer, i int, u unsigned, q long long, f float, m tensor map, 2 a structure of two pointers."""
+    each: p pointer, i int, u unsigned, q long long, f float, m tensor map, 2 a structure of two pointers. among:
+    returns whether a build with these macros has it; None: every build."""
 
     threads: int | Callable[[dict[str, object]], int]
     parameters: str
+    among: Callable[[dict[str, object]], bool] | None = None
 
 
 Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], Sequence[Macros]]
@@ -109,6 +111,10 @@ class Source:
         """Return these macros with the constants that they do not set."""
         given = {name for name, _ in macros}
         return (*macros, *(pair for pair in self.constants if pair[0] not in given))
+
+    def entries_of(self, macros: Mapping[str, object]) -> list[str]:
+        """List the kernels that a build with these macros has."""
+        return [name for name, entry in self.entries.items() if entry.among is None or entry.among(dict(macros))]
 
     def kernel(self, name: str, macros: Macros, shared: int = 0, early: bool = False) -> Kernel:
         """Return the kernel `name`, compiled with these macros and the constants of the source."""

@@ -18,8 +18,7 @@ from .activations import computes, is_relu, is_squared, is_usual, kernel_activat
 from .experts import Expert, Routed, experts_of
 from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedActivation, ThresholdedInput, cut_of
-from .parts import Parts, Projection, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
-from .probe import HOOKS, difference, raise_all, title, whole_of
+from .parts import HOOKS, Parts, Projection, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
 
 Only = Callable[[str, nn.Module], bool]
 
@@ -153,6 +152,8 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Those of these layers that compute what their parts say (probe.difference). InputError where none does."""
+    from .probe import difference, raise_all, title, whole_of
+
     modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
     reasons = {name: difference(module) for name, module in modules.items()}
     chosen = [layer for layer in layers if reasons.get(whole_of(layer.name, layer.module)[0]) is None]
@@ -184,6 +185,8 @@ def obstacle(module: nn.Module) -> str | None:
 
 def examine(module: nn.Module) -> tuple[str | None, bool]:
     """The `obstacle` of a module; and whether up goes through its ReLU as well (Bamboo's and TurboSparse's dReLU)."""
+    from .probe import difference
+
     reason = _unreadable(module)
     if reason is not None:
         return reason, False
@@ -367,6 +370,8 @@ def replaced(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 def other_layers(model: nn.Module) -> str:
     """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
+    from .probe import title
+
     own = {kind_of(parts.acts) for m in model.modules() if (parts := parts_of(m))}
     kinds = own | {kind_of(expert.own_parts().acts) for m in model.modules() for expert in experts_of(m)[:1]}
     if not kinds:

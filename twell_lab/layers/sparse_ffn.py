@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,13 @@ from .activations import kernel_activation, kernel_inputs, kind_of
 from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
-from .inside import Seat
 from .lossy import Lossy
-from .parts import Projection, named_family, owner_of, part_at, parts_of
+from .parts import Projection, Weights, formula, named_family, owner_of, part_at, parts_of
 from .paths import PATHS, Path
-from .probe import formula
 from .terms import Told, learn, of_hidden
-from .weights import Weights
+
+if TYPE_CHECKING:
+    from .inside import Seat
 
 # What nn.Module keeps of a module that a SparseFFN shares with the dense one: both have the same parts and hooks.
 _SHARED = (
@@ -184,6 +184,8 @@ class SparseFFN(nn.Module, StandIn):
 
     def take_seat(self) -> None:
         """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
+        from .inside import Seat
+
         parts = parts_of(self.source)
         assert parts is not None
         self.seat = Seat(self, self.source, parts)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..ops.dispatch import is_turned
+from ..ops.checks import is_turned
 from .parts import Part, Projection, owner_of
 
 ROWS, COLUMNS = "rows", "columns"

@@ -18,10 +18,9 @@ from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.find import FeedForward, Only, check_model, feed_forwards, only_dense, replaced, survey
-from ..layers.parts import uncompiled
+from ..layers.parts import Weights, uncompiled
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import Weights
 from ..ops.functional import check_finite
 
 PLANNED = "twell_lab_plan"  # the attribute of a model that has the plan by which some of its layers stayed dense

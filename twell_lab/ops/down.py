@@ -67,6 +67,13 @@ def team_threads(macros: dict) -> int:
     return 32 * macros["WARPS"] * macros.get("TEAMS", 1)
 
 
+def row_entry(parameters: str, pool: bool, teams: bool) -> Entry:
+    """Declare a kernel that computes a token. pool, teams: whether it is among the builds with a pool, with several
+    teams."""
+    pick = lambda macros: ("POOL" in macros, "TEAMS" in macros) == (pool, teams) and "HIDDEN" not in macros  # noqa: E731
+    return Entry(team_threads, parameters, pick)
+
+
 def few(call: Call, rows: int, most: int = _FEW_TOKENS) -> bool:
     """Return whether there are at most `most` tokens per multiprocessor of the GPU; False in the simulator."""
     return call.device.type == "cuda" and rows <= most * call.units
@@ -128,10 +135,10 @@ def _builds(dtype: torch.dtype, widths: Sequence[int], capability) -> list[Macro
 DOWN = Source(
     "smxx_down",
     {
-        "down_v1": Entry(128, "ppppppppiiii"),
-        **{f"down_v{version}": Entry(team_threads, "ppppppppiiii") for version in (2, 3)},
-        **{f"down_v{version}": Entry(team_threads, "ppppppppppii") for version in (4, 5)},
-        "down_v6": Entry(team_threads, "pppppppppi"),
+        "down_v1": Entry(128, "ppppppppiiii", lambda macros: "POOL" not in macros),
+        **{f"down_v{version}": row_entry("ppppppppiiii", False, version == 3) for version in (2, 3)},
+        **{f"down_v{version}": row_entry("ppppppppppii", True, version == 5) for version in (4, 5)},
+        "down_v6": Entry(team_threads, "pppppppppi", lambda macros: "HIDDEN" in macros),
     },
     builds=_builds,
     constants=(*POOLED, ("SLAB", SLAB)),

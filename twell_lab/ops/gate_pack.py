@@ -99,12 +99,16 @@ def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
 
 def _tensor_cores(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Macros]:
     runs = dtype == torch.float16 or (dtype == torch.bfloat16 and capability >= TENSOR_CORES_OF_BF16)
-    return [setup_for(capability).macros(dtype)] if runs else []
+    return [setup_for(capability, n).macros(dtype) for n in range(setup_for(capability).version, 0, -1)] if runs else []
+
+
+def _of_version(version: int, threads: int, parameters: str) -> Entry:
+    return Entry(threads, parameters, lambda macros: macros["VERSION"] == version)
 
 
 SM80 = Source(
     "sm80_gate_pack",
-    {f"gate_pack_v{version}": Entry(256, "ppppppiii") for version in (1, 2, 3, 4)},
+    {f"gate_pack_v{version}": _of_version(version, 256, "ppppppiii") for version in (1, 2, 3, 4)},
     builds=_tensor_cores,
     constants=(*POOLED, ("BM", ROWS), ("THREADS", 256)),
 )
@@ -166,7 +170,7 @@ def _each_version(dtype: torch.dtype, widths, capability) -> list[Macros]:
 
 SM90 = Source(
     "sm90_gate_pack",
-    {f"gate_pack_v{version}": Entry(THREADS, "mmmppppiii") for version in (0, *VERSIONS)},
+    {f"gate_pack_v{version}": _of_version(version, THREADS, "mmmppppiii") for version in (0, *VERSIONS)},
     builds=_each_version,
     constants=(*POOLED, *MAINLOOP, ("LAUNCH_SHARED", _SHARED_BYTES)),
     oldest=(9, 0),

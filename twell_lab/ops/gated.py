@@ -20,6 +20,7 @@ from .down import (
     launch_rows,
     pool_builds,
     pooled_kernel,
+    row_entry,
     team_threads,
     walk_builds,
 )
@@ -42,9 +43,9 @@ def _builds(dtype: torch.dtype, widths: Sequence[int], capability) -> list[Macro
 GATED = Source(
     "smxx_gated",
     {
-        "gated_v1": Entry(128, "pppppppppppiiii"),
-        **{f"gated_v{version}": Entry(team_threads, "pppppppppppiiii") for version in (2, 3, 4)},
-        **{f"gated_v{version}": Entry(team_threads, "ppppppppppppii") for version in (5, 6)},
+        "gated_v1": Entry(128, "pppppppppppiiii", lambda macros: "POOL" not in macros),
+        **{f"gated_v{version}": row_entry("pppppppppppiiii", False, version == 4) for version in (2, 3, 4)},
+        **{f"gated_v{version}": row_entry("ppppppppppppii", True, version == 6) for version in (5, 6)},
     },
     builds=_builds,
     constants=(*POOLED, ("SLAB", SLAB)),

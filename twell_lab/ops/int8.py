@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
-from .down import SLAB, launch_rows, team_threads, walk_builds
+from .down import SLAB, launch_rows, row_entry, walk_builds
 from .pack import signs
 
 # ---- products
@@ -160,8 +160,8 @@ TOLERANCE = 0.0
 GATED_INT8 = Source(
     "smxx_gated_int8",
     {
-        f"gated_int8_v{version}": Entry(team_threads if version > 1 else 128, "ppppppppppiiii")
-        for version in (1, 2, 3, 4)
+        "gated_int8_v1": Entry(128, "ppppppppppiiii"),
+        **{f"gated_int8_v{version}": row_entry("ppppppppppiiii", False, version == 4) for version in (2, 3, 4)},
     },
     lambda dtype, widths, capability: walk_builds(dtype, widths, ((), signs(True))),
     (("SLAB", SLAB),),

@@ -157,10 +157,9 @@ def usual_macros(
 ) -> dict[str, object]:
     """Return the macros of the first build of a source that agrees with `given` and has this entry."""
     found = source.builds(dtype, [width], max(source.oldest, (9, 0)))
-    version = entry.rpartition("_v")[2]
     fits = [
         macros
         for macros in map(dict, found)
-        if all(macros.get(k, v) == v for k, v in given.items()) and str(macros.get("VERSION", version)) == version
+        if all(macros.get(k, v) == v for k, v in given.items()) and entry in source.entries_of(macros)
     ]
     return dict(source.macros(tuple(fits[0].items()))) if fits else {VALUE[dtype]: True}

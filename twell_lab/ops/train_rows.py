@@ -51,7 +51,7 @@ SLABS = Source(
     "smxx_train_slabs",
     {
         "weighted_rows_v2": Entry(32 * _BLOCK_WARPS, "pppppppi"),
-        "input_gradient_v2": Entry(32 * _BLOCK_WARPS, "ppppppppi"),
+        "input_gradient_v2": Entry(32 * _BLOCK_WARPS, "ppppppppi", lambda macros: macros["AT_ONCE"] < 8),
         "pieces_v1": Entry(32 * _BLOCK_WARPS, "ppppppiii"),
         "up_values_v1": Entry(32 * _BLOCK_WARPS, "pppppppiiiii"),
         "hidden_gradient_v2": Entry(32 * _BLOCK_WARPS, "pppppppiiiii"),

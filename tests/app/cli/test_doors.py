@@ -16,7 +16,7 @@ import torch
 from twell_lab import core, records
 from twell_lab.app import cli
 from twell_lab.bench import forward
-from twell_lab.cuda import cubins
+from twell_lab.cuda import compile as compiler
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 from twell_lab.training.config import TrainConfig
@@ -212,7 +212,7 @@ def test_options_of_the_others(tried, monkeypatch):
     for value in ("", "\0", "fifo", "loop", os.devnull, "text.txt/below", "x" * 300):
         tried("tour", "--quick", "--text", "text.txt", "--record-only", "--out", value)
         tried("record", "cpu", "--out", value)
-    monkeypatch.setattr(cubins, "compile", None)
+    monkeypatch.setattr(compiler, "compile", None)
     for value in ("", "\0", "fifo", "loop", "text.txt/below", "x" * 300):
         tried("compile", value)
     for value in NUMBERS:

@@ -13,7 +13,7 @@ from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
 from twell_lab.course.capstone import cases, data, figures, gpu
-from twell_lab.cuda import cubins
+from twell_lab.cuda.compile import ARCHITECTURES
 from twell_lab.cuda.launch import run
 from twell_lab.formats import TwELL
 from twell_lab.ops import clock
@@ -384,7 +384,7 @@ def test_predicted_beside_measured_is_drawn_with_a_gpu_and_without(answer, monke
 
 
 @pytest.mark.parametrize(
-    "arch, dtype", [(each, torch.bfloat16) for each in cubins.ARCHITECTURES[1:]] + [("sm_75", torch.float16)]
+    "arch, dtype", [(each, torch.bfloat16) for each in ARCHITECTURES[1:]] + [("sm_75", torch.float16)]
 )
 def test_the_answers_compile_for_every_gpu(arch, dtype):
     pytest.importorskip("cupy")

@@ -10,7 +10,7 @@ from twell_lab import simulator
 from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.puzzles import data, gpu
-from twell_lab.cuda import cubins
+from twell_lab.cuda import compile as compiler
 
 HEAD = "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 
@@ -593,7 +593,7 @@ def test_a_gpu_gets_the_inputs_as_they_were(on_my_gpu, tmp_path):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_cuda_takes_every_answer_and_all_that_is_handed_out(arch):
     try:
-        cubins.compiler()
+        compiler.compiler()
     except StackError as missing:
         pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():

@@ -24,7 +24,7 @@ from twell_lab import core, records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
-from twell_lab.cuda import cubins
+from twell_lab.cuda import compile as compiler
 from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator import toolchain
@@ -220,12 +220,12 @@ def _cubin(folder: Path) -> bytes:
     """The image that a cache in this folder gives; where it has none, the compiler's, which is the right one too."""
     fake = mock.Mock(return_value=(_IMAGE, "ptxas info"))
     with (
-        mock.patch.object(cubins, "compiler", lambda: (12, 9)),
-        mock.patch.object(cubins, "_run_nvrtc", fake),
+        mock.patch.object(compiler, "compiler", lambda: (12, 9)),
+        mock.patch.object(compiler, "_run_nvrtc", fake),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return cubins.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
+        return compiler.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
 
 
 def _make_simulator(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.training.train.harming import full_at, killed_at
 from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
-from twell_lab.core import InputError
+from twell_lab.core import LOCK, InputError
 from twell_lab.training import checkpoint, loop
 from twell_lab.training.loop import train
 

@@ -7,12 +7,13 @@ import torch
 
 from twell_lab.core import DeviceError, InputError, StackError
 from twell_lab.cuda import tma
+from twell_lab.cuda.launch import Buffer
 
 ADDRESS, BF16 = 1 << 20, torch.bfloat16
 
 
 class Driver:
-    """Stands for cuTensorMapEncodeTiled: keeps what it was told, and writes the call's number into the map."""
+    """Stands for cuTensorMapEncodeTiled: keeps what it was message, and writes the call's number into the map."""
 
     def __init__(self):
         self.calls, self.answer = [], 0
@@ -28,35 +29,29 @@ class Driver:
 def driver(monkeypatch):
     made = Driver()
     monkeypatch.setattr(tma, "_encode", lambda: made)
-    tma.tensor_map.cache_clear()
-    yield made
-    tma.tensor_map.cache_clear()
+    return made
 
 
-def test_a_matrix_is_described_innermost_first(driver):
-    x = torch.zeros(10, 72, dtype=torch.float16)
-    made = tma.matrix_map(x[2:, 8:40], 128).image()
-    assert driver.calls == [(6, x.data_ptr() + (2 * 72 + 8) * 2, [32, 8], [144], [64, 128], 3)]
-    assert made == b"\1" * 128
-
-
-def test_a_single_row_may_have_any_stride(driver):
-    row = torch.zeros(64, dtype=BF16).as_strided((1, 64), (1, 1))
-    tma.matrix_map(row, 128).image()
-    assert driver.calls[0][2:4] == ([64, 1], [128])
-
-
-def test_maps_are_made_once(driver):
-    numbers = (ADDRESS, BF16, (64, 9), (128,), (64, 128))
-    assert tma.tensor_map(*numbers) is tma.tensor_map(*numbers) and len(driver.calls) == 1
-    assert tma.tensor_map(ADDRESS + 16, *numbers[1:]) == b"\2" * 128
+@pytest.mark.parametrize(
+    "shape, strides, at, dims, row",
+    [
+        ((8, 32), (72, 1), 152, (32, 8), 144),  # part of a larger matrix
+        ((1, 64), (1, 1), 0, (64, 1), 128),  # a single row may have any stride
+    ],
+)
+def test_a_matrix_is_described_innermost_first(driver, shape, strides, at, dims, row):
+    matrix = Buffer(1, 2 * at, shape, strides, torch.float16, 0)
+    found = tma.matrix_map(matrix, 128)
+    assert found == (matrix, dims, (row,), (64, 128), 128)
+    encoded = tma.tensor_map(ADDRESS, torch.float16, *found[1:])
+    assert driver.calls == [(6, ADDRESS, [*dims], [row], [64, 128], 3)] and encoded == b"\1" * 128
 
 
 GOOD = {"address": ADDRESS, "dtype": BF16, "dims": (64, 9), "strides": (128,), "box": (64, 128)}
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [
         ({"address": ADDRESS + 8}, "multiples of 16"),
         ({"strides": (120,)}, "multiples of 16"),
@@ -73,9 +68,9 @@ GOOD = {"address": ADDRESS, "dtype": BF16, "dims": (64, 9), "strides": (128,), "
         ({"swizzle": 16}, "swizzle of 16"),
     ],
 )
-def test_what_the_engine_does_not_take_is_refused(driver, wrong, told):
+def test_what_the_engine_does_not_take_is_refused(driver, wrong, message):
     tma.tensor_map(**GOOD)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         tma.tensor_map(**GOOD | wrong)
     assert len(driver.calls) == 1
 
@@ -92,7 +87,6 @@ def test_without_a_driver_it_says_so(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     tma._encode.cache_clear()
-    tma.tensor_map.cache_clear()
     with pytest.raises(StackError, match="NVIDIA driver.*libcuda"):
         tma.tensor_map(**GOOD)
     tma._encode.cache_clear()
