@@ -99,11 +99,11 @@ def memory(model: nn.Module) -> int:
 
 @pytest.fixture
 def twell_takes(monkeypatch):
-    """twell_takes(microseconds): what the clock reads on that path; 100 on every other."""
+    """twell_takes(microseconds, path="twell"): what the clock reads on that path; 100 on every other."""
 
-    def read(us: float) -> None:
+    def read(us: float, path: str = "twell") -> None:
         def times(calls, *_, **__):
-            return {key: [us / 1e3 if key and key[0].path == "twell" else 0.1] * 8 for key in calls}
+            return {key: [us / 1e3 if key and key[0].path == path else 0.1] * 8 for key in calls}
 
         monkeypatch.setattr(trials.clock, "time_calls", times)
         monkeypatch.setattr(planner, "measure_rates", lambda *_: RATES)
@@ -131,6 +131,16 @@ def test_batches_are_profiled_planned_and_said(us, swaps, model, twell_takes, ca
     assert len(sparse(model)) == swaps * len(names)
     torch.testing.assert_close(answer(model), expected, rtol=1e-4, atol=1e-4)
     assert {row["state"] for row in tl.report(model).rows} == {"planned"}
+
+
+def test_neurons_that_were_put_in_order_are_said(twell_takes, capsys, monkeypatch):
+    twell_takes(20.0, "hot_cold")
+    monkeypatch.setattr(planner, "measure_rates", lambda *_: replace(RATES, fuses=True))
+    model = ours(d_ff=700)
+    expected = answer(model)
+    tl.sparsify(model, TOKENS, tokens=(4096,))
+    assert "neurons in another order: 3 layers; optimizers" in capsys.readouterr().out
+    torch.testing.assert_close(answer(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_single_batch_and_what_is_left_out_are_said(twell_takes, capsys):

@@ -195,7 +195,7 @@ class SparseFFN(nn.Module, StandIn):
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
         place = name if self.registered else name[: -len(self._place)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
-        return FeedForward(place, self, *self.parts, acts, self.formula["both"], self.formula["cut"])
+        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
 
     @property
     def order(self) -> list[int] | None:

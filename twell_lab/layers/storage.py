@@ -7,8 +7,8 @@ rows of gate and up, the columns of down. That is an equivalent model, with othe
 takes both back.
 
 A state_dict holds contiguous tensors (`save_contiguous`), in the order that the parameters have; a state that is
-loaded is copied into the parameters as they lie. Optimizers, averages, masks and adapters that were made before a
-reordering no longer fit."""
+loaded is copied into the parameters as they lie. Optimizers, averages and masks that were made before a reordering no
+longer fit."""
 
 from __future__ import annotations
 
@@ -72,6 +72,22 @@ def rewrite(
                     bias.grad = bias.grad if bias.grad is None else bias.grad.index_select(0, index)
             _store(weight, data, turned)
     return ""
+
+
+def rows_and_columns(parts: Sequence[Projection | None], order: Sequence[int]) -> dict[int, list[Tensor | None]]:
+    """Return where the rows and columns that matrices had before `rewrite` lie, now that the neurons are in this order:
+    by the id of a parameter, its new rows and columns, int64 by old ones, or None where they are the same."""
+    lies, places = torch.tensor(order).argsort(), {}
+    for name, part in zip(("gate", "up", "down"), parts):
+        weight = None if part is None else owner_of(part)._parameters[_names(part)[0]]
+        if part is None or weight is None:
+            continue
+        last = int((name == "down") != (isinstance(part, Part) and part.transposed))
+        halves = weight.shape[last] // len(order)  # gate and up in one
+        both: list[Tensor | None] = [None, None]
+        both[last] = torch.cat([lies + half * len(order) for half in range(halves)]).to(weight.device)
+        places[id(weight)] = both
+    return places
 
 
 def turned_in(parts: Sequence[Projection | None]) -> set[int]:

@@ -48,7 +48,7 @@ def sparsify(
     Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
     transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
     shapes and names, and nothing is held twice. CUDA graphs of the model that were captured before have to be captured
-    anew. Optimizers, averages, masks and adapters that were made before a reordering no longer fit.
+    anew. Optimizers, averages and masks that were made before a reordering no longer fit; what is printed says so.
 
     A layer that cannot be sparse stays dense, and `twell_lab.report` says why: one that computes something else than
     the formula (each is run on a few rows beside it), has hooks, adapters or weights that kernels do not read, or lies
@@ -77,7 +77,7 @@ def sparsify(
         return _planned(model, how, only, tokens, calls, geometry)
     layers, _ = find_layers(model, only)
     if isinstance(told, Plan):
-        names = {layer.name for layer in (*layers, *told.layers)}  # what cannot be swapped need not be planned
+        names = {layer.name for layer in layers} | {layer.name for layer in told.layers}  # others need no plan
         told.check_model([layer for layer in feed_forwards(model, only=only) if layer.name in names])
     return _swap(model, layers, told, geometry)
 
