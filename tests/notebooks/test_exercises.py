@@ -17,6 +17,7 @@ from twell_lab.course.clocks import without_multiplying
 from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.cuda.launch import run
 from twell_lab.formats import COO, TwELL
+from twell_lab.ops.pack import pack
 from twell_lab.sparsities import magnitude, padding, two_four
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"

@@ -14,10 +14,10 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Choice
+from twell_lab.layers.parts import Weights
 from twell_lab.layers.paths import PATHS
 from twell_lab.layers.paths.cost import Firing, Rates, Work
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.layers.weights import Weights
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities import blocks, neuron_experts, semi_structured
 from twell_lab.sparsities.blocks import block_mask

@@ -20,8 +20,7 @@ from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..layers.paths.cost import Work
-from ..layers.paths.dense import fused
-from ..ops import clock, decode, dispatch
+from ..ops import clock
 from ..ops.pack import PACK
 from ..simulator import H100
 from .costs import Firing, Rates, by_choice
@@ -232,11 +231,11 @@ def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize
     work, tiles = Work(firing, rates, tokens, itemsize), math.ceil((firing.d_ff - choice.hot) / TILE)
     wide = tokens * firing.d_ff * itemsize  # one value for each token and neuron
     if not PATHS[choice.path].packs:
-        return wide if fused(work) else (3 if firing.gated else 2) * wide
-    if tokens <= decode.MOST_TOKENS:
+        return wide if work.fuses_dense else (3 if firing.gated else 2) * wide
+    if work.few:
         return tokens * tiles * (4 * TILE + 2)
-    if not work.fuses(dispatch.LEAST_PACKED):
-        return wide + (0 if work.lists(dispatch.LEAST_PACKED) else tokens * tiles * WORDS * 4)
+    if not work.fuses_gate:
+        return wide + (0 if work.lists else tokens * tiles * WORDS * 4)
     some = min(tokens, _PASS)
     packed = some * tiles * 4 * (WORDS + POOL_WORDS / POOL_ROWS) + some * firing.d_model * itemsize
     return int(packed + (some * (choice.hot * itemsize + firing.d_model * 4) if choice.hot else 0))

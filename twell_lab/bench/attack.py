@@ -30,10 +30,10 @@ from ..core import TwellError
 from ..cuda import launch
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
+from ..layers.parts import NAMES as WEIGHTS
+from ..layers.parts import Weights
 from ..layers.paths.twell import STEP
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import NAMES as WEIGHTS
-from ..layers.weights import Weights
 from ..ops import accuracy, decode, dispatch, functional, gate_pack, train
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import dense_hidden, exact_gradients, first_projection, gradient_sums

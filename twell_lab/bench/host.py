@@ -12,8 +12,8 @@ import time
 import torch
 
 from ..layers.choice import one_of_each
+from ..layers.parts import Weights
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.weights import Weights
 from ..ops import train
 from . import inference, training
 from .rows import DENSE, Calls, check, describe, drain, over, table

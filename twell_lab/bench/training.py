@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..layers.find import feed_forwards
+from ..layers.parts import Weights
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
-from ..layers.weights import Weights
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ops.activation import CURVES, RELU, Activation
-from ..ops.kept_inputs import Kept
-from ..ops.reference import SquaredReLU
+from ..ops.activation import CURVES, RELU, Activation, SquaredReLU
 from .lossy import Cut, ThresholdedActivation
+
+if TYPE_CHECKING:
+    from ..ops.kept_inputs import Kept
 
 
 def kind_of(activation) -> str:
@@ -74,6 +76,8 @@ def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None)
     where it has none, or there is no such kernel for its activation."""
     if cut is None or both or is_squared(acts):
         return None
+    from ..ops.kept_inputs import Kept
+
     kind = "relu" if is_relu(acts) else None if is_threshold(acts) else _curve(acts)
     return None if kind is None else Kept(kind, *cut)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import records
 from ..core import InputError
 from .paths import PATHS
 from .paths.twell import STEP, hot_first
@@ -163,6 +162,8 @@ class LayerPlan:
         return [dict(vars(row)) for row in self.candidates]
 
     def __str__(self) -> str:
+        from .. import records
+
         rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"

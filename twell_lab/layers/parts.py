@@ -8,12 +8,15 @@ from types import MethodType
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from .families import FAMILIES, Family
 
 # Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
 _LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear", *_TRANSPOSED)
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Part:
@@ -81,6 +84,34 @@ def weights_of(part: Projection | None) -> tuple[Tensor | None, Tensor | None]:
     return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))
 
 
+class Weights(NamedTuple):
+    """A layer's weights and biases, in the order in which the operators take them.
+
+    gate, up: [d_ff, d_model], gate None for a plain layer, and up itself for one whose ReLU is squared; down: [d_model,
+    d_ff]; biases [d_ff], [d_ff], [d_model], or None."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, gate: Projection | None, up: Projection, down: Projection) -> Weights:
+        """Return the weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
+        (up_weight, up_bias), (down_weight, down_bias) = weights_of(up), weights_of(down)
+        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else weights_of(gate)
+        return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return those that are there, by name."""
+        return {name: t for name, t in zip(NAMES, self) if t is not None}
+
+
+NAMES = Weights._fields
+
+
 class Parts(NamedTuple):
     """The parts of a module. gate is None in plain layers; drop is a dropout before the down projection, if any."""
 
@@ -95,6 +126,19 @@ class Parts(NamedTuple):
     def owners(self) -> list[nn.Module]:
         """The modules that hold the projections, each once."""
         return list({id(m): m for m in map(owner_of, filter(None, self[1:4]))}.values())
+
+
+def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
+    activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
+    hidden = linear(x, parts.up.weight, parts.up.bias)
+    if parts.gate is None:
+        hidden = parts.acts(hidden)
+    else:
+        beside = parts.acts(hidden) if both else hidden
+        hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
+    hidden = hidden if parts.drop is None else parts.drop(hidden)
+    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
 
 
 def part_at(module: nn.Module, place: str) -> object:

@@ -15,34 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
 from .experts import Expert, experts_of, mixed
-from .parts import Parts, part_at, parts_of, put
+from .parts import HOOKS, Parts, formula, part_at, parts_of, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norms at another
 ROWS = 15  # which is no width of a layer, so that a transposition shows
 MODES = ("evaluation", "training")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Other(Exception):
     """What a layer does that its formula does not."""
-
-
-def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
-    activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
-    hidden = linear(x, parts.up.weight, parts.up.bias)
-    if parts.gate is None:
-        hidden = parts.acts(hidden)
-    else:
-        beside = parts.acts(hidden) if both else hidden
-        hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
-    hidden = hidden if parts.drop is None else parts.drop(hidden)
-    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
 
 
 def difference(module: nn.Module, both: bool = False) -> str | None:

@@ -3,8 +3,8 @@
 Sparse kernels read the row of `down`'s transpose that belongs to a neuron; with thresholds on inputs they read all
 three weights by columns. So `rewrite` gives such a parameter the strides of its transpose: it stays the same Parameter
 with the same shape and values, and nothing is held twice. For the hot/cold path it also puts the neurons in order: the
-rows of gate and up, the columns of down. That is an equivalent model, with other values at the same places. `restore` takes
-both back.
+rows of gate and up, the columns of down. That is an equivalent model, with other values at the same places. `restore`
+takes both back.
 
 A state_dict holds contiguous tensors (`save_contiguous`), in the order that the parameters have; a state that is
 loaded is copied into the parameters as they lie. Optimizers, averages, masks and adapters that were made before a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..ops.dispatch import is_turned
+from ..ops.checks import is_turned
 from .parts import Part, Projection, owner_of
 
 ROWS, COLUMNS = "rows", "columns"
@@ -29,11 +29,14 @@ def rewrite(
     reads: Mapping[str, str],
     order: Sequence[int] | None = None,
     tied: Collection[int] = (),
+    *,
+    back: bool = False,
 ) -> str:
     """Store the weights of gate, up and down as `reads` says, by the names "gate", "up" and "down": by ROWS or COLUMNS.
 
     order: the neurons, the one that comes first first; None leaves them. tied: ids of parameters that others have, too,
-    which are not put in another order. Returns "", or why nothing was changed."""
+    which are not put in another order. back: the order is that of before, which takes gradients along. Returns "", or
+    why nothing was changed."""
     stored: dict[
         tuple[int, str], tuple[Projection, bool, bool]
     ] = {}  # turned; whether the neurons are its last dimension
@@ -44,7 +47,7 @@ def rewrite(
             stored[id(owner_of(part)), _names(part)[0]] = part, turned, (name == "down") != transposed
     if why := next((why for part, *_ in stored.values() if (why := _fixed(part))), ""):
         return why
-    if order is not None:
+    if order is not None and not back:
         own = [p for part, *_ in stored.values() for p in owner_of(part)._parameters.values() if p is not None]
         if any(isinstance(part, Part) and part.index is not None for part, *_ in stored.values()):
             return "its weights lie in one tensor with those of other experts"
@@ -62,22 +65,32 @@ def rewrite(
                 if halves := data.shape[last] // len(order):  # gate and up in one
                     index = torch.cat([index + half * len(order) for half in range(halves)])
                 data = data.index_select(int(last), index)
+                if weight.grad is not None:
+                    weight.grad = weight.grad.index_select(int(last), index)
                 if bias is not None and part is not parts[2]:
                     bias.data = bias.data.index_select(0, index)
+                    bias.grad = bias.grad if bias.grad is None else bias.grad.index_select(0, index)
             _store(weight, data, turned)
     return ""
 
 
-def restore(parts: Sequence[Projection | None], order: Sequence[int] | None) -> None:
-    """Store the weights contiguously, with the neurons as they were before `rewrite` was given `order`."""
+def turned_in(parts: Sequence[Projection | None]) -> set[int]:
+    """Return the positions of those whose weights have the strides of a transpose as the model has them."""
+    weights = {n: owner_of(part)._parameters.get(_names(part)[0]) for n, part in enumerate(parts) if part is not None}
+    return {n for n, w in weights.items() if w is not None and not w.is_contiguous() and w.dim() == 2 and is_turned(w)}
+
+
+def restore(parts: Sequence[Projection | None], order: Sequence[int] | None, turned: Collection[int] = ()) -> None:
+    """Store the weights contiguously, those at these positions by columns, with the neurons as they were before
+    `rewrite` was given `order`."""
     if order is not None:
-        rewrite(parts, {}, torch.tensor(order).argsort().tolist())
-    for part in parts:
+        rewrite(parts, {}, torch.tensor(order).argsort().tolist(), back=True)
+    for position, part in enumerate(parts):
         if part is not None and not _fixed(part):
             weight = owner_of(part)._parameters[_names(part)[0]]
             assert weight is not None
             with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                _store(weight, weight.data, False)
+                _store(weight, weight.data, position in turned)
 
 
 def _store(weight: Parameter, data: Tensor, turned: bool) -> None:

@@ -24,12 +24,11 @@ from torch.autograd.function import FunctionCtx
 from ..core import InputError
 from ..ops.activation import RELU
 from ..ops.checks import all_finite
-from ..ops.train import PATHS, train
 from .find import firing_layers
 from .parts import owner_of
 from .paths.dense import hides_host
 
-DENSE, SPARSE = PATHS
+DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
 # A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
 # sparse kernels less than its entries would (twell_lab.analysis.switching has the times).
 HEAVY = 0.07
@@ -91,6 +90,8 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
     if layer.acts != RELU or layer.gate is layer.up or short:
         return layer.dense(x)
+    from ..ops.train import train
+
     y, l1, kept, lost = train(x, *weights[:6], path=way)
     if layer.told is not None:
         _refuse_reentrant()

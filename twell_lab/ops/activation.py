@@ -5,15 +5,17 @@ The C++ home of the same is kernels/activation.cuh."""
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..cuda.launch import Macros
 from ..formats import twell
+
+if TYPE_CHECKING:
+    from ..cuda.launch import Macros
 
 # By kind: the macro of activation.cuh; "" for the ReLU, which needs none.
 ACTIVATIONS = {
@@ -111,3 +113,13 @@ class Activation(NamedTuple):
 
 
 RELU = Activation()
+
+
+class SquaredReLU(nn.Module):
+    """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
+
+    The sparse layers (twell_lab.layers.sparse_ffn) compute it in plain layers, as relu(x) * x: `sparsify` and
+    `SparseFFN` refuse a gated layer with this one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()

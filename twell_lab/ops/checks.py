@@ -44,6 +44,12 @@ def watched(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_turned(matrix: Tensor) -> bool:
+    """Return whether a matrix is stored transposed, so that its columns lie one after another."""
+    rows, columns = matrix.shape
+    return (matrix.stride(0) == 1 or rows == 1) and (matrix.stride(1) == rows or columns == 1)
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Return whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

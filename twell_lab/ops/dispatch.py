@@ -65,7 +65,7 @@ def infer(
     """Compute one layer on a GPU, without gradients: x [..., d_model] -> [..., d_model]. gate: None for a plain layer.
 
     gate and up: contiguous [d_ff, d_model]; down: [d_model, d_ff], for all paths but "dense" stored transposed
-    (`is_turned`). hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
+    (checks.is_turned). hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x if x.is_contiguous() else x.contiguous()
@@ -83,13 +83,6 @@ def _for(x: Tensor, weights: tuple, *how) -> Run:
     d_model = x.shape[-1]
     rows = Layout((x.numel() // d_model, d_model), (d_model, 1), x.dtype, x.data_ptr() & 15)
     return _prepared(x.device, rows, tuple(map(layout, weights)), *how)
-
-
-def is_turned(down: Tensor | Layout) -> bool:
-    """Return whether a matrix is stored transposed, so that its columns lie one after another."""
-    strides = down.strides if isinstance(down, Layout) else down.stride()
-    rows, columns = down.shape
-    return (strides[0] == 1 or rows == 1) and (strides[1] == rows or columns == 1)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,9 @@
 """The functional face: pack a gate, compute with it, or compute a whole layer; and the operator in compiled code.
 
 `torch.ops.twell_lab.infer` is a layer that is not being trained, on one of the paths of twell_lab.ops.dispatch. It is
-registered for CPU and CUDA, with a fake implementation for torch.compile, and has no gradient."""
+registered for CPU and CUDA, with a fake implementation for torch.compile, and has no gradient.
+
+The files of the operations are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -9,14 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..cuda.launch import run
 from ..formats import TILE, WORDS, TwELL, as_tensor, check_geometry, fires, tail_of
-from . import checks, cpu, dispatch
-from . import down as down_kernels
-from . import gated as gated_kernels
-from . import pack as pack_kernels
+from . import checks
 from .activation import RELU, Activation
-from .train import train_ffn
 
 PATHS = ("dense", "twell", "hot_cold")
 
@@ -32,7 +29,9 @@ _library.define(
 @torch.library.impl(_library, "infer", "CUDA")
 @torch.no_grad()
 def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
-    if path != "dense" and not dispatch.is_turned(down):
+    from . import dispatch
+
+    if path != "dense" and not checks.is_turned(down):
         down = down.t().contiguous().t()
     gate, up = (w if w is None or w.is_contiguous() else w.contiguous() for w in (gate, up))
     biases = (b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
@@ -42,6 +41,8 @@ def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, til
 @torch.library.impl(_library, "infer", "CPU")
 @torch.no_grad()
 def _infer_cpu(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
+    from . import cpu, dispatch
+
     rows, activation = x.reshape(-1, x.shape[-1]), Activation(*acts)
     with torch.autocast("cpu", enabled=False):  # the arguments were cast already
         if path == "dense":
@@ -90,24 +91,32 @@ def ffn(
 
     x: [..., d_model] -> [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]. path: "twell", "dense", or
     "hot_cold" with its `hot` first neurons dense. Differentiable in x, the weights and the biases with a ReLU
-    (`train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
+    (`train.train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
     transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
     silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
-    checked. backend: "simulator" runs the portable kernels on CPU tensors in twell_lab.simulator. Raises InputError for
-    arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
+    checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in twell_lab.simulator. Raises
+    InputError for arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
     check_geometry(tile, words)
     tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
     check_path(path, hot, up.shape[0])
+    if not isinstance(acts, Activation):
+        raise InputError(f"acts is a {type(acts).__name__}; an Activation is accepted")
     acts.check(gate is not None)
     if checks.check_backend(backend, *tensors):
+        if acts != RELU:
+            raise InputError(f"backend 'simulator' got {acts}; a ReLU is accepted")
+        from . import dispatch
+
         rows, gate, up, down, *biases = tensors
         rows = rows.reshape(-1, x.shape[-1]).contiguous()
         weights = (w if w is None else w.contiguous() for w in (gate, up))
         return dispatch.portable(rows, *weights, down.t().contiguous().t(), *biases, tile, words).view(x.shape)
     if checks.transformed() or checks.needs_gradient(*tensors):
+        from . import dispatch, train
+
         if acts != RELU:
             return dispatch.by_torch(*tensors, acts=acts)
-        return train_ffn(*tensors, path="dense" if path == "dense" else "twell")[0]
+        return train.train_ffn(*tensors, path="dense" if path == "dense" else "twell")[0]
     if not x.is_cuda and not torch.compiler.is_compiling():
         named = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias}
         check_finite({**named, "down_bias": down_bias})
@@ -149,8 +158,11 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     simulated = checks.check_backend(backend, gate)
     if not gate.is_cuda and not simulated:
         return TwELL.from_gate(gate, tile, words)
+    from ..cuda.launch import run
+    from . import pack as kernel
+
     gate = gate.contiguous()
-    packed = run(pack_kernels.pack, gate, tile, words)
+    packed = run(kernel.pack, gate, tile, words)
     over = (packed[..., 0] >= words).any(1)
     rows = over.nonzero()[:, 0]
     late = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
@@ -159,6 +171,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
 
 
+@torch.no_grad()
 def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Compute packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
@@ -169,12 +182,18 @@ def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, back
     if bias is not None:
         checks.check_tensor("bias", bias, shape=(down.shape[0],), **how)
     if not packed.packed.is_cuda and not checks.check_backend(backend, packed.packed, down, bias):
+        from . import cpu
+
         with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
             return cpu.plain(packed.to_dense(), None, down.t(), bias, follow=False, acts=cpu.PACKED)
+    from ..cuda.launch import run
+    from . import down as kernel
+
     down_t, tail = down.detach().t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
-    return run(down_kernels.down, packed.packed, None, tail, down_t, bias, packed.shape[1], packed.tile)
+    return run(kernel.down, packed.packed, None, tail, down_t, bias, packed.shape[1], packed.tile)
 
 
+@torch.no_grad()
 def packed_gated(
     x: Tensor,
     packed: TwELL,
@@ -194,9 +213,14 @@ def packed_gated(
     checks.check_tensor("x", x, shape=(packed.shape[0], None), **how)
     checks.check_tensor("up", up, shape=(packed.shape[1], None), **how)
     if not packed.packed.is_cuda and not checks.check_backend(backend, x, packed.packed, up, down, up_bias, down_bias):
+        from . import cpu
+
         with torch.autocast("cpu", enabled=False):
             gate = packed.to_dense()
             return cpu.gated(x, gate, up, None, down.t(), up_bias, down_bias, follow=False, acts=cpu.PACKED)
+    from ..cuda.launch import run
+    from . import gated as kernel
+
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
     weights = (up.detach().contiguous(), down.detach().t().contiguous(), up_bias, down_bias)
-    return run(gated_kernels.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)
+    return run(kernel.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)

@@ -10,22 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.functional import linear
 
 from ..formats.twell import fires
-from .activation import RELU, Activation
-
-
-class SquaredReLU(nn.Module):
-    """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
-
-    The sparse layers (twell_lab.layers.sparse_ffn) compute it in plain layers, as relu(x) * x: `sparsify` and
-    `SparseFFN` refuse a gated layer with this one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
-
+from .activation import RELU, Activation, SquaredReLU
 
 ACTIVATIONS = {"relu": nn.ReLU, "relu2": SquaredReLU}
 

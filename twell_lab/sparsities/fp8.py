@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import DeviceError, InputError
+from ..layers.parts import Weights
 from ..layers.paths.cost import Work
-from ..layers.weights import Weights
 from .products import Product, Products, hidden_of
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..cuda.launch import capability, layout, run
+from ..layers.parts import Weights
 from ..layers.paths.cost import Work
-from ..layers.weights import Weights
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
 from .products import Product, Products

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ..cuda.launch import Call, Layout
+from ..layers.parts import Weights
 from ..layers.paths import Path
 from ..layers.paths.cost import Rates, Work
 from ..layers.storage import COLUMNS
-from ..layers.weights import Weights
 from ..ops import kept_inputs
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..layers.parts import Weights
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
-from ..layers.weights import Weights
 from .experts import check_count, grouped_linear, takes_grouped
 from .magnitude import checked_weight
 from .products import hidden_of, spoilt

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
+from ..layers.parts import Weights
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import dense_parts
 from ..layers.paths.path import Converted
-from ..layers.weights import Weights
 from .few_neurons import places
 from .magnitude import checked_weight
 from .products import hidden_of, spoilt

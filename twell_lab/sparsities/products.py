@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import TwellError
+from ..layers.parts import Weights
 from ..layers.paths import Path
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
-from ..layers.weights import Weights
 from ..ops.activation import Activation
 
 Product = Callable[[Tensor, Tensor | None], Tensor]

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..cuda.launch import Buffer, Call, run
+from ..layers.parts import Weights
 from ..layers.paths import Path
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
 from ..layers.paths.twell import packed_cost
-from ..layers.weights import Weights
 from ..ops import checks, decode, int8
 from ..ops.activation import RELU
 from ..ops.pack import pack

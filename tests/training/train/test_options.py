@@ -287,7 +287,7 @@ def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monk
 
 def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, tmp_path):
     """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
-    real, calls = layers_terms.train, []
+    real, calls = operator.train, []
 
     def losing(*arguments, path):
         calls.append(path)
@@ -295,7 +295,7 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, 
         lost = torch.tensor([kept.numel() // 2 if len(calls) % 2 == 0 else 0])
         return y, l1, kept, lost if path == "twell" else None
 
-    monkeypatch.setattr(layers_terms, "train", losing)
+    monkeypatch.setattr(operator, "train", losing)
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
     monkeypatch.setattr(switching, "LOST", 1e4)
     result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), out=tmp_path, progress=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core import InputError
 from ...formats.twell import TILE, WORDS
-from ...ops import decode, listed
+from ...ops import decode, dispatch, down_rows, listed
 
 CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to keep
 
@@ -124,15 +124,35 @@ class Work:
         """The GEMMs of the dense layer."""
         return 3 if self.firing.gated else 2
 
-    def fuses(self, least: int) -> bool:
-        """Whether fused kernels run, which are taken from `least` tokens on."""
-        return self.rates.fuses and self.tokens >= least
+    @property
+    def few(self) -> bool:
+        """Whether the kernels for few tokens run."""
+        return self.tokens <= decode.MOST_TOKENS
 
-    def lists(self, least: int) -> bool:
-        """Whether the kept values are read from the dense gate as it is, so that nothing is packed (ops.listed); least:
-        as `fuses` has it."""
-        some = decode.MOST_TOKENS < self.tokens <= listed.MOST_TOKENS
-        return some and self.itemsize == 2 and not self.fuses(least)
+    @property
+    def fuses_gate(self) -> bool:
+        """Whether the kernel runs that packs inside the gate GEMM."""
+        return self.rates.fuses and self.tokens >= dispatch.LEAST_PACKED
+
+    @property
+    def fuses_dense(self) -> bool:
+        """Whether the kernel runs that computes relu(gate) * up in one GEMM."""
+        return self.rates.fuses and self.tokens >= dispatch.LEAST_HIDDEN
+
+    @property
+    def lists(self) -> bool:
+        """Whether the kept values are read from the dense gate as it is, so that nothing is packed (ops.listed)."""
+        some = not self.few and self.tokens <= listed.MOST_TOKENS
+        return some and self.itemsize == 2 and not self.fuses_gate
+
+    @property
+    def pieces(self) -> int:
+        """How many parts the rows of a fused call are cut into."""
+        return math.ceil(self.tokens / down_rows.CHUNK)
+
+    def heavy(self, hot: int) -> tuple[float, float]:
+        """About what share of the tokens has so many entries that it is computed densely; see Firing.beyond."""
+        return self.firing.beyond(dispatch.HEAVY, hot)
 
     def gemm(self, n: int, k: int, count: float = 1.0) -> float:
         """Seconds of `count` products of the tokens with weights [n, k]."""

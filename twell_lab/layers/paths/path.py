@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ...core import InputError, TwellError
-from ...ops import dispatch, functional
-from ...ops.dispatch import is_turned
+from ...ops import functional
+from ...ops.checks import is_turned
+from ..parts import Weights
 from ..storage import COLUMNS
-from ..weights import Weights
-from .cost import Rates, Work
+
+if TYPE_CHECKING:
+    from .cost import Rates, Work
 
 
 class Path:
@@ -69,6 +71,8 @@ class Path:
         they do; None where it is not worth it."""
         if not self.packs:
             return None
+        from ...ops import dispatch
+
         return dispatch.prepare(x, weights, self.name, hot, layer.tile, layer.words, layer.acts)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:

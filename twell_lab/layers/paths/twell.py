@@ -4,16 +4,18 @@ layer is computed for these entries alone; hot_cold computes the first `hot` neu
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...formats.twell import TILE, WORDS
-from ...ops import decode, dispatch, down_rows
 from ..storage import COLUMNS, ROWS
-from .cost import Work
 from .dense import dense_parts
 from .path import Path
+
+if TYPE_CHECKING:
+    from .cost import Work
 
 STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
 _WORD_BYTES = 4
@@ -26,9 +28,8 @@ class Twell(Path):
     reads = {"gate": ROWS, "up": ROWS, "down": COLUMNS}
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        fused, few = work.fuses(dispatch.LEAST_PACKED), work.tokens <= decode.MOST_TOKENS
-        launches = 2 if fused or few else 3
-        return packed_cost(work, 0, fused, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
+        launches = 2 if work.fuses_gate or work.few else 3
+        return packed_cost(work, 0, work.fuses_gate, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
 
 
 class HotCold(Twell):
@@ -43,10 +44,10 @@ class HotCold(Twell):
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         d_model, tokens = work.firing.d_model, work.tokens
-        fused, few = work.fuses(dispatch.LEAST_PACKED), tokens <= decode.MOST_TOKENS
+        fused = work.fuses_gate
         gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
         moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
-        launches = (2 if fused or few else 3) + (2 if fused else 5)
+        launches = (2 if fused or work.few else 3) + (2 if fused else 5)
         return packed_cost(work, hot, fused, gemm, moved, launches)
 
 
@@ -74,15 +75,15 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     gemm: seconds of its GEMMs. moved: bytes that are read and written besides x, y and what is packed. launches: their
     number, without those of the pieces that a fused call is cut into."""
     firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
-    cold, few = firing.d_ff - hot, tokens <= decode.MOST_TOKENS
+    cold, few = firing.d_ff - hot, work.few
     packed = tokens * math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
     values = 0 if fused or few else 2 * tokens * cold * itemsize
-    if work.lists(dispatch.LEAST_PACKED):
+    if work.lists:
         packed = 0
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
-    heavy, entries = firing.beyond(dispatch.HEAVY, hot) if fused else (0.0, 0.0)
-    pieces = 2 * math.ceil(tokens / down_rows.CHUNK) if fused else 0
+    heavy, entries = work.heavy(hot) if fused else (0.0, 0.0)
+    pieces = 2 * work.pieces if fused else 0
     return {
         "gemm": gemm,
         "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
