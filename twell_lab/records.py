@@ -264,6 +264,7 @@ def _check(record: Record) -> None:
 
     for name, rule in _FIELDS.items():
         check(name, getattr(record, name), *rule)
+    check("kernels", record.kernels, lambda value: value is not None or record.schema == 1, "null in schema 1 alone")
     for i, row in enumerate(record.rows):
         for key, rule in _MEASUREMENT.items() if "kind" in row else ():
             check(f"rows[{i}].{key}", row.get(key), *rule)

@@ -32,7 +32,7 @@ def checkout(tmp_path, monkeypatch):
     )
     (tmp_path / "tests" / "nightly" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
-        patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
+        patch.setattr(records, "kernel_hashes", lambda: {"smxx_pack": "0" * 64})
         patch.setattr(core, "kernels_dir", lambda: tmp_path / "kernels")
         yield tmp_path
 

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from twell_lab import core, records
 from twell_lab.core import RecordError
+from twell_lab.ops import pack
 
 ROW = {
     "kind": "ffn_forward",
@@ -304,6 +307,77 @@ def test_only_counts_are_evidence(tmp_path, tests):
     make(kernels=records.kernel_hashes(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
     with pytest.raises(RecordError, match="is no evidence"):
         records.verify(tmp_path / "bad")
+
+
+# ---- when a kernel counts as changed
+
+
+@pytest.fixture
+def hash_of(tmp_path, monkeypatch):
+    """Returns the hash of smxx_pack after texts of its source, a header or its file of ops/ were replaced."""
+    copied, operation = tmp_path / "kernels", tmp_path / "pack.py"
+    shutil.copytree(core.kernels_dir(), copied)
+    shutil.copy(pack.__file__, operation)
+    monkeypatch.setattr(core, "kernels_dir", lambda: copied)
+    monkeypatch.setattr(sys.modules[pack.__name__], "__file__", str(operation))
+
+    def changed(file="smxx_pack.cu", old="", new="") -> str:
+        path = operation if file == "pack.py" else copied / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        records.kernel_hashes.cache_clear()
+        return records.kernel_hashes()["smxx_pack"]
+
+    yield changed
+    monkeypatch.undo()
+    records.kernel_hashes.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changes"),
+    [
+        ("smxx_pack.cu", "", "// a comment\n/* another\n */\n\n", False),
+        ("smxx_pack.cu", "", "constexpr int MORE = 1;\n", True),
+        ("twell.cuh", "", "// a comment\n", False),
+        ("twell.cuh", "", "constexpr int MORE = 1;\n", True),
+        ("smxx_down.cu", "", "constexpr int MORE = 1;\n", False),  # another kernel
+        ("pack.py", "", "# a comment\n", False),
+        ("pack.py", "TOLERANCE = ", "TOLERANCE =   ", False),
+        ("pack.py", '"""', '"""Other words. ', False),  # the docstring
+        ("pack.py", "TOLERANCE = ", "TOLERANCE = 2 * ", True),
+    ],
+)
+def test_a_hash_follows_code_and_no_comments(hash_of, file, old, new, changes):
+    assert (hash_of() != hash_of(file, old, new)) == changes
+
+
+def test_a_kernel_that_no_operation_declares_is_named(hash_of):
+    (core.kernels_dir() / "smxx_new.cu").write_text("")
+    with pytest.raises(RecordError, match="smxx_new.cu"):
+        hash_of()
+
+
+def test_verify_wants_a_gpu_test_or_a_reason_for_every_kernel(tmp_path):
+    now = records.kernel_hashes()
+    name = sorted(now)[0]
+    tested = {kernel: value for kernel, value in now.items() if kernel != name}
+    make(kernels=tested, notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path)
+    unverified = tmp_path / records.UNVERIFIED
+    for kernels, why in [(None, ""), ({name: now[name]}, " "), ({name: "0" * 64}, "no GPU here"), ({}, "no GPU here")]:
+        if kernels is not None:
+            unverified.write_text(json.dumps({"kernels": kernels, "why": why}))
+        with pytest.raises(RecordError, match=name):
+            records.verify(tmp_path)
+    unverified.write_text(json.dumps({"kernels": {name: now[name]}, "why": "no GPU here"}))
+    assert f"1 of {len(now)} kernels" in (said := records.verify(tmp_path)) and said.endswith("no GPU here")
+
+
+def test_pages_take_the_newest_record_of_their_gpu():
+    gpu, other = [{**ROW, "device": "NVIDIA H100"}], [{**ROW, "device": "NVIDIA L4"}]
+    first, second, third = make(rows=gpu), make(rows=gpu, purpose="later"), make(rows=other)
+    assert records.newest([first, second, third], "example") is second
+    assert records.newest([third], "example") is third and records.newest([first], "another") is None
 
 
 def test_a_table_shows_what_a_terminal_would_obey():

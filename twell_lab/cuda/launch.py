@@ -32,6 +32,7 @@ from torch import Tensor
 from .. import core
 from ..core import DeviceError, InputError, StackError
 from . import compile as compiler
+from .tma import Map, tensor_map
 
 Macros = tuple[tuple[str, object], ...]
 VALUE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
@@ -201,16 +202,6 @@ class Buffer:
     def reshape(self, *shape: int) -> Buffer:
         """Return a contiguous buffer in another shape."""
         return Buffer(self.number, self.offset, shape, _contiguous(shape), self.dtype, self.low)
-
-
-class Map(NamedTuple):
-    """A tensor map of a buffer, as an argument of a launch (twell_lab.cuda.tma)."""
-
-    of: Buffer
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int = 128
 
 
 def aligned(*buffers: Buffer | Layout | None) -> bool:
@@ -561,9 +552,7 @@ def _format(parameters: str) -> tuple[struct.Struct, list[int]]:
 
 
 def _encoded(given: Map, address: int) -> bytes:
-    from . import tma
-
-    return tma.tensor_map(address, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
+    return tensor_map(address, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
 
 
 def _refused(what: str, status: int) -> DeviceError:

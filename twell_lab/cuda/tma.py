@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..core import DeviceError, InputError, StackError
-from .launch import Buffer, Map
+
+if TYPE_CHECKING:
+    from .launch import Buffer
 
 MAP_WORDS = 16  # of 8 bytes
 _TYPE = {
@@ -24,6 +27,16 @@ _TYPE = {
 _NO_INTERLEAVE, _FILL_WITH_ZEROS, _PROMOTE_TO_128_BYTES = 0, 0, 2
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
 _ENCODED_AT = 64  # bytes: the alignment that the driver wants for what it writes
+
+
+class Map(NamedTuple):
+    """A tensor map of a buffer, as an argument of a launch."""
+
+    of: Buffer
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
 
 
 @cache

@@ -18,10 +18,10 @@ from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
 from twell_lab.core import InputError
-from twell_lab.layers import terms as layers_terms
 from twell_lab.layers.terms import layer_l1, layer_nnz
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
+from twell_lab.ops import train as operator
 from twell_lab.training import checkpoint as checkpoint_module
 from twell_lab.training import compiled, presets
 from twell_lab.training import run as running
