@@ -5,10 +5,10 @@ import torch
 
 import twell_lab as tl
 from twell_lab.core import CompileError, DeviceError
-from twell_lab.cuda import registry
 from twell_lab.cuda.launch import run
-from twell_lab.ops import transpose
+from twell_lab.ops import kernels
 from twell_lab.ops.pack import pack
+from twell_lab.ops.transpose import TRANSPOSE
 
 pytestmark = pytest.mark.gpu
 
@@ -45,24 +45,24 @@ def test_transpose_by_hand(cupy):
     out = torch.empty(136, 72, dtype=m.dtype, device="cuda")
     torch.cuda.synchronize()
     sizes = (cupy.int32(72), cupy.int32(136))
-    grid = (-(-136 // transpose.SIDE), -(-72 // transpose.SIDE))
-    tl.kernel("transpose_v1")(
-        grid, (registry.signature("smxx_transpose", "transpose_v1").threads,), (*arguments(cupy, m, out), *sizes)
-    )
+    side = dict(TRANSPOSE.constants)["SIDE"]
+    grid, threads = (-(-136 // side), -(-72 // side)), TRANSPOSE.entries["transpose_v1"].threads
+    tl.kernel("transpose_v1")(grid, (threads,), (*arguments(cupy, m, out), *sizes))
     cupy.cuda.Device().synchronize()
     assert torch.equal(out, m.t())
 
 
 def test_every_entry_that_this_gpu_runs_can_be_loaded(cupy):
+    """Each as the library has it for bfloat16, with as many threads at most as a block of its launches has."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         pytest.skip("needs tensor cores for bfloat16")
-    for kernel, defines in registry.usual_builds():
-        if not kernel.runs_on(capability) or ("TURING", True) in defines:
-            continue
-        for entry in kernel.entries(defines):
-            found = tl.kernel(f"{kernel.name}.{entry}", **dict(defines))
-            assert 0 < found.num_regs <= 255, entry
+    for source in kernels.sources().values():
+        for entry in source.entries if source.runs_on(capability) else ():
+            _, _, macros = kernels.choose(f"{source.name}.{entry}", {})
+            found = tl.kernel(f"{source.name}.{entry}")
+            threads = source.kernel(entry, tuple(macros.items())).threads
+            assert 0 < found.num_regs <= 255 and found.attributes["max_threads_per_block"] == threads, entry
 
 
 def test_what_this_gpu_does_not_run_is_named(cupy, monkeypatch):

@@ -15,7 +15,7 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import standard_library
 
-from .watching import watched_launches
+from .drawn import launched
 
 # Gradients of the embedding are summed in any order on a GPU, so two runs of the same seed differ too: over these 24
 # steps the losses of float32 runs are held to 1e-3, those of bfloat16 ones to 2e-2.
@@ -156,7 +156,7 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
 
 def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
     """By the break-even measured here, which an L1 as large as this takes them below."""
-    names = watched_launches(monkeypatch)
+    names = launched(monkeypatch)
     runs, init = [], running.Run.__init__
     monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)

@@ -191,3 +191,33 @@ def test_compiled_code_is_one_graph_and_right():
     wanted = x.clone().requires_grad_()
     dense(wanted).sum().backward()
     torch.testing.assert_close(given_x.grad, wanted.grad)
+
+
+def test_a_projection_of_another_dtype_is_torchs_to_refuse():
+    dense = drawn.layer(dtype=torch.bfloat16)
+    sparse = tl.SparseFFN.from_module(dense, plan=tl.Choice("twell"))
+    dense.up_proj.bias.data = dense.up_proj.bias.data.float()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            sparse(drawn.rows(3, dtype=torch.bfloat16))
+        dense.up_proj.bias.data = dense.up_proj.bias.data.bfloat16()
+        drawn.check_close(sparse(drawn.rows(3, dtype=torch.bfloat16)), dense, drawn.rows(3, dtype=torch.bfloat16))
+
+
+def test_terms_of_a_layer_that_was_adapted_after_the_swap():
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+    dense = drawn.layer()
+    model = nn.Sequential(tl.SparseFFN.from_module(dense, plan=tl.Choice("twell")))
+    model[0].down_proj = Adapted(dense.down_proj)
+    x = drawn.rows(5)
+    with tl.layer_terms(model) as terms:
+        y = model(x)
+    torch.testing.assert_close(y, dense(x))
+    assert len(terms) == 1 and terms[0].nnz > 0

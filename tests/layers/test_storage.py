@@ -114,3 +114,26 @@ def test_weights_made_in_inference_mode_are_rewritten_once():
         x = drawn.rows(3, dtype=torch.bfloat16)
         sparse(x)
         assert sparse.runs() == "twell" and [p.data_ptr() for p in sparse.parameters()] == at
+
+
+def test_gradients_that_came_after_are_put_back_in_order_too():
+    dense = drawn.layer(d_ff=700)
+    wanted = copy.deepcopy(dense)
+    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, HOT)))
+    x = drawn.rows(5)
+    sparse(x).square().sum().backward()
+    sparse.close()
+    wanted(x).square().sum().backward()
+    for p, q in zip(dense.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(p, q)
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_the_model_has_by_columns_stays_so():
+    dense = drawn.layer()
+    down = dense.down_proj.weight
+    down.data = down.data.t().contiguous().t()
+    sparse = tl.SparseFFN.from_module(dense, plan=TWELL)
+    sparse.follow(tl.Choice("dense"))
+    sparse.close()
+    assert down.stride() == (1, 16)

@@ -52,7 +52,7 @@ def test_what_runs_depends_on_the_gpu(monkeypatch, capability, natively, recorde
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name, said in {"gpu": "T4", "stack_fault": None, "cupy_packages": ["cupy-cuda12x"]}.items():
-        monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
+        monkeypatch.setattr(notebook_module.core, name, lambda said=said: said)
     said = notebook_module.what_runs()
     assert said.startswith(f"Natively: {natively} In the simulator: ") and said.endswith(f" Recorded: {recorded}")
 
@@ -65,7 +65,7 @@ def test_without_a_fitting_cupy_no_kernel_runs_natively(monkeypatch, fault, buil
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name, said in {"gpu": "H100", "stack_fault": fault, "cupy_packages": builds}.items():
-        monkeypatch.setattr(notebook_module.machine, name, lambda said=said: said)
+        monkeypatch.setattr(notebook_module.core, name, lambda said=said: said)
     assert notebook_module.what_runs().startswith(f"Natively: torch, no kernel ({why}). ")
 
 

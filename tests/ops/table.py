@@ -6,6 +6,7 @@ those that the simulator can run, tests/gpu/test_kernels.py all of them on the G
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Case:
     arguments, may be `tolerance` times what the library allows (accuracy.worst_row) beside `dense` of the arguments as
     they are; dense: the same by torch's operations, None for the reference. reads: given what was returned, what of it
     is compared: words that nobody reads aside. oldest: compute capability, where that is not the sources' own. large:
-    whether the simulator does not take it, or takes too long."""
+    whether the simulator does not take it, or takes too long; long: whether it takes so long that the ordinary tests leave
+    it to tests/nightly."""
 
     name: str
     sources: tuple[Source, ...]
@@ -47,6 +49,7 @@ class Case:
     reads: Callable[[Any], Any] = lambda result: result
     oldest: tuple[int, int] = (7, 5)
     large: bool = False
+    long: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -64,13 +67,17 @@ def _ptx(source: Source) -> list[str]:
     return [file for file in with_headers(source.file) if file.startswith("ptx_")]
 
 
-def cases(simulated: bool = False) -> list:
-    """List all cases as parameters of a test; simulated: those that the simulator can run."""
+def cases(simulated: bool = False, usual: bool = False) -> list:
+    """List all cases as parameters of a test. simulated: those that the simulator can run; usual: of these one of each
+    two that differ in 16-bit types alone, and none that takes it long."""
     from tests.ops import rows
 
     modules = [import_module(f"{rows.__name__}.{found.name}") for found in pkgutil.iter_modules(rows.__path__)]
-    every = [case for module in modules for case in module.CASES]
-    return [pytest.param(case, id=case.name) for case in every if case.simulated or not simulated]
+    every = [case for module in modules for case in module.CASES if case.simulated or not simulated]
+    names = {case.name for case in every}
+    twin = lambda case: "float16" in case.name and re.sub(r"\b(float16)", r"b\1", case.name) in names - {case.name}  # noqa: E731
+    picked = [case for case in every if not usual or not (case.long or twin(case))]
+    return [pytest.param(case, id=case.name) for case in picked]
 
 
 def moved(given, to: Callable[[Tensor], Tensor]):

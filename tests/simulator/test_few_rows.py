@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from tests.simulator.pooled_cases import POISON, Pooled, bits, gate_of
 from twell_lab import simulator
-from twell_lab.cuda import macros, sources
+from twell_lab.cuda.launch import value
 from twell_lab.formats import packed_and_pool
 from twell_lab.ops import accuracy
+from twell_lab.ops.gate_pack import POOLED
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 FILE = Path(__file__).parent / "few_rows.cu"
-FEW = sources.number("few_rows.cuh", "FEW_ROWS")
+FEW, RUN_ENTRIES = 24, 512  # of few_rows.cuh: rows that are shared out; entries of a run that a block holds at a time
 
 
 def share(
@@ -36,7 +37,9 @@ def share(
     for padded, w in zip(wide, (layer.up, layer.down_t)):
         padded[:, :d_model] = w
     parts, y = torch.full((max(blocks, len(rows)), d_model), torch.nan), torch.full_like(layer.x, POISON)
-    program = simulator.compile(FILE, dict((*macros.value(layer.x.dtype), ("MOST_D_MODEL", d_model))))
+    program = simulator.compile(
+        FILE, dict((*value(layer.x.dtype), *POOLED, ("FEW_ROWS", FEW), ("MOST_D_MODEL", d_model)))
+    )
     first, first_bias = (wide[0], layer.up_bias) if gated else (None, None)
     weights = first, d_model + step, first_bias, wide[1], d_model + step
     program.launch("sum_runs", blocks, 96, (lost_x, packed, pool, lost, *weights, parts, columns, d_model), watch=watch)
@@ -109,7 +112,7 @@ def test_a_whole_row_of_an_infinite_x_has_no_silent_neuron():
 def test_more_entries_than_a_block_holds_and_fewer_than_there_are_blocks():
     gate = heavy(18, 256 * 9 + 8, [4], 0.25)
     layer = Pooled.draw(gate, 72, biases=True, start=True)
-    assert (layer.gate[4] > 0).sum() > sources.number("few_rows.cuh", "RUN_ENTRIES")
+    assert (layer.gate[4] > 0).sum() > RUN_ENTRIES
     check(layer, [4], blocks=1)
     gate[4] = -gate[4].abs()
     gate[4, 7] = 1.0

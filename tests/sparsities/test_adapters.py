@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.models.test_swap import HOT, plan_for
 from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
-from twell_lab.models.swap import sparsify
+from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.sparsities.adapters import FUSE, SWITCH, Adapter, Change, drawn, of_peft, switch, switching
 
@@ -58,6 +59,19 @@ def test_a_layer_is_exact_under_an_adapter_and_without_it(plan, trained):
     assert same(state(model), first) and torch.equal(model(TOKENS), without)
     switch(model, after)
     torch.testing.assert_close(model(TOKENS), with_it, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_an_adapter_of_the_dense_model_fits_a_layer_whose_neurons_were_put_in_order(trained):
+    adapter, with_it = trained
+    model = tiny()
+    dense = state(model)
+    sparsify(model, plan_for(model, HOT, HOT))
+    assert model.layers[0].mlp.order is not None
+    before = switch(model, adapter)
+    torch.testing.assert_close(model(TOKENS), with_it, rtol=1e-4, atol=1e-4)
+    switch(model, before)
+    assert same(state(densify(model)), dense)
 
 
 @settings(max_examples=25, deadline=None)

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.activations import kernel_activation, kernel_inputs, kind_of
+from ..layers.activations import kernel_activation
 from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, Only, feed_forwards
+from ..layers.find import FeedForward, Only, feed_forwards, only_dense
 from ..layers.parts import Weights
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
@@ -196,11 +196,7 @@ class _Weighed:
             return ""
         if isinstance(self.found.module, Expert):
             return "an expert: the model computes all of them together"
-        found, acts = self.found, self.found.acts or torch.relu
-        kernels = kernel_activation(acts, found.gate is not None, found.both, cut=found.cut)
-        if kernels is None and kernel_inputs(acts, found.both or found.gate is found.up, found.cut) is None:
-            return f"its activation ({kind_of(found.acts)}) has no other path"
-        return ""
+        return only_dense(self.found)
 
     @property
     def kind(self) -> tuple:

@@ -305,7 +305,12 @@ def profile(
         InputError: for a model without feed-forward layers, or with none that computes what its parts say; for no
             batches, and batches that the model does not take; and for a layer that is given NaN."""
     check_geometry(tile, words)
-    counters = [Counter(layer, tile, words) for layer in sound(firing_layers(model, only=only))]
+    return count(model, sound(firing_layers(model, only=only)), batches, tile, words)
+
+
+def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: int, words: int) -> FiringProfile:
+    """Profile these layers of the model, which compute what their parts say: `profile` without asking them."""
+    counters = [Counter(layer, tile, words) for layer in layers]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
     def add(name: str, rows: Rows, values: Tensor | None = None) -> None:

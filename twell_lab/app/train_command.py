@@ -19,7 +19,7 @@ on a text of your own, a file or a folder of files:
   twell-lab train --text my-texts --l1 1e-3 --out build/mine
   twell-lab profile build/mine --text my-texts
 
-Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on. It is also saved
+Ctrl-C or SIGTERM saves the run and says how to go on. It is also saved
 about every five minutes:
 
   twell-lab train --resume build/mine

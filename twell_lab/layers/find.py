@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
-from .activations import computes, is_relu, is_squared, is_usual, kind_of
+from .activations import computes, is_relu, is_squared, is_usual, kernel_activation, kernel_inputs, kind_of
 from .experts import Expert, Routed, experts_of
 from .families import accepted
-from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
+from .lossy import HIDDEN, INPUT, Cut, ThresholdedActivation, ThresholdedInput, cut_of
 from .parts import HOOKS, Parts, Projection, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
 
 Only = Callable[[str, nn.Module], bool]
@@ -165,6 +165,18 @@ def sound(layers: list[FeedForward]) -> list[FeedForward]:
 # ---- why a layer stays dense ----
 
 
+def only_dense(found: FeedForward) -> str:
+    """Why no kernel computes a layer of these parts: "" where one does."""
+    acts, gated = found.acts or nn.functional.relu, found.gate is not None
+    if kernel_activation(acts, gated, found.both, found.up.weight, found.cut) is not None:
+        return ""
+    if kernel_inputs(acts, found.both or found.gate is found.up, found.cut) is not None:
+        return ""
+    lossy = isinstance(acts, ThresholdedActivation)
+    kind = f"{kind_of(acts.activation)} with a threshold" if lossy else kind_of(acts)
+    return f"its activation ({kind}) has no other path"
+
+
 def obstacle(module: nn.Module) -> str | None:
     """Why a module stays dense: it has not the parts of a feed-forward layer that a sparse one can read, something on
     them that it would not call, or computes something else than its parts say. None if it can be swapped."""
@@ -206,6 +218,8 @@ def _unreadable(module: nn.Module) -> str | None:
     devices = {str(p.device) for p in tensors}
     if len(devices) > 1:
         return f"has its projections on several devices ({', '.join(sorted(devices))}); accepted: all of them on one"
+    if len(dtypes := {str(p.dtype) for p in tensors}) > 1:
+        return f"has weights of several dtypes ({', '.join(sorted(dtypes))}); accepted: all of them of one"
     if (dtype := parts.up.weight.dtype) not in VALUE_DTYPES:
         return f"has weights of {dtype}; bfloat16, float16 and float32 are accepted"
     shapes = [tuple(part.weight.shape) for part in (parts.up, parts.gate or parts.up, parts.down)]

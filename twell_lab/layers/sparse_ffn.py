@@ -20,9 +20,10 @@ from ..ops.checks import plain_eager
 from . import storage
 from .activations import kernel_activation, kernel_inputs, kind_of
 from .choice import DENSE, Choice, LayerPlan
+from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy
-from .parts import Projection, Weights, formula, owner_of, parts_of
+from .parts import Projection, Weights, formula, named_family, owner_of, part_at, parts_of
 from .paths import PATHS, Path
 from .terms import Told, learn, of_hidden
 
@@ -136,12 +137,13 @@ class SparseFFN(nn.Module, StandIn):
         self.told: list[Told] | None = None  # where forwards report (layers.terms)
         self.reports = False
         self._order: list[int] | None = None
+        self._turned = {n for n in storage.turned_in(self._parts) if id(owner_of(self._parts[n]).weight) not in tied}
         self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
         self.marks = marks_of(source)
         self.follow(plan)
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
 
     @classmethod
     def from_module(
@@ -194,6 +196,11 @@ class SparseFFN(nn.Module, StandIn):
         place = name if self.registered else name[: -len(self._place)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
         return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
+
+    @property
+    def order(self) -> list[int] | None:
+        """The neurons as they lie now, by their places in the dense module; None where they were left as they were."""
+        return self._order
 
     @property
     def dense_alone(self) -> bool:
@@ -260,7 +267,7 @@ class SparseFFN(nn.Module, StandIn):
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights as they were."""
         if self._order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self._order)
+            storage.restore(self.parts, self._order, self._turned)
         self._order = None
 
     def choice(self, tokens: int) -> Choice:
@@ -346,8 +353,10 @@ class SparseFFN(nn.Module, StandIn):
             casts = torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()
             if not casts or checks.transformed() or checks.watched(x):
                 return False
-        elif x.dtype != up.dtype:
+        elif any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in self.weights()):
             return False
+        if self._known_for != (up.dtype, up.device):
+            self._know_activation()
         return not self.drops
 
     @property
@@ -381,6 +390,8 @@ class SparseFFN(nn.Module, StandIn):
     def _is_fit(self) -> bool:
         """Whether the weights lie as its paths read them: asked while code is traced, too."""
         weights = self.weights()
+        if any(t is not None and t.dtype != weights.up.dtype for t in weights):
+            return False
         return not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
 
     _is_plain._dynamo_marked_constant = True
@@ -393,11 +404,15 @@ class SparseFFN(nn.Module, StandIn):
         parts = parts_of(self.source)
         # Compiled code takes no hooks: there a layer that reports is computed by its formula.
         traced = self.told is not None and torch.compiler.is_compiling()
-        if not self.registered or traced and self._is_plain() and not self.formula["cut"]:
+        alone = not self.registered or self.told is not None and isinstance(self.source, Expert)
+        if alone or traced and self._is_plain() and not self.formula["cut"]:
             return formula(parts, x, self.formula["both"], self.report)
         if self.told is None or traced:
             return self.source.forward(x)
-        seen = owner_of(parts.down).register_forward_pre_hook(self._see_hidden)
+        family = named_family(self.source)
+        down = part_at(self.source, family.down) if family is not None else None
+        assert isinstance(down, nn.Module)
+        seen = down.register_forward_pre_hook(self._see_hidden)
         try:
             return self.source.forward(x)
         finally:
@@ -414,8 +429,9 @@ class SparseFFN(nn.Module, StandIn):
 
     def _know_activation(self) -> None:
         """Work out which activation kernels compute; another type or device may round its threshold."""
-        gated = self.gate is not None and self.gate is not self.up
-        self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=self.up.weight)
+        gated, like = self.gate is not None and self.gate is not self.up, self.up.weight
+        self._known_for = like.dtype, like.device
+        self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=like)
         self.kept = kernel_inputs(**self.formula) if gated or self.gate is None else None
 
     def _renew(self, *_) -> None:

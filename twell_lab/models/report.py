@@ -12,7 +12,7 @@ from ..layers.choice import DENSE, LayerPlan
 from ..layers.find import Only, feed_forwards
 from ..layers.lossy import Lossy
 from ..layers.sparse_ffn import SparseFFN
-from .swap import find_layers
+from .swap import PLANNED, find_layers
 
 _COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
 _COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "why": "why"}
@@ -50,7 +50,7 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth.
 
     Reads what the layers were told and what was timed when they were planned; it times nothing. A layer that is not
-    swapped is run on a few rows, to say why it could not be.
+    swapped is run on a few rows, to say why it could not be; what a plan left dense throughout is the model's own.
 
     Returns:
         A Report: a table when printed, and `rows`, one a layer and class of token counts. A row has the `layer`; its
@@ -66,10 +66,14 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     rows = []
     layers = feed_forwards(model, only=only)
     _, reasons = find_layers(model, only)
+    plan = getattr(model, PLANNED, None)
+    stayed = {} if plan is None else {layer.name: layer for layer in plan.layers if layer.unchanged}
     for found in layers:
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""
-        if not isinstance(found.module, SparseFFN):
+        if found.name in stayed and not isinstance(found.module, SparseFFN):
+            state, told = "planned", chosen(stayed[found.name])
+        elif not isinstance(found.module, SparseFFN):
             why = reasons.get(found.name, "sparsify left this layer as it is, or was not called")
             told = [{"choice": str(DENSE), "why": why}]
             state = "not swapped"
@@ -79,7 +83,10 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
             state, told = "told", [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
         for row in told:
             row = {**nothing, **row, "layer": found.name, "state": state, "why": f"{row['why']}{lossy}"}
-            row["runs"] = found.module.runs(row["tokens"]) if state != "not swapped" else row["choice"]
+            row["runs"] = row["choice"]
+            if isinstance(found.module, SparseFFN):
+                row["runs"] = found.module.runs(row["tokens"])
+                row["why"] += "; its neurons lie in another order" if found.module.order else ""
             if row["runs"] != row["choice"] and row["runs"].startswith(f"{DENSE}: "):
                 row |= dict.fromkeys(("us", "x_dense", "how"))
             rows.append(row)

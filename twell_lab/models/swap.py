@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..analysis.plan import Plan
 from ..analysis.planner import plan as plan_layers
-from ..analysis.profile import FiringProfile, profile
+from ..analysis.profile import FiringProfile, count
 from ..core import InputError, TwellError
 from ..formats import TILE, WORDS, check_geometry
-from ..layers.choice import Choice
+from ..layers.choice import Choice, LayerPlan
 from ..layers.experts import Expert, Routed
-from ..layers.find import FeedForward, Only, check_model, feed_forwards, replaced, survey
-from ..layers.parts import Weights
+from ..layers.find import FeedForward, Only, check_model, feed_forwards, only_dense, replaced, survey
+from ..layers.parts import Weights, uncompiled
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops.functional import check_finite
 
+PLANNED = "twell_lab_plan"  # the attribute of a model that has the plan by which some of its layers stayed dense
 WAYS = (
     "tl.sparsify(model, batches), which profiles, plans and swaps; tl.sparsify(model, plan) with a tl.plan(...) or the "
     "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
@@ -46,7 +48,7 @@ def sparsify(
     Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
     transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
     shapes and names, and nothing is held twice. CUDA graphs of the model that were captured before have to be captured
-    anew. Optimizers, averages, masks and adapters that were made before a reordering no longer fit.
+    anew. Optimizers, averages and masks that were made before a reordering no longer fit; what is printed says so.
 
     A layer that cannot be sparse stays dense, and `twell_lab.report` says why: one that computes something else than
     the formula (each is run on a few rows beside it), has hooks, adapters or weights that kernels do not read, or lies
@@ -70,31 +72,59 @@ def sparsify(
     check_model(model)
     check_geometry(tile, words)
     told = _read(how)
+    geometry = {"tile": tile, "words": words}
     if told is None:
-        return _planned(model, how, tile=tile, words=words, only=only, tokens=tokens, calls=calls)
+        return _planned(model, how, only, tokens, calls, geometry)
     layers, _ = find_layers(model, only)
     if isinstance(told, Plan):
-        told.check_model(layers)
+        names = {layer.name for layer in layers} | {layer.name for layer in told.layers}  # others need no plan
+        told.check_model([layer for layer in feed_forwards(model, only=only) if layer.name in names])
+    return _swap(model, layers, told, geometry)
+
+
+def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geometry: dict[str, int]) -> nn.Module:
+    """Have these layers do as they are told: all of them, or none with an error that names the one it is about.
+
+    Where the plan takes torch's own dense layer for every number of tokens, that stays in its place, or comes back."""
     tied = _tied(model)
+    swapped: list[tuple[str, SparseFFN]] = []
+    undo: list[Callable[[], object]] = []
     for found in layers:
-        source = found.module
-        plan = told.layer(found.name) if isinstance(told, Plan) else told
+        source, plan = found.module, told.layer(found.name) if isinstance(told, Plan) else told
         try:
             if isinstance(source, SparseFFN):
+                undo.append(partial(source.follow, source.plan))
                 source.follow(plan)
-                continue
-            sparse = SparseFFN(source, plan=plan, tile=tile, words=words, tied=tied, probed=found.both)
+            elif not _stays(plan):
+                sparse = SparseFFN(source, plan=plan, tied=tied, probed=found.both, **geometry)
+                swapped.append((found.name, sparse))
+                undo.append(sparse.close)
         except TwellError as error:
+            for back in reversed(undo):
+                back()
             raise type(error)(f"layer {found.name!r}: {error}") from None
-        if isinstance(source, Expert):
-            source.of.add_module(found.name.rpartition(".")[2], sparse)
-            if not isinstance(vars(source.of).get("forward"), Routed):
-                Routed(source.of)
-        elif sparse.registered:
-            model = replaced(model, {source: sparse})
-        else:
+    for name, sparse in swapped:
+        if isinstance(sparse.source, Expert):
+            experts = sparse.source.of
+            experts.add_module(name.rpartition(".")[2], sparse)
+            if not isinstance(vars(experts).get("forward"), Routed):
+                Routed(experts)
+        elif not sparse.registered:
             sparse.take_seat()
+    of_their_own = [sparse for _, sparse in swapped if sparse.registered and not isinstance(sparse.source, Expert)]
+    model = replaced(model, {sparse.source: sparse for sparse in of_their_own})
+    for found in layers:
+        if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
+            model = _take_out(model, found.module)
+    vars(uncompiled(model)).pop(PLANNED, None)
+    if isinstance(told, Plan) and any(map(_stays, told.layers)):
+        vars(uncompiled(model))[PLANNED] = told
     return model
+
+
+def _stays(plan: LayerPlan | Choice) -> bool:
+    """Whether the plan of a layer leaves it as the model has it."""
+    return isinstance(plan, LayerPlan) and plan.unchanged
 
 
 def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
@@ -108,30 +138,40 @@ def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedFo
         try:
             if not isinstance(found.module, SparseFFN):
                 check_finite(Weights.of(found.gate, found.up, found.down).named())
+                if why := only_dense(found):
+                    raise InputError(why)
             able.append(found)
         except InputError as error:
             reasons[found.name] = str(error)
     return able, reasons
 
 
-def _planned(model: nn.Module, batches, *, only, tokens, calls, **how) -> nn.Module:
+def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Module:
     """Profile, plan, swap, and say so. Of several batches every second one is for timing; one alone is for counting."""
-    mode = model.training
-    model.eval()
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
-    found, timed = profile(model, batches[::2], only=only), batches[1::2] or None
-    counts = {} if tokens is None else {"tokens": tokens}
-    plan = plan_layers(found, model, batches=timed, calls=calls, only=only, **counts)
-    _, reasons = find_layers(model, only)
-    model = sparsify(model, plan, only=only, **how)
-    print("\n".join([_fires(found), plan.summary(), *_left(reasons)]))
-    return model.train(mode)
+    layers, reasons = find_layers(model, only)
+    lines = []
+    if layers:
+        names, more = {layer.name for layer in layers}, {} if tokens is None else {"tokens": tokens}
+        found, timed = count(model, layers, batches[::2], **geometry), batches[1::2] or None
+        plan = plan_layers(found, model, batches=timed, calls=calls, only=lambda name, module: name in names, **more)
+        model = _swap(model, layers, plan, geometry)
+        lines = [_fires(found), plan.summary(), *_ordered(model)]
+    print("\n".join([*lines, *_left(reasons)]))
+    return model
 
 
 def _fires(found: FiringProfile) -> str:
     shares = [layer.density for layer in found.layers if layer.tokens]
     span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
     return f"fires: {span}, counted on {found.tokens:,} tokens"
+
+
+def _ordered(model: nn.Module) -> list[str]:
+    many = sum(isinstance(m, SparseFFN) and m.order is not None for m in model.modules())
+    if not many:
+        return []
+    return [f"neurons in another order: {many} layers; optimizers, averages and masks made before no longer fit them"]
 
 
 def _left(reasons: dict[str, str]) -> list[str]:
@@ -163,6 +203,8 @@ def _read(how) -> Plan | Choice | None:
         )
     if how is None:
         raise InputError(f"sparsify was not told how; accepted: {WAYS}")
+    if not isinstance(how, Iterable):
+        raise InputError(f"how is {how!r:.200}, no batches; accepted: {WAYS}")
     return None
 
 
@@ -172,13 +214,19 @@ def densify(model: nn.Module) -> nn.Module:
     Weights get the plain layout again, and reordered neurons their own order. Hooks, parts and parameters are those
     that the sparse layer had."""
     check_model(model)
-    for module in [m for m in model.modules() if isinstance(vars(m).get("forward"), Routed)]:
-        Routed.take_off(module)
-        for name, sparse in [(name, m) for name, m in module._modules.items() if isinstance(m, SparseFFN)]:
-            sparse.close()
-            del module._modules[name]
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
-        dense = sparse.close()
-        if sparse.registered:
-            model = replaced(model, {sparse: dense})
+        model = _take_out(model, sparse)
+    vars(uncompiled(model)).pop(PLANNED, None)
     return model
+
+
+def _take_out(model: nn.Module, sparse: SparseFFN) -> nn.Module:
+    """Put the dense layer in the place of this one."""
+    dense = sparse.close()
+    if isinstance(dense, Expert):
+        others = dense.of._modules
+        del others[str(dense.number)]
+        if not any(isinstance(other, SparseFFN) for other in others.values()):
+            Routed.take_off(dense.of)
+        return model
+    return replaced(model, {sparse: dense}) if sparse.registered else model

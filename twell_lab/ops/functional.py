@@ -94,13 +94,17 @@ def ffn(
     (`train.train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
     transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
     silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
-    checked. backend: "simulator" runs the portable kernels on CPU tensors in twell_lab.simulator. Raises InputError for
-    arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
+    checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in twell_lab.simulator. Raises
+    InputError for arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
     check_geometry(tile, words)
     tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
     check_path(path, hot, up.shape[0])
+    if not isinstance(acts, Activation):
+        raise InputError(f"acts is a {type(acts).__name__}; an Activation is accepted")
     acts.check(gate is not None)
     if checks.check_backend(backend, *tensors):
+        if acts != RELU:
+            raise InputError(f"backend 'simulator' got {acts}; a ReLU is accepted")
         from . import dispatch
 
         rows, gate, up, down, *biases = tensors
@@ -167,6 +171,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
 
 
+@torch.no_grad()
 def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Compute packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
@@ -188,6 +193,7 @@ def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, back
     return run(kernel.down, packed.packed, None, tail, down_t, bias, packed.shape[1], packed.tile)
 
 
+@torch.no_grad()
 def packed_gated(
     x: Tensor,
     packed: TwELL,

@@ -11,9 +11,8 @@ Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training
 both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
 
 **Under a sparse layer** (twell_lab.sparsify) nothing else is needed: it reads the model's own parameters, however they
-are stored. An adapter that was made before `sparsify` put a layer's neurons in another order no longer fits that layer:
-densify first, or make the adapter afterwards. Layers that own another representation (INT8, 2:4, blocks) do not follow
-what is written.
+are stored. Where `sparsify` put a layer's neurons in another order, `switch` writes where they lie now: an Adapter is
+always one of the dense model. Layers that own another representation (INT8, 2:4, blocks) do not follow what is written.
 
 `switching` measures it beside fusing and unfusing a LoRA of as many parameters, W += B A, which writes all of W."""
 
@@ -26,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
+from ..layers import storage
 from ..layers.find import check_model
+from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
 from .magnitude import check_sparsity, kept_of
 
@@ -117,14 +118,19 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         if there != wanted or hasattr(weight, "device_mesh"):
             shown = "{} {} on {}".format
             raise InputError(f"{name} is {shown(*there)}; accepted: {shown(*wanted)}, whole")
-    before = {}
+    before, lies = {}, {}
+    for layer in model.modules():
+        if isinstance(layer, SparseFFN) and layer.order is not None:
+            lies.update(storage.rows_and_columns(layer.parts, layer.order))
     for name, change in adapter.changes.items():
         weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
-        bits, at = (
+        bits, dense = (
             weight.view(_BITS[weight.itemsize]),
             (change.places // change.shape[1], change.places % change.shape[1]),
         )
+        now = lies.get(id(weight), (None, None))
+        at = tuple(old if new is None else new[old] for old, new in zip(dense, now))
         before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
         bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.

@@ -61,7 +61,7 @@ def train(
         config: what to train, on what, and how long.
         out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints. A checkpoint is
             saved every `checkpoint_every` steps (or about every five minutes), at the end, where the loss is no finite
-            number, and on Ctrl-C, SIGTERM or SIGHUP; each replaces the one before. Under torchrun, the processes stop
+            number, and on Ctrl-C or SIGTERM; each replaces the one before. Under torchrun, the processes stop
             together, at the next row of the history. Only one run at a time trains into a folder.
         resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config
             must be the one it began with, but for the fields in checkpoint.FREE. `out` is that folder unless given.

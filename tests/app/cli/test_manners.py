@@ -1,7 +1,6 @@
 """How the command behaves around its work: the bar on a terminal, commands mistyped, busy machines, full disks, and
 texts and checkpoints that are too short."""
 
-import builtins
 import os
 import re
 import subprocess
@@ -126,25 +125,23 @@ def test_waiting_threads_sleep_where_a_busy_machine_trains(monkeypatch, load, se
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("name", [prepared.TOKENS, prepared.TOKENIZER, prepared.MANIFEST])
+@pytest.mark.parametrize("name", [prepared.UNFINISHED, prepared.TOKENIZER, prepared.MANIFEST])
 def test_a_disk_that_is_full_when_a_text_is_prepared_is_one_line(text, tmp_path, capsys, monkeypatch, name):
     """Each file in turn is one that takes nothing; what is written into a buffer fails when the file is closed."""
 
-    def opened(path, mode="r", *rest):
-        return (
-            builtins.open("/dev/full", "wb") if Path(path).name == f"{name}.part" else builtins.open(path, mode, *rest)
-        )
+    def opened(path, mode):
+        return open("/dev/full" if Path(path).name == name else path, mode)
 
-    def write_bytes(self, data):
+    def write_text(self, content, encoding):
         with opened(self, "wb") as file:
-            return file.write(data)
+            file.write(content.encode(encoding))
 
     monkeypatch.setattr(prepared, "open", opened, raising=False)
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(Path, "write_text", write_text)
     folder = tmp_path / "lines"
     folder.mkdir()
     for number in range(20):
-        (folder / f"{number:02}.txt").write_text("a few words in one of the files\n" * 20)
+        (folder / f"{number:02}.txt").write_bytes(b"a few words in one of the files\n" * 20)
     assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert "No space left" in told and told.startswith("twell-lab: cannot prepare a text") and told.count("\n") == 1

@@ -295,7 +295,7 @@ def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, 
     for name in ("00-a", "01-b"):
         notebook = {"cells": [{"cell_type": "code", "source": ["x = 1"]}], "nbformat": 4}
         (tmp_path / f"{name}.ipynb").write_text(json.dumps(notebook, indent=1))
-    monkeypatch.setattr(walk.folders, "notebooks_dir", lambda: tmp_path)
+    monkeypatch.setattr(walk.core, "notebooks_dir", lambda: tmp_path)
     same = walk.code_hash(tmp_path / "00-a.ipynb")
     rows = [{"path": "00-a.ipynb", "ms": 12000.0, "code": same}, {"path": "01-b.ipynb", "ms": 3000.0, "code": "old"}]
     old = record("course", 1, [{**rows[0], "ms": 1.0}])

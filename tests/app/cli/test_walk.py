@@ -17,7 +17,7 @@ CELLS = {
 
 @pytest.fixture
 def notebooks(tmp_path, monkeypatch):
-    monkeypatch.setattr(walk.folders, "notebooks_dir", lambda: tmp_path)
+    monkeypatch.setattr(walk.core, "notebooks_dir", lambda: tmp_path)
     for name, sources in CELLS.items():
         cells = [new_markdown_cell("# words"), *map(new_code_cell, sources)]
         nbformat.write(new_notebook(cells=cells), tmp_path / name)

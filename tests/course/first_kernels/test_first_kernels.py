@@ -64,13 +64,13 @@ def test_a_layer_runs_both_kernels():
 
 
 def test_an_altered_copy_keeps_its_line_numbers(tmp_path):
-    original = (kernels.folders.kernels_dir() / "smxx_gated.cu").read_text()
+    original = (kernels.core.kernels_dir() / "smxx_gated.cu").read_text()
     barrier = " " * 12 + "__syncthreads();"
     first, second = (kernels.altered("smxx_gated.cu", barrier, "", tmp_path / f"{i}.cu", i).read_text() for i in (1, 2))
     assert first != second and all(text.count("\n") == original.count("\n") for text in (first, second))
     assert all(text.count(barrier) == original.count(barrier) - 1 for text in (first, second))
     both = kernels.altered("smxx_pack.cu", "++count;\n        if", "if", tmp_path / "two.cu").read_text()
-    assert both.count("\n") == (kernels.folders.kernels_dir() / "smxx_pack.cu").read_text().count("\n")
+    assert both.count("\n") == (kernels.core.kernels_dir() / "smxx_pack.cu").read_text().count("\n")
     for which in (0, 9):
         with pytest.raises(InputError, match="occurs"):
             kernels.altered("smxx_gated.cu", barrier, "", tmp_path / "x.cu", which)

@@ -171,9 +171,9 @@ def test_a_checkpoint_that_is_not_there_is_told():
 
 
 def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):
-    small = course.folders.data_dir() / "checkpoints" / "small"
+    small = course.core.data_dir() / "checkpoints" / "small"
     shutil.copytree(small, tmp_path / "checkpoints" / "small")
-    monkeypatch.setattr(course.folders, "data_dir", lambda: tmp_path)
+    monkeypatch.setattr(course.core, "data_dir", lambda: tmp_path)
     assert course.checkpoints() == ["small"]
     assert course.checkpoint("small").config.d_ff == 512
     with pytest.raises(course.StackError, match="'sparse' is not in an installed package.*'small' is here"):

@@ -24,7 +24,6 @@ from twell_lab import core, records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
-from twell_lab.cuda import compile as compiler
 from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator import toolchain
@@ -33,7 +32,7 @@ from twell_lab.training.text import prepared, source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
 # A digest covers these files: damage is always noticed, or makes no difference.
-GUARDED = ("cubin", "simulator")
+GUARDED = ("simulator",)
 
 
 @cache
@@ -141,7 +140,7 @@ def _make_record(folder: Path) -> None:
 
 
 def _read_record(folder: Path):
-    with mock.patch.object(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64}):
+    with mock.patch.object(records, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64}):
         rows = records.flat_rows(records.load_all(folder))
         records.table(rows, dict.fromkeys(records.FLAT_KEYS, "x"))
         json.dumps(rows, allow_nan=False)
@@ -213,21 +212,6 @@ def _read_metrics(folder: Path):
     return [sorted(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-_IMAGE = bytes(range(256)) * 20
-
-
-def _cubin(folder: Path) -> bytes:
-    """The image that a cache in this folder gives; where it has none, the compiler's, which is the right one too."""
-    fake = mock.Mock(return_value=(_IMAGE, "ptxas info"))
-    with (
-        mock.patch.object(compiler, "compiler", lambda: (12, 9)),
-        mock.patch.object(compiler, "_run_nvrtc", fake),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        return compiler.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
-
-
 def _make_simulator(folder: Path) -> None:
     if simulator.available():
         _simulator(folder, None)
@@ -272,7 +256,6 @@ KINDS = {
     "thresholds": (_make_thresholds, _read_thresholds, 4),
     "tour": (_make_tour, _read_tour, 3),
     "metrics": (_make_metrics, _read_metrics, 1),
-    "cubin": (_cubin, _cubin, 4),
     "simulator": (_make_simulator, _read_simulator, 3),
 }
 

@@ -23,10 +23,10 @@ from tests.simulator import cases
 from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator
-from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
 from twell_lab.ops.down import ANY_NUMBER
 from twell_lab.simulator import Program
+from twell_lab.simulator import program as programs
 from twell_lab.sparsities.quantised import round_rows
 
 BF16 = {"VALUE_BF16": True}
@@ -186,22 +186,22 @@ def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> 
 def pooled(program: Program, name: str, version: int, layer: Pooled, most: int) -> None:
     """As the launch layer has it, with this program in the place of its own; of two passes the other is not a
     mutant."""
-    ours, sizes = launcher._launch, program.defines
+    ours, sizes = programs.launch, program.defines
 
-    def in_its_place(kernel, device, grid, arguments):
-        if kernel.name in program.kernels:
-            launch(program, kernel.name, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
+    def in_its_place(file, kernel, macros, grid, block, arguments, shared=0):
+        if kernel in program.kernels:
+            launch(program, kernel, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
         else:
             with simulator.watching("faults"):  # it reads what a mutant wrote
-                ours(kernel, device, grid, arguments)
+                ours(file, kernel, macros, grid, block, arguments, shared)
 
-    launcher._launch = in_its_place
+    programs.launch = in_its_place
     try:
         layer.check(name, version, most)
     except AssertionError as error:
         raise Differs from error
     finally:
-        launcher._launch = ours
+        programs.launch = ours
 
 
 @cache

@@ -10,16 +10,15 @@ from contextlib import nullcontext
 import pytest
 
 from tests.nightly.mutants.mutant_battery import DEFINES as INFERENCE
-from tests.simulator.launches import LAUNCHES
+from tests.simulator.launches import SIMULATED, launch
 from twell_lab import core, simulator
 from twell_lab.core import TwellError
-from twell_lab.cuda import registry
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 BARRIER = "__syncthreads();"
 
 
-FILES = [kernel.file for kernel in registry.KERNELS.values() if kernel.simulated and kernel.file not in INFERENCE]
+FILES = [f"{name}.cu" for name in SIMULATED if f"{name}.cu" not in INFERENCE]
 HEADERS = {"lost_rows.cuh": "smxx_train_lost.cu"}  # and a file that includes it
 # (file, what stands before it): why nothing can be noticed.
 SPARE = {
@@ -56,16 +55,16 @@ def test_every_barrier_is_found():
 
 
 @pytest.mark.parametrize("kernel", FILES)
-def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path, monkeypatch):
+def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path):
     for name in (kernel, *HEADERS):
         (tmp_path / name).write_text((core.kernels_dir() / name).read_text())
     with simulator.watching("faults", replace={kernel: tmp_path / kernel}) as runs:
-        LAUNCHES[kernel.removesuffix(".cu")](monkeypatch)
+        launch(kernel.removesuffix(".cu"))
     assert runs
 
 
 @pytest.mark.parametrize("file, at", barriers())
-def test_a_deleted_barrier_is_noticed(file, at, tmp_path, monkeypatch):
+def test_a_deleted_barrier_is_noticed(file, at, tmp_path):
     kernel = HEADERS.get(file, file)
     text = (core.kernels_dir() / file).read_text()
     (tmp_path / file).write_text(text[:at] + text[at + len(BARRIER) :])
@@ -74,4 +73,4 @@ def test_a_deleted_barrier_is_noticed(file, at, tmp_path, monkeypatch):
     spare = any(file == name and text[:at].endswith(before) for name, before in SPARE)
     noticed = nullcontext() if spare else pytest.raises((TwellError, AssertionError))
     with noticed, simulator.watching("faults", replace={kernel: tmp_path / kernel}):
-        LAUNCHES[kernel.removesuffix(".cu")](monkeypatch)
+        launch(kernel.removesuffix(".cu"))

@@ -66,10 +66,10 @@ def told(result):
     return y, l1, kept.masked_fill(l1.isnan(), 0), *gradients
 
 
-def case(name, dtype, *sizes, operation=step, sources=ROWS_ALL, oldest=(7, 5), **how):
+def case(name, dtype, *sizes, operation=step, sources=ROWS_ALL, oldest=(7, 5), long=False, **how):
     made = f"train {name}: {dtype}, {' x '.join(map(str, sizes[:3]))}, {'gated' if sizes[3] else 'plain'}"
     draw, exact = partial(layer, *sizes[:3], dtype, sizes[3], **how), partial(reference, dtype=dtype)
-    return Case(made, sources, draw, operation, exact, train_rows.TOLERANCE, reads=told, oldest=oldest)
+    return Case(made, sources, draw, operation, exact, train_rows.TOLERANCE, reads=told, oldest=oldest, long=long)
 
 
 def list_case(name, dtype, tokens, d_ff, capacity, few, most, **how):
@@ -157,7 +157,9 @@ CASES = [
         for dtype in (BF16, FP16)
         for gated in (True, False)
     ),
-    case("beyond tensor cores", BF16, 700, 264, 520, True, rows="all", sources=(*TENSOR, train_lost.WEIGHTS)),
+    case(
+        "beyond tensor cores", BF16, 700, 264, 520, True, rows="all", sources=(*TENSOR, train_lost.WEIGHTS), long=True
+    ),
     list_case("light", BF16, 40, 1000, 10_000, 10_000, 0),
     list_case("spoilt", FP16, 40, 1000, 10_000, 10_000, 0, rows="some spoilt"),
     list_case("heavy", BF16, 50, 3000, 60_000, 10_000, 0, rate=1.3),
