@@ -232,8 +232,8 @@ def test_two_four_with_int8():
 def test_a_layer_of_int8_is_one_sequence_with_the_bits_of_its_products(tokens, bias, monkeypatch):
     dense = layer_of("int8", bias=bias)
     sparse, x = SparseFFN(dense, plan=Choice("int8")), normal(tokens, D_MODEL)
-    assert sparse.forms["int8"].rows is not None
     y = sparse(x)
+    assert sparse.forms["int8"].rows is not None
     assert_unwaiting_and_captured(lambda: sparse(x))
     monkeypatch.setattr(int8, "MOST_TOKENS", 0)
     monkeypatch.setattr(int8_file, "has_kernel", lambda *given: False)

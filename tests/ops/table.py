@@ -142,7 +142,8 @@ def check(case: Case, device: str) -> None:
         return
     wide = moved(arguments, lambda t: t.double() if t.is_floating_point() else t)
     exact = _listed(case.reads(case.reference(*wide)))
-    dense = _listed(case.reads((case.dense or case.reference)(*arguments)))
+    beside = (case.dense or case.reference)(*moved(arguments, lambda t: t.to(device)))  # torch, on the same device
+    dense = _listed(case.reads(moved(beside, lambda t: t.cpu())))
     assert len(results[0]) == len(exact) == len(dense)
     for found, beside, right in zip(results[0], dense, exact):
         assert found.dtype == beside.dtype and found.shape == right.shape

@@ -319,13 +319,23 @@ def _counted(taken: Counter[str]) -> str:
     return ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
 
 
+def _tensors_in(form: object) -> Iterator[Tensor]:
+    """Yield the tensors of another representation of weights, also of those that it is made of."""
+    if isinstance(form, Tensor):
+        yield form
+    elif isinstance(form, (tuple, list)):
+        for part in form:
+            yield from _tensors_in(part)
+    elif not isinstance(form, TwellError):
+        held = getattr(form, "keywords", None) or getattr(form, "__dict__", {})
+        yield from _tensors_in([*getattr(form, "args", ()), *held.values()])
+
+
 def weight_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters and buffers, each piece of memory once; the copies that sparse layers hold are
-    buffers, but for forms of the weights."""
-    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
+    """The bytes of a model's parameters, buffers and other forms of its weights, each piece of memory once."""
     forms = [form for each in model.modules() if isinstance(each, SparseFFN) for form in each.forms.values()]
-    converted = sum(form.nbytes for form in forms if not isinstance(form, TwellError))
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) + converted
+    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers(), *_tensors_in(forms))]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 # ---- the rows ----

