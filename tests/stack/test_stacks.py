@@ -65,7 +65,8 @@ def test_the_pins_of_colab_are_what_colab_has():
 
 
 def test_the_librarys_own_dependencies_are_bounded_from_below_only():
-    assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
+    wanted = {"torch", "numpy", "safetensors", "tqdm", "jinja2", "filelock", "platformdirs"}
+    assert {canonicalize_name(r.name) for r in requirements()} == wanted
     for requirement in requirements():
         assert [bound.operator for bound in requirement.specifier] == [">="], requirement
 

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from ..core import InputError, TwellError
 from ..layers.choice import LOSSY, Choice, LayerPlan
 from ..layers.find import feed_forwards
 from ..layers.paths import PATHS
+from ..layers.paths.path import Converted
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import layer_terms
@@ -309,6 +312,8 @@ class Models:
             plans = [each.plan for each in model.model.modules() if isinstance(each, SparseFFN)]
             told = [each if isinstance(each, Choice) else each.choice(tokens) for each in plans]
             taken = Counter(each.path if each.hot else str(each) for each in told)
+            if len(told) < len(self.layers):
+                taken["dense"] += len(self.layers) - len(told)  # not swapped: nothing is faster
             found[name] = {"weight_bytes": weight_bytes(model.model), "choice": _counted(taken)}
             found[name] |= {"layer_error": round(self.off[name], 9)} if name in self.off else {}
             found[name + COMPILED_TOO] = {"choice": _counted(taken)}
@@ -319,23 +324,37 @@ def _counted(taken: Counter[str]) -> str:
     return ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
 
 
-def _tensors_in(form: object) -> Iterator[Tensor]:
-    """Yield the tensors of another representation of weights, also of those that it is made of."""
-    if isinstance(form, Tensor):
-        yield form
-    elif isinstance(form, (tuple, list)):
-        for part in form:
-            yield from _tensors_in(part)
-    elif not isinstance(form, TwellError):
-        held = getattr(form, "keywords", None) or getattr(form, "__dict__", {})
-        yield from _tensors_in([*getattr(form, "args", ()), *held.values()])
-
-
 def weight_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters, buffers and other forms of its weights, each piece of memory once."""
-    forms = [form for each in model.modules() if isinstance(each, SparseFFN) for form in each.forms.values()]
-    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers(), *_tensors_in(forms))]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    """Count the bytes of a model's parameters and buffers, and of the forms of weights that its sparse layers compute
+    with, each piece of memory once."""
+    forms = [
+        path.form(layer, layer.weights())
+        for layer in model.modules()
+        if isinstance(layer, SparseFFN)
+        for _, choice in layer.choices
+        if isinstance(path := PATHS[choice.path], Converted)
+    ]
+    tensors = [*model.parameters(), *model.buffers(), *_tensors(forms, set())]
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(thing: Any, passed: set[int]) -> Iterator[Tensor]:
+    """The tensors in containers, objects and what functions close over; `passed` has the ids of what was looked at."""
+    if isinstance(thing, Tensor):
+        if thing.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (thing.crow_indices(), thing.col_indices(), thing.values())
+        elif thing.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from (thing.ccol_indices(), thing.row_indices(), thing.values())
+        else:
+            yield thing
+    elif id(thing) not in passed and not isinstance(thing, (type, ModuleType, TwellError)):
+        passed.add(id(thing))
+        parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (tuple, list)) else ()
+        closed = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+        bound = (thing.func, thing.args, thing.keywords) if isinstance(thing, partial) else ()
+        for part in (*parts, *closed, *bound, *getattr(thing, "__dict__", {}).values()):
+            yield from _tensors(part, passed)
 
 
 # ---- the rows ----

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..core import InputError
+from ..core import InputError, TwellError
 from ..formats import TILE, WORDS, check_geometry
 from ..ops import checks, functional
 from ..ops.checks import plain_eager
@@ -266,7 +266,10 @@ class SparseFFN(nn.Module, StandIn):
             what = self.formula["cut"] or kind_of(self.formula["acts"])
             others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
             raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
-        path.fitted(self.weights())
+        try:
+            path.fitted(self.weights())
+        except TwellError as error:
+            raise type(error)(f"path {name!r}: {error}") from None
 
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights as they were."""
