@@ -119,8 +119,8 @@ def without_any_ptx(case: Case):
     return simulator.watching(None, replace={file: without_ptx(file) for file in files}) if files else nullcontext()
 
 
-def check(case: Case, device: str) -> None:
-    """Run a case on "cpu" (the simulator) or "cuda" twice, and compare: with its reference, and both runs."""
+def run_twice(case: Case, device: str) -> tuple[tuple, list[Tensor]]:
+    """Run a case on "cpu" (the simulator) or "cuda" twice, compare both runs, and return (arguments, results)."""
     if device == "cuda":
         here = capability(torch.cuda.current_device())
         if here < case.oldest or not all(source.runs_on(here) for source in case.sources):
@@ -133,10 +133,16 @@ def check(case: Case, device: str) -> None:
         results.append(_listed(case.reads(moved(result, lambda t: t.cpu()))))
     for first, second in zip(*results):
         assert first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)), "two runs differ"
+    return arguments, results[0]
+
+
+def check(case: Case, device: str) -> None:
+    """Run a case on "cpu" or "cuda" twice, and compare: both runs, and the results with those of its reference."""
+    arguments, results = run_twice(case, device)
     if not case.tolerance:
         wanted = _listed(case.reads(case.reference(*arguments)))
-        assert len(wanted) == len(results[0])
-        for found, right in zip(results[0], wanted):
+        assert len(wanted) == len(results)
+        for found, right in zip(results, wanted):
             assert found.dtype == right.dtype and torch.equal(found.isnan(), right.isnan())
             assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
         return
@@ -144,8 +150,8 @@ def check(case: Case, device: str) -> None:
     exact = _listed(case.reads(case.reference(*wide)))
     beside = (case.dense or case.reference)(*moved(arguments, lambda t: t.to(device)))  # torch, on the same device
     dense = _listed(case.reads(moved(beside, lambda t: t.cpu())))
-    assert len(results[0]) == len(exact) == len(dense)
-    for found, beside, right in zip(results[0], dense, exact):
+    assert len(results) == len(exact) == len(dense)
+    for found, beside, right in zip(results, dense, exact):
         assert found.dtype == beside.dtype and found.shape == right.shape
         if not found.is_floating_point():
             assert torch.equal(found, right)

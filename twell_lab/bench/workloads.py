@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
@@ -346,6 +347,8 @@ def _tensors(thing: Any, passed: set[int]) -> Iterator[Tensor]:
             yield from (thing.crow_indices(), thing.col_indices(), thing.values())
         elif thing.layout in (torch.sparse_csc, torch.sparse_bsc):
             yield from (thing.ccol_indices(), thing.row_indices(), thing.values())
+        elif is_traceable_wrapper_subclass(thing):  # torch's 2:4 tensors, which have no memory of their own
+            yield from _tensors([getattr(thing, name) for name in thing.__tensor_flatten__()[0]], passed)
         else:
             yield thing
     elif id(thing) not in passed and not isinstance(thing, (type, ModuleType, TwellError)):

@@ -66,9 +66,15 @@ def layer(tokens, d_model, d_ff, gated=True, dtype=BF16, kind="relu", hidden=2.2
 
     def reference(x, gate_t, up_t, down_t, gate_bias, up_bias, down_bias):
         weights = (up_t, None, up_bias) if gate_t is None else (gate_t, up_t, gate_bias, up_bias)
-        h = kept_inputs.reference(x, *weights, threshold=kept.inputs, kind=kept.kind)
-        h = h.to(dtype).to(h.dtype)  # which of it is kept is asked of the rounded value
-        return kept_inputs.reference(h, down_t, None, down_bias, threshold=kept.hidden)
+        of_x = partial(kept_inputs.reference, threshold=kept.inputs)
+        h = of_x(x, *weights, kind=kept.kind)
+        # Which of h is kept is asked of what is rounded: the gate, and then its product with up.
+        x, *weights = (t if t is None else t.double() for t in (x, *weights))
+        seen = of_x(x, weights[0], None, weights[2], kind=kept.kind).to(dtype)
+        if gate_t is not None:
+            seen = (seen.double() * of_x(x, weights[1], None, weights[3])).to(dtype)
+        h = h.masked_fill(seen.abs() < kept.hidden, 0)
+        return kept_inputs.reference(h, down_t, None, down_bias, threshold=0.0)
 
     return Case(
         named("kept_inputs, a layer:", dtype, tokens, d_model, d_ff, kind, "plain" * (not gated)),
