@@ -206,7 +206,7 @@ def test_a_wheel_has_the_smallest_model_alone(monkeypatch, tmp_path):
     folder = tmp_path / "checkpoints" / "small"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"layers": 4}')
-    monkeypatch.setattr(comparison.folders, "data_dir", lambda: tmp_path)
+    monkeypatch.setattr(comparison.core, "data_dir", lambda: tmp_path)
     assert comparison.shipped() == {"small": 4}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import twell_lab as tl
 from twell_lab.app import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def test_the_example_of_a_model_of_ones_own_runs(own_model, capsys):
     names = {}
     exec(compile(example, "library.md", "exec"), names)
     assert "model.decoder.layers.0" in capsys.readouterr().out
-    assert sum(type(module).__name__ == "SparseFFN" for module in names["model"].modules()) == 2
+    assert {row["state"] for row in tl.report(names["model"]).rows} == {"planned"}
 
 
 def test_the_commands_for_a_model_of_ones_own_run(own_model, capsys):

@@ -124,11 +124,12 @@ def plain(
 
 def layer(x, gate, up, down, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
     """Compute a layer: x [tokens, d_model] -> [tokens, d_model]; gate None for a plain layer. down: [d_model, d_ff],
-    fastest where it is stored transposed."""
+    fastest where it is stored transposed. There torch's layer, which is stored as it was, adds in another order."""
+    follow = down.is_contiguous() or acts != RELU
     if gate is None:
-        return plain(linear(x, up, up_bias), down, down.t(), down_bias, x, (up, up_bias), acts=acts)
+        return plain(linear(x, up, up_bias), down, down.t(), down_bias, x, (up, up_bias), follow, acts)
     first = linear(x, gate, gate_bias)
-    return gated(x, first, up, down, down.t(), up_bias, down_bias, (gate, gate_bias), acts=acts)
+    return gated(x, first, up, down, down.t(), up_bias, down_bias, (gate, gate_bias), follow, acts)
 
 
 def _entries(gate: Tensor, acts: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:
