@@ -53,7 +53,7 @@ def test_the_reference_has_the_face_of_the_library(site):
     for name in ("sparsify", "profile", "plan", "SparseFFN", "TrainConfig", "pack"):
         assert re.search(rf'id="twell_lab\.[\w.]*\.{name}"', page), name
     listed = page[page.index("<table") : page.index("</table>")]
-    assert re.search(r'href="#[\w.]+\.sparsify"><code>tl\.sparsify</code></a></td>\s*<td>Swap every ReLU', listed)
+    assert re.search(r'href="#[\w.]+\.sparsify"><code>tl\.sparsify</code></a></td>\s*<td>Swap the ReLU', listed)
     assert listed.count("href=") == len(re.findall(r'<h2 id="twell_lab\.', page))
 
 
