@@ -15,7 +15,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -109,7 +108,7 @@ class Record:
         _check(self)
 
     def __str__(self) -> str:
-        """What was measured, a line for each measurement. Where there are several workloads, or a model was also
+        """Return what was measured, a line for each measurement. Where there are several workloads, or a model was also
         measured without its head, a line says which."""
         measured = [row for row in self.rows if "kind" in row]
         told = f"{self.name}, {self.date}: {self.purpose}"
@@ -215,7 +214,7 @@ def _matches(pattern: str) -> Callable[[Any], bool]:
 
 
 def _is_number(value) -> bool:
-    """Whether it is a number that can be measured: finite, and below the bound of what tensors hold."""
+    """Return whether it is a number that can be measured: finite, and below the bound of what tensors hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
 
 
@@ -279,21 +278,33 @@ def kernel_hashes() -> dict[str, str]:
 
     Raises RecordError for a source of kernels/ that no file of ops/ declares."""
     from .cuda.compile import with_headers
-    from .ops import kernels
 
-    files = kernels.files()
-    undeclared = {path.stem for path in core.kernels_dir().glob("*.cu")} - set(files)
+    hashes = {}
+    for path in sorted(Path(__file__).with_name("ops").glob("*.py")):
+        tree = ast.parse(path.read_bytes())
+        names = _declared(tree)
+        code = _without_docstrings(tree) if names else ""
+        for name in names:
+            texts = [_code_only(text) for _, text in sorted(with_headers(f"{name}.cu").items())]
+            digest = hashlib.sha256()
+            for part in (*texts, code):
+                digest.update(len(part).to_bytes(8, "little") + part.encode())
+            hashes[name] = digest.hexdigest()
+    undeclared = {path.stem for path in core.kernels_dir().glob("*.cu")} - set(hashes)
     if undeclared:
         raise RecordError(f"{min(undeclared)}.cu is in kernels/, and no file of ops/ declares it")
-    hashes = {}
-    for name, module in files.items():
-        texts = [_code_only(text) for _, text in sorted(with_headers(f"{name}.cu").items())]
-        tree = _without_docstrings(ast.parse(Path(sys.modules[module].__file__ or "").read_bytes()))
-        digest = hashlib.sha256()
-        for part in (*texts, tree):
-            digest.update(len(part).to_bytes(8, "little") + part.encode())
-        hashes[name] = digest.hexdigest()
     return hashes
+
+
+def _declared(tree: ast.Module) -> list[str]:
+    """List the kernels that a file declares: its top-level `NAME = Source("kernel", ...)`. The file is read and not
+    imported, so that records can be drawn where torch is not installed."""
+    calls = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    return [
+        str(ast.literal_eval(call.args[0]))
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "Source"
+    ]
 
 
 def _code_only(text: str) -> str:
@@ -440,12 +451,12 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
 
 
 def is_cpu(device: str) -> bool:
-    """Whether a row's device name means the CPU."""
+    """Return whether a row's device name means the CPU."""
     return device.lower().startswith("cpu")
 
 
 def stale(record: Record) -> bool:
-    """Whether the kernels that ran for this record have changed since.
+    """Return whether the kernels that ran for this record have changed since.
 
     True where the sources or launch code of a kernel that ran are different now, or are gone. A record of schema 1 does
     not say which kernels ran, so it is stale unless its notes say under "kernels" that they were off.

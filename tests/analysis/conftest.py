@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.threads import one_thread  # noqa: F401
 from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.profile import profile
 from twell_lab.ops import clock
@@ -14,14 +15,6 @@ from twell_lab.ops import clock
 H100 = Rates(
     "an H100's, rounded", "bfloat16", bandwidth=3.0e12, l2=7.4e12, matmul=7.0e14, launch=2.5e-6, cache=50_000_000
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cuda import declared
-from twell_lab import core, simulator
+from twell_lab import core, records, simulator
 from twell_lab.core import StackError
 from twell_lab.cuda import compile as compiler
 from twell_lab.ops import kernels
@@ -19,7 +19,7 @@ except StackError as error:
 
 def test_every_file_is_declared():
     assert {f"{name}.cu" for name in kernels.sources()} == {path.name for path in core.kernels_dir().glob("*.cu")}
-    assert set(kernels.files()) == set(kernels.sources())
+    assert set(records.kernel_hashes()) == set(kernels.sources())
 
 
 @pytest.mark.parametrize("name", kernels.sources())

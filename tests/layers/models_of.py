@@ -45,7 +45,7 @@ WAVES = dict(
     layerdrop=0.0,
 )
 EXPERTS = LLAMA | dict(moe_intermediate_size=24, num_experts_per_tok=2)
-DEEPSEEK = EXPERTS | dict(
+LATENT = dict(
     n_routed_experts=4,
     n_group=1,
     topk_group=1,
@@ -56,6 +56,7 @@ DEEPSEEK = EXPERTS | dict(
     qk_nope_head_dim=8,
     v_head_dim=8,
 )
+DEEPSEEK = EXPERTS | LATENT
 
 # The class of the model, and its configuration.
 MODELS = {

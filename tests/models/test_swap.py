@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import twell_lab as tl
 from tests.layers import models_of
 from tests.models.thresholds import models_of as smooth
+from tests.threads import one_thread  # noqa: F401
 from twell_lab.analysis import planner, trials
 from twell_lab.analysis.costs import Rates
 from twell_lab.core import InputError, RecordError
@@ -33,14 +34,6 @@ def ours(d_ff: int = 300, layers: int = 3) -> LanguageModel:
 MODELS = {"ours": ours} | {
     name: lambda name=name: models_of.build(name).requires_grad_(False) for name in ("Llama", "OPT", "GPT-2", "Mixtral")
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=MODELS)

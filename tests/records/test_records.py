@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from twell_lab import core, records
 from twell_lab.core import RecordError
-from twell_lab.ops import pack
 
 ROW = {
     "kind": "ffn_forward",
@@ -315,14 +313,14 @@ def test_only_counts_are_evidence(tmp_path, tests):
 @pytest.fixture
 def hash_of(tmp_path, monkeypatch):
     """Returns the hash of smxx_pack after texts of its source, a header or its file of ops/ were replaced."""
-    copied, operation = tmp_path / "kernels", tmp_path / "pack.py"
+    copied, operations = tmp_path / "kernels", tmp_path / "ops"
     shutil.copytree(core.kernels_dir(), copied)
-    shutil.copy(pack.__file__, operation)
+    shutil.copytree(Path(records.__file__).with_name("ops"), operations)
     monkeypatch.setattr(core, "kernels_dir", lambda: copied)
-    monkeypatch.setattr(sys.modules[pack.__name__], "__file__", str(operation))
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
 
     def changed(file="smxx_pack.cu", old="", new="") -> str:
-        path = operation if file == "pack.py" else copied / file
+        path = (operations if file == "pack.py" else copied) / file
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new, 1))

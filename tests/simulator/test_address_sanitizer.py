@@ -91,7 +91,7 @@ def kernels() -> None:
     with simulator.watching("address") as runs:
         for version in (1, 2, 3, 4):
             cases.check_pack(gate, 16, 5, version)
-            cases.check_pack(gate[:, :83], 16, 5, min(version, 2))
+            cases.check_pack(gate[:, :83].contiguous(), 16, 5, min(version, 2))
             for source in layer.sources:
                 assert layer.gated_error(layer.gated(version, *source)) <= 1
                 if version < 4:

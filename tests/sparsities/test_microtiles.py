@@ -36,6 +36,7 @@ def test_tiles_hold_the_matrix_and_their_product_is_the_dense_one(case, n):
         columns = tiles.columns[stripe, : tiles.counts[stripe]]
         assert columns.tolist() == (rows != 0).any(0).nonzero()[:, 0].tolist()
     assert torch.equal(tiles.to_dense(), a) and tiles == find_microtiles(a.t().contiguous().t(), height)
+    assert tiles.nnz == len(tiles.entries()[0]) >= int((a != 0).sum())
     if n:
         b = torch.randint(-4, 5, (a.shape[1], n)).to(a.dtype)
         c = product(tiles, b)

@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What was found, and what that means for a plan, in one sentence."""
+        """Return what was found, and what that means for a plan, in one sentence."""
         rows = [row for row in self.rows if row["ratio"] is not None]
         if not rows:
             return "No layer fired in both profiles: there is nothing to compare."

@@ -200,7 +200,7 @@ class _Weighed:
 
     @property
     def kind(self) -> tuple:
-        """What layers must have in common to share trials."""
+        """Return what layers must have in common to share trials."""
         layer, found = self.layer, self.found
         form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, tuple(self.paths)
         if found is None:

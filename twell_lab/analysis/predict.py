@@ -132,8 +132,8 @@ def predict(
     tokens: Iterable[int] = _TOKENS,
     kind: str = "lognormal",
 ) -> list[dict]:
-    """What one layer should take on a GPU, by the GPU's own time: a row for each number of tokens and path, with the
-    best hot size of hot/cold.
+    """Return what one layer should take on a GPU, by the GPU's own time: a row for each number of tokens and path, with
+    the best hot size of hot/cold.
 
     Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
     what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes), read_mb (of
@@ -242,7 +242,8 @@ def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
-    """How far off predictions are where a layer was measured: a row for each recorded GPU that data/gpus.json knows.
+    """Return how far off predictions are where a layer was measured: a row for each recorded GPU that data/gpus.json
+    knows.
 
     Rows: gpu, layers (how many were compared: those of drawn workloads in records of inference, on each path by itself,
     of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by

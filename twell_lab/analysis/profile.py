@@ -89,12 +89,12 @@ class LayerProfile:
 
     @property
     def dead(self) -> int:
-        """How many neurons fired at no token at all."""
+        """Return how many neurons fired at no token at all."""
         return (self.neuron_counts == 0).sum().item()
 
     @property
     def always_on(self) -> int:
-        """How many neurons fired at every token; 0 where there was none."""
+        """Return how many neurons fired at every token; 0 where there was none."""
         return (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0
 
     @property
@@ -111,16 +111,16 @@ class LayerProfile:
 
     @property
     def neighbours_by_chance(self) -> float:
-        """What `neighbours_share` would be if each neuron fired as often, but at tokens of its own choice; NaN where
-        nothing fires."""
+        """Return what `neighbours_share` would be if each neuron fired as often, but at tokens of its own choice; NaN
+        where nothing fires."""
         often = self.neuron_counts.double() / self.tokens
         both = often.square().sum()
         return (both / (2 * often.sum() - both)).item()
 
     @property
     def first_to_later(self) -> float:
-        """How many times as many neurons fire at the first token of a sequence as at those from position LATER on; NaN
-        where either is unknown."""
+        """Return how many times as many neurons fire at the first token of a sequence as at those from position LATER
+        on; NaN where either is unknown."""
         tokens, nnz = self.position_tokens, self.position_nnz
         later = nnz[LATER:].sum() / tokens[LATER:].sum()
         return (nnz[0] / tokens[0] / later).item() if later else math.nan
@@ -144,7 +144,7 @@ class FiringProfile:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the layers saw: the largest number among them, should they differ."""
+        """Return how many tokens the layers saw: the largest number among them, should they differ."""
         return max(layer.tokens for layer in self.layers)
 
     def table(self) -> list[dict]:
@@ -178,7 +178,8 @@ class FiringProfile:
 
     @property
     def heavy_first(self) -> dict | None:
-        """What is known of heavy first tokens: many models fire several times as many neurons where a sequence begins.
+        """Return what is known of heavy first tokens: many models fire several times as many neurons where a sequence
+        begins.
 
         A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
         them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: positions

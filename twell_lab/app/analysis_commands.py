@@ -161,8 +161,8 @@ def profile(options: argparse.Namespace) -> Answer:
 
 
 def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
-    """How much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a token as
-    text."""
+    """Return how much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a
+    token as text."""
     from ..plots import share
 
     rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two

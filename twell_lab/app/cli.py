@@ -135,7 +135,7 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
-    """What was interrupted, and the command line that goes on with it or runs it again."""
+    """Return what was interrupted, and the command line that goes on with it or runs it again."""
     # Another Ctrl-C may have come while the exception of a saved training, which names its folder, was on its way.
     while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__

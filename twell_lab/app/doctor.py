@@ -120,7 +120,7 @@ def _capability(gpu: dict) -> tuple[int, ...]:
 
 
 def _why_unusable(facts: dict) -> str:
-    """Why torch cannot use a GPU that the driver lists."""
+    """Return why torch cannot use a GPU that the driver lists."""
     build = facts["torch_cuda"]
     if facts["torch"] is None:
         return "torch is not installed"
@@ -132,7 +132,7 @@ def _why_unusable(facts: dict) -> str:
 
 
 def _driver_too_old(facts: dict) -> bool:
-    """Whether torch was built for a newer major version of CUDA than the driver runs."""
+    """Return whether torch was built for a newer major version of CUDA than the driver runs."""
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
     return driver is not None and build is not None and driver < build
 
@@ -256,7 +256,8 @@ def _installed(package: str) -> bool:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a file can be made in the folder or, if it does not exist, in the nearest folder above it that does.
+    """Return whether a file can be made in the folder or, if it does not exist, in the nearest folder above it that
+    does.
 
     This is tried, because permission bits do not bind root and say nothing about a read-only mount.
     """

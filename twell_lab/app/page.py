@@ -236,8 +236,8 @@ def speed_lines(rows: list[dict]) -> list[charts.Line]:
 
 
 def layer_table(tour: dict) -> list[dict]:
-    """What happened in each layer, a dict for each: name, and for both trainings the share that fires, its text, and
-    how many neurons are dead; span, the middle 90% of tokens; slots used and rows overflowing, as texts."""
+    """Return what happened in each layer, a dict for each: name, and for both trainings the share that fires, its text,
+    and how many neurons are dead; span, the middle 90% of tokens; slots used and rows overflowing, as texts."""
     without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     layers = tour["profile"]["layers"]
     rows = []
@@ -317,7 +317,7 @@ def see_wide(rows: list[dict]) -> str:
 
 
 def _counts(rows: list[dict]) -> str:
-    """How many neurons fire in these rows, roughly, in words."""
+    """Return how many neurons fire in these rows, roughly, in words."""
     groups = [max(group, key=lambda row: row["tokens"]) for group in alike(rows)]
     return "about " + " or ".join(f"{row['nnz']:.0f}" for row in groups)
 
@@ -467,7 +467,7 @@ def see_speed(rows: list[dict]) -> str:
 
 
 def see_size(rows: list[dict]) -> str:
-    """Why a small layer gains nothing, if most of these points were slower; else ""."""
+    """Return why a small layer gains nothing, if most of these points were slower; else ""."""
     rows = [row for row in rows if _is_sparse(row)]
     slower = sum(row["x_dense"] < 1 for row in rows)
     if 2 * slower <= len(rows):
@@ -503,7 +503,7 @@ def about_texts(texts: dict) -> str:
 
 
 def see_spoken(texts: dict) -> str:
-    """What the sparse layers are worth where one token is computed at a time."""
+    """Return what the sparse layers are worth where one token is computed at a time."""
     names = layer_names([row["layer"] for row in texts["layers"]])
     chosen = "; ".join(
         f"{name}: {row['choice']}" + (f", {row['x_dense']:.2f} times as fast as dense" if row["x_dense"] else "")
@@ -533,7 +533,7 @@ def _at(row: dict) -> str:
 
 
 def layer_rows(tour: dict) -> list[dict]:
-    """What a tour found (notes["tour"] of its record), a row for each layer, ready to be printed.
+    """Return what a tour found (notes["tour"] of its record), a row for each layer, ready to be printed.
 
     Each row: layer; before, after (share of neurons firing without and with L1); dead_before, dead_after;
     overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the

@@ -354,7 +354,7 @@ def two_gpus() -> Record:
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """How many random and hostile cases passed.
+    """Return how many random and hostile cases passed.
 
     On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one
     tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.

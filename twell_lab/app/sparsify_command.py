@@ -91,7 +91,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _off(logits: Tensor, exact: Tensor) -> float:
-    """How far off logits are: the norm of the difference over that of the exact ones."""
+    """Return how far off logits are: the norm of the difference over that of the exact ones."""
     return float((logits - exact).norm() / exact.norm())
 
 

@@ -110,8 +110,8 @@ def sample(options: argparse.Namespace) -> Answer:
 def generate(
     model: Any, prompt: Tensor, tokens: int, *, temperature: float, seed: int | None, top_k: int | None = None
 ) -> Tensor:
-    """What LanguageModel.generate says, or a model of transformers: that may end its text before it has said so many
-    tokens. InputError, too, where those are more than it reads."""
+    """Return what LanguageModel.generate says, or a model of transformers: that may end its text before it has said so
+    many tokens. InputError, too, where those are more than it reads."""
     import torch
 
     from ..models.tiny import LanguageModel, check_generation
@@ -151,7 +151,7 @@ def _defined(ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
-    """What `generate` says, and how many tokens a second that was."""
+    """Return what `generate` says, and how many tokens a second that was."""
     start = time.perf_counter()
     said = generate(model, prompt, tokens, **how)
     return said, len(said) / (time.perf_counter() - start)

@@ -260,7 +260,8 @@ def model_paths(recorded: list[Record]) -> str:
 
 
 def _times_as_fast(of: dict[tuple[str, str, str], dict], about: str, work: str, path: str) -> str:
-    """How many times as fast as the dense model, in brackets as a CUDA graph; nothing where that was not measured."""
+    """Return how many times as fast as the dense model, in brackets as a CUDA graph; nothing where that was not
+    measured."""
     times = [
         f"{of[about, work, DENSE + how]['wall_ms'] / of[about, work, path + how]['wall_ms']:.2f}"
         if {(about, work, each + how) for each in (path, DENSE)} <= of.keys()
@@ -529,8 +530,8 @@ def _share(density: float | None, beyond: str) -> str:
 
 
 def steps(recorded: list[Record]) -> str:
-    """What a training step of whole models takes, all under torch.compile: of the newest record of training that has
-    the workload, dense beside planned, in one graph and layer by layer."""
+    """Return what a training step of whole models takes, all under torch.compile: of the newest record of training that
+    has the workload, dense beside planned, in one graph and layer by layer."""
     lines = [["milliseconds a step, compiled", "neurons firing", "dense", "planned", "times as fast", "layer by layer"]]
     for workload in dict.fromkeys(row["workload"] for record in recorded for row in record.rows if _is_step(row)):
         record = next(r for r in reversed(recorded) if any(row.get("workload") == workload for row in r.rows))
@@ -721,7 +722,7 @@ def _is_step(row: dict) -> bool:
 
 
 def _times(row: dict, dense: dict | None = None) -> str:
-    """How many times as fast as the dense layer, by the device's time and, in brackets, by the wall's."""
+    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's."""
     ms, wall = (row["dense_ms"], row["dense_wall_ms"]) if dense is None else (dense["ms"], dense["wall_ms"])
     return f"{ms / row['ms']:.2f} ({wall / row['wall_ms']:.2f})"
 

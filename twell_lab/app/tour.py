@@ -102,7 +102,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
 
 
 def summary(record: records.Record) -> str:
-    """What a tour found, as plain text: the text it read, the two trainings, the layers, and the timings."""
+    """Return what a tour found, as plain text: the text it read, the two trainings, the layers, and the timings."""
     tour = record.notes["tour"]
     text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
     trainings = records.table(

@@ -91,7 +91,7 @@ class Counts:
             self.worst = max(self.worst, verdict.ratio)
 
     def plus(self, other: Counts) -> Counts:
-        """What this part of an attack and another one did."""
+        """Return what this part of an attack and another one did."""
         names = ("layers", "cases", "rows", "excused", "overflowed", "rounded", "by", "failures")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Counts(**sums, worst=max(self.worst, other.worst), kernels=self.kernels | other.kernels)
@@ -529,7 +529,8 @@ def _late(run, layer: Layer) -> Tensor:
 
 
 def _differentiable(layer: Layer) -> bool:
-    """Whether its values are finite, and in a range in which no product under- or overflows, as in a training."""
+    """Return whether its values are finite, and in a range in which no product under- or overflows, as in a
+    training."""
     return not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits)
 
 

@@ -37,7 +37,7 @@ class Kept:
         return Kept((keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.kept)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """What the attention of a layer calls: take its new keys and values, and give all."""
+        """Return what the attention of a layer calls: take its new keys and values, and give all."""
         for kept, new in zip(self.kept[layer], (keys, values)):
             kept.index_copy_(2, self.place, new)
         return self.kept[layer]
@@ -66,7 +66,7 @@ class Causal:
 
     @property
     def vocabulary(self) -> int:
-        """How many token numbers there are."""
+        """Return how many token numbers there are."""
         return self.model.config.vocabulary if self.ours else self.model.get_input_embeddings().weight.shape[0]
 
     @property
@@ -114,8 +114,8 @@ class Causal:
 
 
 def _cache(model: nn.Module) -> str:
-    """What a model calls the keys and values of earlier tokens, as argument and in its output: transformers 5.24 gave
-    that another name, and warns of the old one."""
+    """Return what a model calls the keys and values of earlier tokens, as argument and in its output: transformers 5.24
+    gave that another name, and warns of the old one."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

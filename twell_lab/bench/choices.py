@@ -94,8 +94,8 @@ class Answers:
 
     @property
     def correct(self) -> float:
-        """How many questions were answered rightly. Where several options are best one of them is drawn, in the mean:
-        each counts its share."""
+        """Return how many questions were answered rightly. Where several options are best one of them is drawn, in the
+        mean: each counts its share."""
         mine = self.best.gather(1, self.right[:, None])[:, 0]
         return float((mine.double() / self.best.sum(1)).sum())
 
@@ -114,7 +114,7 @@ class Answers:
         return int((self.best != other.best).any(1).sum())
 
     def facts(self) -> dict:
-        """What a row says of them."""
+        """Return what a row says of them."""
         low, high = self.interval
         found = {"accuracy": self.accuracy, "accuracy_low": low, "accuracy_high": high, "chance": CHANCE}
         return {name: round(each, 5) for name, each in found.items()} | {"questions": len(self.right)}

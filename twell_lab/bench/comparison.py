@@ -80,7 +80,7 @@ class Method:
     turned: bool = False
 
     def measured(self, pattern: str, sparsity: float, device: str) -> bool:
-        """Whether the record has it for this pattern and sparsity, on a "cuda" or a "cpu"."""
+        """Return whether the record has it for this pattern and sparsity, on a "cuda" or a "cpu"."""
         return pattern in self.patterns and sparsity >= self.least and (device == "cuda" or not self.gpu)
 
 
@@ -387,7 +387,7 @@ class Batch:
     seconds: float = 1.0
 
     def shared(self, kind: str, tokens: int, d_ff: int, workload: str) -> dict:
-        """What rows say of it."""
+        """Return what rows say of it."""
         sizes = {"tokens": tokens, "d_model": self.d_model, "d_ff": d_ff}
         device, dtype = clocks.device_name(torch.device(self.device)), str(self.dtype).removeprefix("torch.")
         return {"kind": kind, "device": device, "dtype": dtype, **sizes, "workload": workload}

@@ -306,7 +306,7 @@ def see_inputs(layers: list[FeedForward], call: Callable[[], object], see: Seen)
 
 
 def inputs_of(layers: list[FeedForward], call: Callable[[], object]) -> dict[str, list[Tensor]]:
-    """What enters these layers of a model while call() runs it, by their names."""
+    """Return what enters these layers of a model while call() runs it, by their names."""
     seen: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
     see_inputs(layers, call, lambda layer, x: seen[layer.name].append(x.clone()))
     return seen
@@ -316,7 +316,7 @@ def inputs_of(layers: list[FeedForward], call: Callable[[], object]) -> dict[str
 
 
 def has_thresholds(layer: FeedForward) -> bool:
-    """Whether a layer's values are kept or dropped by a threshold at which its result jumps."""
+    """Return whether a layer's values are kept or dropped by a threshold at which its result jumps."""
     return bool(layer.cut) or layer.acts is not None and is_threshold(layer.acts)
 
 
@@ -331,7 +331,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, work: Workload, path: str) -> dict:
-        """What the row of this path says of the checks. Raises clock.WrongResult where it is not right."""
+        """Return what the row of this path says of the checks. Raises clock.WrongResult where it is not right."""
         compiled, sparse = is_compiled(path), self.models.model_of(path)
         facts = {}
         if not compiled and (worst := self._layers(work, sparse.model)) is not None:

@@ -64,7 +64,7 @@ def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def runs_here(call: Callable[[], Tensor]) -> bool:
-    """Whether torch has what this call needs. Too little memory is an error nevertheless."""
+    """Return whether torch has what this call needs. Too little memory is an error nevertheless."""
     try:
         call()
     except torch.OutOfMemoryError:

@@ -153,7 +153,7 @@ def fire(model: nn.Module, tokens: Tensor, nnzs: Sequence[float | Tensor]) -> No
 
 
 def windows_of(context: int) -> int:
-    """How many windows of this length hold SEEN tokens; two at least."""
+    """Return how many windows of this length hold SEEN tokens; two at least."""
     return max(2, -(-SEEN // context))
 
 

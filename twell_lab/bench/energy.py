@@ -76,8 +76,8 @@ def _measured(read: Meter, call: Callable[[int], object], wait: Callable[[], obj
         return many
 
     def until_moved() -> tuple[float, int]:
-        """What the counter says when it has just moved, and the calls until then: none where calls are long, between
-        which it is only waited for, some hundredths of a second in which the GPU has nothing to do."""
+        """Return what the counter says when it has just moved, and the calls until then: none where calls are long,
+        between which it is only waited for, some hundredths of a second in which the GPU has nothing to do."""
         before, made, end = read(), 0, time.perf_counter() + _STILL
         while (now := read()) == before:
             if time.perf_counter() > end:
@@ -97,8 +97,8 @@ def _measured(read: Meter, call: Callable[[int], object], wait: Callable[[], obj
 
 
 def facts(found: list[float], tokens: int) -> dict:
-    """What a row says of its path's energy: the median and spread of millijoules a token, of those of a call with so
-    many tokens; {} without any."""
+    """Return what a row says of its path's energy: the median and spread of millijoules a token, of those of a call
+    with so many tokens; {} without any."""
     if not found:
         return {}
     each = [one / tokens for one in found]

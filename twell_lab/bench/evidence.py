@@ -102,7 +102,8 @@ def _weights(dtype: torch.dtype, rows: int, d_model: int, d_ff: int) -> dict[str
 
 
 def _packed(gate: Tensor, tail: bool) -> dict[str, Tensor]:
-    """What the layer kernels read: the TwELL words and, for values that do not fit, the tail or the dense gate."""
+    """Return what the layer kernels read: the TwELL words and, for values that do not fit, the tail or the dense
+    gate."""
     p = TwELL.from_gate(gate)
     if not tail:
         return {"packed": p.packed, "gate": gate}
@@ -250,7 +251,7 @@ def large() -> list[Case]:
 
 
 def counters_record() -> Record:
-    """What the profiler ncu counts in each launch of `counted()` and `large()` on this GPU.
+    """Return what the profiler ncu counts in each launch of `counted()` and `large()` on this GPU.
 
     Raises DeviceError without a GPU, StackError without ncu."""
     need_gpu()

@@ -59,7 +59,7 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
 
 
 def loss_rows(shape: Shape, seed: int) -> list[dict]:
-    """What each kind of dropout makes of a small model (sparsities.dropout.loss_effect)."""
+    """Return what each kind of dropout makes of a small model (sparsities.dropout.loss_effect)."""
     found = loss_effect(shape.config, seeds=(seed,))
     return [{"dropout": row.pop("kind"), **row} for row in found]
 

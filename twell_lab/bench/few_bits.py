@@ -129,9 +129,9 @@ def _exact(layer: nn.Module, x: Tensor) -> Tensor:
 def off_on_rounded(
     layer: nn.Module, x: Tensor, y: Tensor, linear: Callable[[Tensor, Rows], Tensor], kind: torch.dtype
 ) -> dict[str, float]:
-    """How far off the three products of a layer without biases are from float64, on values rounded as theirs are: of g,
-    u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the worst
-    column.
+    """Return how far off the three products of a layer without biases are from float64, on values rounded as theirs
+    are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
+    worst column.
 
     g and u are what `linear` gives of x. y, which the layer gave, is held against what these make of it. For E4M3 that
     is more than a detail: an H100 adds its products with 13 or 14 bits, so that of the g that fire 40 to 60% are

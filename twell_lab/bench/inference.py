@@ -102,7 +102,7 @@ def _usual_hot(layer: nn.Module) -> int:
 
 
 def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
-    """What the planner predicted and measured for each candidate, as rows of kind "plan"."""
+    """Return what the planner predicted and measured for each candidate, as rows of kind "plan"."""
     found = []
     for entry in plan.layers[0].table():
         if entry["measured_us"] is None:

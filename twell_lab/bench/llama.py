@@ -63,7 +63,7 @@ def _compile_all(shape: Shape, dense: nn.Module, classes: Sequence[int]) -> None
 
 
 def plan_rows(models: Models) -> list[dict]:
-    """How long `twell_lab.plan` took for the classes CLASSES, from a profile on."""
+    """Return how long `twell_lab.plan` took for the classes CLASSES, from a profile on."""
     shared = models.shared("model_plan", max(CLASSES), f"plan of {len(CLASSES)} token classes")
     named = {PLANNED: "plan", FOR_GRAPHS: "plan for graphs"}
     return [

@@ -304,8 +304,8 @@ def _checked(model) -> Causal:
 
 @torch.no_grad()
 def _density(causal: Causal) -> str:
-    """What share of a model's activations is not zero: what to add where none of its layers has a ReLU. "" where that
-    cannot be counted."""
+    """Return what share of a model's activations is not zero: what to add where none of its layers has a ReLU. "" where
+    that cannot be counted."""
     found: list[tuple[float, int]] = []
     acts = {id(parts.acts): parts.acts for each in causal.model.modules() if (parts := parts_of(each))}
     seen = [
@@ -326,7 +326,7 @@ def _density(causal: Causal) -> str:
 
 
 def _plan_of(plan, layers: list) -> Plan | Choice:
-    """What the layers are told; files are read, and refused if they are of another model."""
+    """Return what the layers are told; files are read, and refused if they are of another model."""
     if isinstance(plan, str) and plan in PATHS.names() and not PATHS[plan].splits:
         plan = Choice(plan)
     elif isinstance(plan, os.PathLike) or isinstance(plan, str) and os.path.exists(plan):

@@ -60,7 +60,7 @@ SUBJECTS = (  # the last one takes longest, and is left out first where there is
 
 
 def called(path: str) -> str:
-    """What rows call the model that was forced onto this path."""
+    """Return what rows call the model that was forced onto this path."""
     return f"{FORCED}{path}{f', TEAL {CUT:.0%}' * (path == KEPT)}{f' ({SAID})' * (path in LOSSY)}"
 
 

@@ -31,7 +31,8 @@ Bursts = dict[str, tuple[list[float], list[float]]]  # milliseconds a call, of t
 
 
 def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: Tensor | None = None) -> dict:
-    """What all rows of one comparison share: device, dtype and sizes, and how many neurons fire at a token on average.
+    """Return what all rows of one comparison share: device, dtype and sizes, and how many neurons fire at a token on
+    average.
 
     inputs: [tokens, d_model] each. first, bias: weight [d_ff, d_model] and bias [d_ff] of the projection that decides
     which neurons fire. label: the name of the workload."""
@@ -97,7 +98,7 @@ def table(
 
 
 def _walls(bursts: Bursts, path: str, dense: str) -> dict:
-    """What a row says of plain calls of its path, beside those of the dense layer; {} where none were timed."""
+    """Return what a row says of plain calls of its path, beside those of the dense layer; {} where none were timed."""
     if path not in bursts:
         return {}
     host, wall = bursts[path]
@@ -201,7 +202,7 @@ def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Te
 def dense_hidden(
     x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
 ) -> Tensor:
-    """What torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer."""
+    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer."""
     first = torch.relu(linear(x, *first_projection(gate, up, gate_bias, up_bias)))
     return first if gate is None else first * linear(x, up, up_bias)
 

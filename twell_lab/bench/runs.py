@@ -63,7 +63,7 @@ class How:
 
     @property
     def path(self) -> str:
-        """What a row calls it."""
+        """Return what a row calls it."""
         where = "1 GPU" if self.processes == 1 else f"{self.processes} GPUs, {self.parallel}"
         return f"{where}, {'dense' if self.kernels == 'off' else self.kernels}"
 

@@ -20,7 +20,7 @@ BATCHES = (1, 8, 64)
 
 
 def model_name(size: str) -> str:
-    """What rows call the model, as those of `bench.model` do."""
+    """Return what rows call the model, as those of `bench.model` do."""
     return f"drawn {size} Llama"
 
 

@@ -157,7 +157,7 @@ def cut_rows(
 def _checked(
     models: dict[str, Causal], path: str, exact: Causal, layers: list[CutLayer], tokens: Tokens, batch: int, cached: int
 ) -> dict:
-    """What a row says of the checks that a path passed; clock.WrongResult for one that it did not."""
+    """Return what a row says of the checks that a path passed; clock.WrongResult for one that it did not."""
     ids = tokens.windows(tokens.MEASURED, STEPS * batch, cached).split(batch)
     steps = [(some[:, -1:], models[DENSE].keep(some[:, :-1])) for some in ids]
     step = models[CUT].stepper()

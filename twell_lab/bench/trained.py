@@ -159,7 +159,8 @@ class Trained:
         return [row | ({"cut": cut} if cut else {})]
 
     def _steps(self) -> int:
-        """How many steps the twin can make, from what the model with L1 took before its layers changed their paths."""
+        """Return how many steps the twin can make, from what the model with L1 took before its layers changed their
+        paths."""
         run, history = self.run, self.run["history"]
         counts = [after - before for before, after in zip(history["step"], history["step"][1:])]
         stepping = sum(count * ms for count, ms in zip(counts, history["ms"][1:]))  # the first step compiles
@@ -350,7 +351,7 @@ class Trained:
         return found
 
     def notes(self) -> dict:
-        """What the record says of its text and its words."""
+        """Return what the record says of its text and its words."""
         seen, held_out = self.text.split()
         return {
             "text": self.text.describe(),

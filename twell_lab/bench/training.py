@@ -281,7 +281,8 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
-    """How far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all parameters."""
+    """Return how far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all
+    parameters."""
     a, b = (_gradients(each, windows) for each in (model, other))
     return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
 
@@ -342,9 +343,9 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
 
 
 def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
-    """What to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token, float32
-    [d_ff]: quantiles of the products, at drawn rates that are lognormal (clocks.firing_rates), or at the given rates
-    [d_ff] of the neurons."""
+    """Return what to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token,
+    float32 [d_ff]: quantiles of the products, at drawn rates that are lognormal (clocks.firing_rates), or at the given
+    rates [d_ff] of the neurons."""
     rates = nnz if isinstance(nnz, Tensor) else clocks.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
     rates = rates.to(products.device)
     place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)

@@ -83,7 +83,7 @@ class Tokens:
         return self.text[int(part[0] * size) : int(part[1] * size)].to(self.device)
 
     def inputs(self, sequences: int, length: int) -> Tensor:
-        """What is measured: int64 [ROTATED, sequences, length]."""
+        """Return what is measured: int64 [ROTATED, sequences, length]."""
         found = self.windows(self.MEASURED, timing.ROTATED * sequences, length)
         return found.view(sequences, timing.ROTATED, length).transpose(0, 1)
 
@@ -260,7 +260,7 @@ class Models:
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """What each dense layer is given, by its name: [tokens, d_model]."""
+        """Return what each dense layer is given, by its name: [tokens, d_model]."""
         names = [layer.name for layer in self.layers]
         return captured(self.dense.model, [self.tokens.windows(self.tokens.PROFILED, 1, self.length)], names, _PLACES)
 
@@ -288,7 +288,7 @@ class Models:
         return self.sparse[path.removesuffix(COMPILED_TOO)]
 
     def shared(self, kind: str, tokens: int, workload: str) -> dict:
-        """What all rows of one comparison say."""
+        """Return what all rows of one comparison say."""
         first = self.layers[0]
         return {
             "kind": kind,
@@ -306,7 +306,7 @@ class Models:
         }
 
     def facts(self, tokens: int) -> dict[str, dict]:
-        """What the rows of each path say of its weights, and of what each layer does with so many tokens."""
+        """Return what the rows of each path say of its weights, and of what each layer does with so many tokens."""
         found: dict[str, dict] = {DENSE: {"weight_bytes": weight_bytes(self.dense.model)}}
         found[COMPILED] = {}
         for name, model in self.sparse.items():
@@ -415,11 +415,11 @@ class Clocks:
         return {"peak_bytes": timing.peak_bytes(calls[path])}
 
     def reads_energy(self, path: str, tokens: int) -> bool:
-        """Whether the energy of this path is read, if any is."""
+        """Return whether the energy of this path is read, if any is."""
         return True
 
     def energy(self, paths: Iterable[str], calls: rows.Calls, tokens: int) -> dict[str, dict]:
-        """What the row of each path says of its energy; tokens: those that a call computes."""
+        """Return what the row of each path says of its energy; tokens: those that a call computes."""
         if not self.watched or not self.seconds or self.meter is None:
             return {}
         timed = {}
@@ -444,7 +444,7 @@ def clock_cpu(calls: rows.Calls, seconds: float) -> tuple[dict[str, list[float]]
 
 
 def is_compiled(path: str) -> bool:
-    """Whether the model of this path runs under torch.compile."""
+    """Return whether the model of this path runs under torch.compile."""
     return path == COMPILED or path.endswith(COMPILED_TOO)
 
 

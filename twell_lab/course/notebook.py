@@ -44,7 +44,7 @@ def setup(seed: int = 0) -> str:
 
 
 def what_runs() -> str:
-    """What runs natively here, what in the simulator and what is recorded, as one line."""
+    """Return what runs natively here, what in the simulator and what is recorded, as one line."""
     from ..simulator import available  # it looks for a compiler, half a second the first time
 
     simulated = "portable kernels, at small sizes" if available() else "nothing, for want of a C++ compiler on Linux"
@@ -68,7 +68,7 @@ def _named(capabilities: set[tuple[int, int]]) -> str:
 
 
 def provenance() -> str:
-    """What figures are made on, as one line: processor and GPU, versions, the day."""
+    """Return what figures are made on, as one line: processor and GPU, versions, the day."""
     here = core.describe_machine()
     gpu = core.gpu()
     threads = torch.get_num_threads()
@@ -79,7 +79,8 @@ def provenance() -> str:
 
 
 def ready() -> bool:
-    """Whether kernels can run in the simulator here. If not, why is printed, and cells marked NEEDS do not run."""
+    """Return whether kernels can run in the simulator here. If not, why is printed, and cells marked NEEDS do not
+    run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
@@ -114,7 +115,7 @@ def _transform(each: Callable[[list[str]], list[str]], wanted: bool) -> None:
 
 
 def is_running() -> bool:
-    """Whether this code runs in a notebook, or in IPython."""
+    """Return whether this code runs in a notebook, or in IPython."""
     return bool(_shell())
 
 
@@ -151,7 +152,7 @@ def use_renderer() -> str | None:
 
 
 def on_colab() -> bool:
-    """Whether this notebook runs on Colab, whose widgets need another way of drawing."""
+    """Return whether this notebook runs on Colab, whose widgets need another way of drawing."""
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
 
 

@@ -21,7 +21,8 @@ def device_and_day(device: str, date: str, stale: bool = False) -> str:
 
 
 def same(row: dict) -> tuple:
-    """What is equal in two rows that measure the same thing: kind, workload, sizes, and the first two digits of nnz."""
+    """Return what is equal in two rows that measure the same thing: kind, workload, sizes, and the first two digits of
+    nnz."""
     nnz = row.get("nnz")
     keys = ("kind", "workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")
     return (*map(row.get, keys), nnz and f"{nnz:.2g}")
@@ -81,7 +82,8 @@ def extremes(what: str, rows: list[dict], at: Callable[[dict], str], called: str
 
 
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
-    """What `measure` finds on this machine's GPU; [] without one, and, with a printed reason, if it cannot do it."""
+    """Return what `measure` finds on this machine's GPU; [] without one, and, with a printed reason, if it cannot do
+    it."""
     if not torch.cuda.is_available():
         return []
     try:

@@ -136,8 +136,8 @@ _PRODUCTS = {
 
 
 def skipping(answer: Callable, given: tuple, most: int, asked: str):
-    """What the reader's function returns. NotYet if its products take more than `most` operations: then it computes
-    what should be skipped, and hides it."""
+    """Return what the reader's function returns. NotYet if its products take more than `most` operations: then it
+    computes what should be skipped, and hides it."""
     with FlopCounterMode(display=False, custom_mapping=_PRODUCTS) as counter:
         got = answer(*given)
     if counter.get_total_flops() > most:
@@ -152,7 +152,7 @@ def skipping(answer: Callable, given: tuple, most: int, asked: str):
 
 
 def not_met(trace: Trace) -> str | None:
-    """What is wrong where threads of a block do not meet, in words; None where all do.
+    """Return what is wrong where threads of a block do not meet, in words; None where all do.
 
     A launch in which a thread leaves the kernel before a barrier, or before an operation whose mask names it, ends in
     the simulator, and may end on a GPU: what has left holds nobody up. Whether the others had waited is chance, so
@@ -193,7 +193,7 @@ def coming(trace: Trace) -> str:
 
 
 def added_to(trace: Trace, array: str) -> bool:
-    """Whether a block reads or updates an element of an output before any of its threads has written it."""
+    """Return whether a block reads or updates an element of an output before any of its threads has written it."""
     written: set[int] = set()
     for step in trace.touching(array):
         if step.kind != "write" and not written.issuperset(step.covered):

@@ -46,7 +46,7 @@ export default { render({ el }) {
 
 
 def _fitted(figure: go.FigureWidget) -> list[ipywidgets.Widget]:
-    """What stands in a box so that this figure in it is as wide as the box."""
+    """Return what stands in a box so that this figure in it is as wide as the box."""
     try:
         import anywidget
     except ImportError:  # plotly before 6, whose figures see to it themselves
@@ -112,7 +112,7 @@ class Explorer(Drawn):
 
     @property
     def index(self) -> int:
-        """Which of the slider's choices is shown, from 0."""
+        """Return which of the slider's choices is shown, from 0."""
         return self.slider.index
 
     def _draw(self) -> None:

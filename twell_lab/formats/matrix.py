@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Any
 
@@ -80,15 +81,15 @@ def rows_of(pointers: Tensor, nnz: int | None = None) -> Tensor:
     return rows.repeat_interleave(pointers.diff(), output_size=nnz)
 
 
-class Format:
+class Format(ABC):
     """Base class of all formats: `entries` says what is stored, and the rest follows. Two objects are equal if they are
     of one kind and geometry (shape, tile, ...) and hold the same matrix, bit for bit; on whatever devices."""
 
     shape: tuple[int, int]
 
+    @abstractmethod
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows, the columns and the values of all stored entries, each [nnz], in any order."""
-        raise NotImplementedError
 
     def to_dense(self) -> Tensor:
         """Return the matrix, [rows, columns], every stored value bit for bit, the others +0. Waits for the device.
@@ -118,7 +119,7 @@ class Format:
 
     @property
     def nnz(self) -> int:
-        """How many entries are stored."""
+        """Return how many entries are stored."""
         return len(self.entries()[2])
 
     def __eq__(self, other) -> bool:

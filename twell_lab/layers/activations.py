@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 
 def kind_of(activation) -> str:
-    """What to call an activation, a module or a function."""
+    """Return what to call an activation, a module or a function."""
     return getattr(activation, "__name__", type(activation).__name__)
 
 
 def is_relu(activation) -> bool:
-    """Whether the activation is torch's ReLU; a subclass that computes something else, as squared ones do, is none."""
+    """Return whether the activation is torch's ReLU; a subclass that computes something else, as squared ones do, is
+    none."""
     if isinstance(activation, nn.ReLU):
         return type(activation).forward is nn.ReLU.forward and "forward" not in vars(activation)
     return activation is torch.relu or activation is nn.functional.relu
 
 
 def is_squared(activation) -> bool:
-    """Whether the activation is a squared ReLU: this project's, or that of transformers ("relu2")."""
+    """Return whether the activation is a squared ReLU: this project's, or that of transformers ("relu2")."""
     kind = type(activation)
     own = isinstance(activation, SquaredReLU) and kind.forward is SquaredReLU.forward
     named = f"{kind.__module__}.{kind.__qualname__}" == "transformers.activations.ReLUSquaredActivation"
@@ -38,7 +39,7 @@ def is_squared(activation) -> bool:
 
 
 def is_threshold(activation) -> bool:
-    """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
+    """Return whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
     (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold. Also
     whether it is an activation with a threshold of ours, which keeps negative values too (layers.lossy)."""
     if isinstance(activation, ThresholdedActivation):
@@ -58,22 +59,22 @@ def is_threshold(activation) -> bool:
 
 
 def computes(activation, gated: bool) -> bool:
-    """Whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one with a
-    threshold, which kernels compute if `kernel_activation` knows it."""
+    """Return whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one
+    with a threshold, which kernels compute if `kernel_activation` knows it."""
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
 
 
 def is_usual(activation, gated: bool, cut: Cut | None = None) -> bool:
-    """Whether the activation need not be kept beside a layer's projections: it is a ReLU, or its square in a plain
-    layer, or, without a `cut`, whatever has no threshold."""
+    """Return whether the activation need not be kept beside a layer's projections: it is a ReLU, or its square in a
+    plain layer, or, without a `cut`, whatever has no threshold."""
     if is_relu(activation) or is_squared(activation) and not gated:
         return True
     return not cut and not is_threshold(activation)
 
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
-    """What a kernel that reads the weights of kept inputs alone computes of a layer with thresholds on its inputs; None
-    where it has none, or there is no such kernel for its activation."""
+    """Return what a kernel that reads the weights of kept inputs alone computes of a layer with thresholds on its
+    inputs; None where it has none, or there is no such kernel for its activation."""
     if cut is None or both or is_squared(acts):
         return None
     from ..ops.kept_inputs import Kept
@@ -132,7 +133,7 @@ def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, li
 
 
 def _curve(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Which of CURVES gives the same bits, for every bfloat16 value and for float32 values of many sizes."""
+    """Return which of CURVES gives the same bits, for every bfloat16 value and for float32 values of many sizes."""
     with _disable_current_modes(), torch.no_grad():
         short = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cpu").view(torch.bfloat16)
         for kind, curve in CURVES.items():

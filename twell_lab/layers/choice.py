@@ -130,14 +130,16 @@ class LayerPlan:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the layer can stay as the model has it: dense for every count, and no faster by our dense path."""
+        """Return whether the layer can stay as the model has it: dense for every count, and no faster by our dense
+        path."""
         rows = [row for row in self.candidates if row.chosen]
         gains = any(row.measured_us * MARGIN <= row.dense_us for row in rows if row.measured_us and row.dense_us)
         return not gains and all(row.choice == DENSE for row in rows)
 
     @property
     def hot(self) -> int:
-        """How many neurons are hot, of those that `order` puts first: the most of any choice, 0 where none splits."""
+        """Return how many neurons are hot, of those that `order` puts first: the most of any choice, 0 where none
+        splits."""
         return max(choice.hot for choice in self.choices.values())
 
     def order(self, hot: int) -> Tensor:

@@ -48,7 +48,7 @@ class Expert(nn.Module):
         return Parts(family, self._gate, self._up, self._down, getattr(self.of, ACTIVATION))
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What enters the down projection: [tokens, d_model] -> [tokens, d_ff]."""
+        """Return what enters the down projection: [tokens, d_model] -> [tokens, d_ff]."""
         acts = getattr(self.of, ACTIVATION)
         up = linear(x, self._up.weight, self._up.bias)
         return acts(up) if self._gate is None else acts(linear(x, self._gate.weight, self._gate.bias)) * up
@@ -100,8 +100,8 @@ def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
 
 
 def stored(module: nn.Module) -> tuple[int, bool] | None:
-    """How many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it holds
-    no weights of three dimensions that are the parts of experts."""
+    """Return how many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it
+    holds no weights of three dimensions that are the parts of experts."""
     own = module._parameters
     fused = own.get(FUSED) is not None
     first, down = own.get(FUSED if fused else PLAIN), own.get(DOWN)
@@ -178,7 +178,7 @@ class Routed(Over):
         return mixed(x, chosen, weights, len(self.experts), one)
 
     def _apart(self, args: tuple, kwargs: dict) -> bool:
-        """Whether the experts are asked one by one."""
+        """Return whether the experts are asked one by one."""
         if torch.compiler.is_compiling():
             return False
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]

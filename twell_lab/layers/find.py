@@ -6,6 +6,7 @@ swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -45,12 +46,12 @@ class FeedForward:
         return self.up if self.gate is None else self.gate
 
 
-class StandIn:
+class StandIn(ABC):
     """A module that took the place of a feed-forward layer, and describes that layer itself."""
 
+    @abstractmethod
     def feed_forward(self, name: str) -> FeedForward:
-        """The layer; name: where the module was found."""
-        raise NotImplementedError
+        """Return the layer; name: where the module was found."""
 
 
 def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool] = computes) -> FeedForward | None:
@@ -166,7 +167,7 @@ def sound(layers: list[FeedForward]) -> list[FeedForward]:
 
 
 def only_dense(found: FeedForward) -> str:
-    """Why no kernel computes a layer of these parts: "" where one does."""
+    """Return why no kernel computes a layer of these parts: "" where one does."""
     acts, gated = found.acts or nn.functional.relu, found.gate is not None
     if kernel_activation(acts, gated, found.both, found.up.weight, found.cut) is not None:
         return ""
@@ -178,8 +179,9 @@ def only_dense(found: FeedForward) -> str:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module stays dense: it has not the parts of a feed-forward layer that a sparse one can read, something on
-    them that it would not call, or computes something else than its parts say. None if it can be swapped."""
+    """Return why a module stays dense: it has not the parts of a feed-forward layer that a sparse one can read,
+    something on them that it would not call, or computes something else than its parts say. None if it can be
+    swapped."""
     return examine(module)[0]
 
 
@@ -199,7 +201,7 @@ def examine(module: nn.Module) -> tuple[str | None, bool]:
 
 
 def _unreadable(module: nn.Module) -> str | None:
-    """What can be said of a module without running it."""
+    """Return what can be said of a module without running it."""
     parts, family = parts_of(module), named_family(module)
     routed = isinstance(module, Expert)
     if not routed:
@@ -242,7 +244,7 @@ def _unreadable(module: nn.Module) -> str | None:
 
 
 def unreadable_part(part) -> str | None:
-    """Why a sparse layer cannot read the weights of a projection in the place of calling it; None if it can."""
+    """Return why a sparse layer cannot read the weights of a projection in the place of calling it; None if it can."""
     if any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__):
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
     if not is_projection(part):
@@ -275,7 +277,8 @@ def _on(part: nn.Module) -> str | None:
 
 
 def _forward_of(part: nn.Module) -> str | None:
-    """Why the forward of a projection is another than its class's; one of accelerate's that moves its input is none."""
+    """Return why the forward of a projection is another than its class's; one of accelerate's that moves its input is
+    none."""
     if (reason := _beyond_moving(part)) is not None:
         return reason
     own = vars(part).get("_old_forward" if "_hf_hook" in vars(part) else "forward")
@@ -284,7 +287,7 @@ def _forward_of(part: nn.Module) -> str | None:
 
 
 def _beyond_moving(part: nn.Module) -> str | None:
-    """What accelerate's hook on a module does besides moving its input to where its weights are (device_map)."""
+    """Return what accelerate's hook on a module does besides moving its input to where its weights are (device_map)."""
     hook, forward = vars(part).get("_hf_hook"), vars(part).get("forward")
     if hook is None:
         return None
@@ -306,7 +309,8 @@ def _above(places: tuple[str, ...]) -> set[str]:
 
 
 def marks_of(module: nn.Module) -> list[tuple]:
-    """What `is_plain` looks at: each part of a dense module and what holds it, with all that says how it is called."""
+    """Return what `is_plain` looks at: each part of a dense module and what holds it, with all that says how it is
+    called."""
     family = named_family(module)
     marks: list[tuple] = []
     for place in (*family.places, *_above(family.places)) if family else ():
@@ -323,8 +327,8 @@ def marks_of(module: nn.Module) -> list[tuple]:
 
 
 def is_plain(layer) -> bool:
-    """Whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of the
-    same classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
+    """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
+    the same classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
     microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
@@ -351,7 +355,7 @@ def check_model(model) -> None:
 
 
 def selected(only: Only | None, name: str, module: nn.Module) -> bool:
-    """Whether the filter takes the layer; InputError for one that cannot be called."""
+    """Return whether the filter takes the layer; InputError for one that cannot be called."""
     if only is not None and not callable(only):
         raise InputError(
             f"only is {only!r:.80}; a function of a layer's name and module is accepted, or None for all layers"
@@ -369,7 +373,7 @@ def replaced(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def other_layers(model: nn.Module) -> str:
-    """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
+    """Return what a model without a ReLU feed-forward layer has instead, and what to do about it."""
     from .probe import title
 
     own = {kind_of(parts.acts) for m in model.modules() if (parts := parts_of(m))}

@@ -40,8 +40,8 @@ class Seat:
         self.down = HandOn(parts.owners[1], self, up=False)
 
     def dense(self, x: Tensor) -> Tensor:
-        """What the block's own modules give for what came to the activation: hidden values [..., d_ff] go through that;
-        an input [..., d_model], which the up projection handed on, goes through all three."""
+        """Return what the block's own modules give for what came to the activation: hidden values [..., d_ff] go
+        through that; an input [..., d_model], which the up projection handed on, goes through all three."""
         if x.shape[-1] != self.d_model:
             return self.sparse.report(self.activation(x))
         return self.down.beneath(self.sparse.report(self.activation(self.up.beneath(x))))

@@ -129,7 +129,7 @@ class Parts(NamedTuple):
 
 
 def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """What these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
+    """Return what these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
     activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
     hidden = linear(x, parts.up.weight, parts.up.bias)
     if parts.gate is None:
@@ -142,7 +142,7 @@ def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor]
 
 
 def part_at(module: nn.Module, place: str) -> object:
-    """What is at this place in the module, such as "output.dense"; None if there is nothing."""
+    """Return what is at this place in the module, such as "output.dense"; None if there is nothing."""
     found: object = module
     for name in place.split("."):
         found = getattr(found, name, None)
@@ -176,8 +176,8 @@ def named_family(module: nn.Module) -> Family | None:
 
 
 def is_projection(module) -> bool:
-    """Whether the module's class computes x W^T + b, so that weight and bias say all about it. A subclass of nn.Linear
-    with a forward of its own (an adapter, a quantised layer) need not."""
+    """Return whether the module's class computes x W^T + b, so that weight and bias say all about it. A subclass of
+    nn.Linear with a forward of its own (an adapter, a quantised layer) need not."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward or _class(module) in _LIKE_LINEAR
 
 
@@ -220,7 +220,7 @@ class Over:
         module.forward = self
 
     def beneath(self, *args, **kwargs):
-        """What the module computes without this."""
+        """Return what the module computes without this."""
         if self.before is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.before(*args, **kwargs)

@@ -31,7 +31,7 @@ class Other(Exception):
 
 
 def difference(module: nn.Module, both: bool = False) -> str | None:
-    """What keeps a module that has the parts of a feed-forward layer, or routed experts, from being its formula:
+    """Return what keeps a module that has the parts of a feed-forward layer, or routed experts, from being its formula:
     down(act(gate(x)) * up(x)) or down(act(up(x))), with `both` down(act(gate(x)) * act(up(x))). None if nothing does.
 
     A copy with drawn weights (its own may be zero, or fire too few neurons to show a difference) runs in evaluation and
@@ -72,7 +72,7 @@ def whole_of(name: str, module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def title(name: str, module: nn.Module) -> str:
-    """What messages call a module."""
+    """Return what messages call a module."""
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
@@ -119,7 +119,8 @@ def _numbers() -> Tensor:
 
 
 def _drawn(module: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
-    """What takes the place of a module's tensors in its copies, by their ids: drawn weights, and its own buffers."""
+    """Return what takes the place of a module's tensors in its copies, by their ids: drawn weights, and its own
+    buffers."""
     drawn: dict[int, Tensor] = {}
     numbers, start = _numbers(), 0
     for t in (*module.parameters(), *module.buffers()):
@@ -219,7 +220,7 @@ def _differences(trial: _Trial) -> Iterator[tuple[float, str, str]]:
 
 
 def _takes(trial: _Trial, x: Tensor, training: bool = False, learns: bool = False) -> bool:
-    """Whether the layer takes such an input without an error of its own."""
+    """Return whether the layer takes such an input without an error of its own."""
     try:
         _results(trial, x, training, learns, False)
     except (Other, torch.OutOfMemoryError):
@@ -257,7 +258,7 @@ def _results(trial: _Trial, rows: Tensor, training: bool, learns: bool, by_formu
 
 
 def _run_module(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
-    """What a module of its own returns. Other if it leaves something on itself."""
+    """Return what a module of its own returns. Other if it leaves something on itself."""
     if by_formula:
         return [formula(trial.parts(twin), x, trial.both)]
     before = _attributes(twin)
@@ -276,7 +277,7 @@ def _run_module(trial: _Trial, twin: nn.Module, x: Tensor, by_formula: bool) -> 
 
 
 def _attributes(twin: nn.Module) -> dict[str, object]:
-    """What is set on a module and on those within it; what a cached_property keeps is nobody's loss."""
+    """Return what is set on a module and on those within it; what a cached_property keeps is nobody's loss."""
     return {
         f"{at}.{key}".lstrip("."): value
         for at, each in twin.named_modules()

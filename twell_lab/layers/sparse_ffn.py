@@ -208,7 +208,7 @@ class SparseFFN(nn.Module, StandIn):
 
     @property
     def dense_alone(self) -> bool:
-        """Whether no kernel computes this layer, and the dense path is the only one."""
+        """Return whether no kernel computes this layer, and the dense path is the only one."""
         return self.acts is None and self.kept is None
 
     def always_dense(self) -> bool:
@@ -350,7 +350,7 @@ class SparseFFN(nn.Module, StandIn):
         return PATHS[choice.path], choice.hot
 
     def _is_usual(self, x: Tensor) -> bool:
-        """Whether this is a plain call on plain tensors: inference, or training, there also under autocast."""
+        """Return whether this is a plain call on plain tensors: inference, or training, there also under autocast."""
         up = self._parts[1].weight
         if type(x) is not Tensor or x.layout != torch.strided or x.dim() == 0 or not is_plain(self):
             return False
@@ -368,11 +368,11 @@ class SparseFFN(nn.Module, StandIn):
 
     @property
     def drops(self) -> bool:
-        """Whether a forward may drop hidden activations at random."""
+        """Return whether a forward may drop hidden activations at random."""
         return self.training and self._drop[0] is not None and self._drop[0].p > 0
 
     def _traced(self, x: Tensor) -> Tensor:
-        """What torch.compile sees: one operator, or torch's operations, which it fuses."""
+        """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
         if not self._is_plain() or self.drops:
             return self.dense(x)
         weights = self.weights()
@@ -390,12 +390,12 @@ class SparseFFN(nn.Module, StandIn):
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
     def _is_plain(self) -> bool:
-        """Whether nothing is on a projection that kernels would not call: asked while code is traced, not before each
-        call."""
+        """Return whether nothing is on a projection that kernels would not call: asked while code is traced, not before
+        each call."""
         return is_plain(self)
 
     def _is_fit(self) -> bool:
-        """Whether the weights lie as its paths read them: asked while code is traced, too."""
+        """Return whether the weights lie as its paths read them: asked while code is traced, too."""
         weights = self.weights()
         if any(t is not None and t.dtype != weights.up.dtype for t in weights):
             return False

@@ -120,13 +120,13 @@ def _store(weight: Parameter, data: Tensor, turned: bool) -> None:
 
 
 def _names(part: Projection) -> tuple[str, str]:
-    """What the owner of a projection calls its weight and its bias."""
+    """Return what the owner of a projection calls its weight and its bias."""
     weight, bias = part.names if isinstance(part, Part) else ("weight", "bias")
     return weight, bias or ""
 
 
 def _fixed(part: Projection) -> str:
-    """Why the weight of a projection cannot be stored otherwise; "" where it can."""
+    """Return why the weight of a projection cannot be stored otherwise; "" where it can."""
     weight = owner_of(part)._parameters.get(_names(part)[0])
     if type(weight) is not Parameter or weight.layout != torch.strided:
         return "its weights are parametrized, quantised, sharded or no plain parameters"

@@ -138,7 +138,7 @@ def _within(place: str, name: str) -> bool:
 
 
 def _of_text(model: nn.Module, name: str) -> bool:
-    """Whether the layer belongs to the model that reads and writes text: what its nearest configuration says."""
+    """Return whether the layer belongs to the model that reads and writes text: what its nearest configuration says."""
     parts, configs = name.split(".") if name else [], []
     for at in range(len(parts) + 1):
         config = getattr(model.get_submodule(".".join(parts[:at])), "config", None)
@@ -228,7 +228,7 @@ def _set_relu(config, at: tuple[str, ...]) -> None:
 
 
 def _answers(model: nn.Module, config) -> dict[str, object]:
-    """What a model built from this configuration is made of, as `_described` tells it."""
+    """Return what a model built from this configuration is made of, as `_described` tells it."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             return _described(type(model)(config))
@@ -253,6 +253,6 @@ def _described(model: nn.Module) -> dict[str, object]:
 
 
 def _sparse(model: nn.Module, name: str) -> bool:
-    """Whether the activation of this name went into a SparseFFN, which computes a ReLU."""
+    """Return whether the activation of this name went into a SparseFFN, which computes a ReLU."""
     modules = dict(model.named_modules())
     return any(isinstance(modules.get(each), SparseFFN) for each in (name, name.rpartition(".")[0]))

@@ -123,7 +123,7 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:
-    """Whether the plan of a layer leaves it as the model has it."""
+    """Return whether the plan of a layer leaves it as the model has it."""
     return isinstance(plan, LayerPlan) and plan.unchanged
 
 
@@ -186,7 +186,7 @@ def _tied(model: nn.Module) -> set[int]:
 
 
 def _read(how) -> Plan | Choice | None:
-    """What `sparsify` was told: a Plan or a Choice; None for batches. InputError for what is neither."""
+    """Return what `sparsify` was told: a Plan or a Choice; None for batches. InputError for what is neither."""
     if isinstance(how, (Plan, Choice)):
         return how
     if isinstance(how, os.PathLike):

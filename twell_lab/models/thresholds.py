@@ -77,7 +77,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values were seen."""
+        """Return how many values were seen."""
         return int(self.counts.sum())
 
     def density(self, threshold: float) -> float:
@@ -146,7 +146,7 @@ class LayerCalibration:
 
     @cached_property
     def exact(self) -> Tensor:
-        """What the layer gives for `rows`; asked for when all batches were counted."""
+        """Return what the layer gives for `rows`; asked for when all batches were counted."""
         return self.output({})
 
     def error(self, thresholds: dict[str, float]) -> float:
@@ -176,7 +176,7 @@ class Calibration:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the layers saw: the largest number among them, should they differ."""
+        """Return how many tokens the layers saw: the largest number among them, should they differ."""
         return max(layer.tokens for layer in self.layers)
 
     def sparsities(self, sparsity: float, *, greedy: bool = False) -> list[dict[str, float]]:

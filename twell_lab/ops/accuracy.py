@@ -73,7 +73,7 @@ def judge(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Verdict:
-    """Whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
+    """Return whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
     `Exact`.
 
     y, dense: [tokens, d_model], the results of the layer under test and of torch's dense layer, in the same dtype. gate
@@ -132,7 +132,7 @@ class Exact:
             beside = torch.where(lost, self._endless(y.dtype), dense.double()) if bool(lost.any()) else dense
 
             def kept_beside(exact: Tensor) -> int:
-                """How many more rows keep the bound if this is the exact result."""
+                """Return how many more rows keep the bound if this is the exact result."""
                 nonlocal ratio
                 held = _ratios(y, exact, beside, exact, also)
                 more = int(((ratio > 1.0) & (held <= 1.0)).sum())
@@ -155,7 +155,8 @@ class Exact:
         return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
 
     def doubtful(self, rows, eps: float) -> Tensor:
-        """Which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype that was computed in."""
+        """Return which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype that was computed
+        in."""
         return self.first[rows].abs() < DOUBT * eps * linear(self.x[rows].abs(), self._first[1].detach().double().abs())
 
     def _result(self, rows, keep: Tensor, value: Tensor | None = None) -> Tensor:

@@ -65,12 +65,12 @@ class Activation(NamedTuple):
 
     @property
     def falls_back(self) -> bool:
-        """Whether values are of either sign, and return to zero far below it."""
+        """Return whether values are of either sign, and return to zero far below it."""
         return self.kind in CURVES
 
     @property
     def macros(self) -> Macros:
-        """What kernels that compute it are compiled with."""
+        """Return what kernels that compute it are compiled with."""
         return activation(self.kind, self.both)
 
     def bound(self, dtype: torch.dtype) -> float:
@@ -78,7 +78,7 @@ class Activation(NamedTuple):
         return torch.tensor(self.threshold, dtype=dtype, device="cpu").item()
 
     def value(self, first: Tensor) -> Tensor:
-        """What each neuron would be worth if it fires: the activation without its threshold."""
+        """Return what each neuron would be worth if it fires: the activation without its threshold."""
         return CURVES[self.kind](first) if self.falls_back else torch.relu(first)
 
     def keeps(self, first: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ class Activation(NamedTuple):
         return torch.where(self._kept(first, value), value, torch.zeros_like(value))
 
     def dense(self, first: Tensor) -> Tensor:
-        """What a dense layer of torch's operations has after the activation, also of minus infinity."""
+        """Return what a dense layer of torch's operations has after the activation, also of minus infinity."""
         if self.falls_back:
             value = self.value(first)
             return value.masked_fill(value.abs() < self.threshold, 0)
         return torch.relu(first) if self.kind == "relu" else self.applied(first)
 
     def of_up(self, up: Tensor) -> Tensor:
-        """What a value of up counts as in the product."""
+        """Return what a value of up counts as in the product."""
         return torch.relu(up) if self.both else up
 
 

@@ -125,7 +125,7 @@ class BlockOperand:
 
     @property
     def nnz(self) -> int:
-        """How many blocks are stored."""
+        """Return how many blocks are stored."""
         return len(self.values)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, version: int | None = None) -> Tensor:

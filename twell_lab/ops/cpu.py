@@ -165,7 +165,7 @@ def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
 
 
 def _pays(gate: Tensor, entries: int) -> bool:
-    """Whether skipping the silent neurons is faster than computing all."""
+    """Return whether skipping the silent neurons is faster than computing all."""
     tokens, d_ff = gate.shape
     return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
 

@@ -39,13 +39,6 @@ def sources() -> dict[str, Source]:
     return {source.name: source for source in found}
 
 
-@cache
-def files() -> dict[str, str]:
-    """Return the module that declares each source, by the source's name."""
-    names = [f"{__package__}.{name}" for name in reversed(OPERATIONS)]
-    return {v.name: name for name in names for v in vars(import_module(name)).values() if isinstance(v, Source)}
-
-
 def builds(
     capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
 ) -> list[tuple[Source, Macros]]:

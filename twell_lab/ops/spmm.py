@@ -152,7 +152,7 @@ class SparseOperand:
 
     @property
     def nnz(self) -> int:
-        """How many entries are stored."""
+        """Return how many entries are stored."""
         return len(self._list[0])
 
     def versions(self, b: Tensor) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ TYPES = {
 
 
 def fits(pointee: str, dtype: object) -> bool:
-    """Whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads.
+    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads.
 
     Integers of either sign, also for the bits of 16-bit floats; a float2 or float4 reads floats. What is not listed
     (structs, void, integer vectors as carriers of 16 bytes) takes anything.

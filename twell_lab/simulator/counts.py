@@ -336,7 +336,7 @@ def _read_again(
 def predicted_time(
     counts: Counts, gpu: Gpu = H100, rows: Mapping[str, np.ndarray | Sequence[float]] = MappingProxyType({})
 ) -> Prediction:
-    """How long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
+    """Return how long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
 
     rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Where not
     all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block

@@ -49,7 +49,7 @@ def text(path: Path) -> str:
 
 
 def is_whole(path: Path, digest: str) -> bool:
-    """Whether the file is there and has this SHA-256."""
+    """Return whether the file is there and has this SHA-256."""
     try:
         return bool(digest) and sha256(path) == digest
     except OSError:

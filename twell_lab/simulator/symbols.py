@@ -163,7 +163,7 @@ def short_name(function: str) -> str:
 
 
 def _at_last_colons(name: str) -> tuple[str, str, str]:
-    """What stands before and after the last `::` that is outside of brackets."""
+    """Return what stands before and after the last `::` that is outside of brackets."""
     depth = 0
     for position in range(len(name) - 1, 0, -1):
         depth += (name[position] in ")>") - (name[position] in "(<")

@@ -88,7 +88,7 @@ def _compiler(named: str, path: str) -> Compiler:
 
 
 def _try(path: str) -> Compiler | None:
-    """What the compiler says of itself, or None where it cannot make a library out of a watched function."""
+    """Return what the compiler says of itself, or None where it cannot make a library out of a watched function."""
     try:
         version = _run([path, "--version"]).stdout.partition("\n")[0]
         found = Compiler(path, "clang++" if "clang" in version else "g++", version)
@@ -102,7 +102,7 @@ def _try(path: str) -> Compiler | None:
 
 
 def available() -> bool:
-    """Whether there is a compiler for the simulator: whether `compiler()` finds one."""
+    """Return whether there is a compiler for the simulator: whether `compiler()` finds one."""
     try:
         return bool(compiler())
     except StackError:

@@ -76,7 +76,7 @@ class Step:
 
     @property
     def touched(self) -> str:
-        """Which elements, in short: "[33..35]", "[0, 256, .., 7936]"."""
+        """Return which elements, in short: "[33..35]", "[0, 256, .., 7936]"."""
         return f"[{_elements(self.covered)}]"
 
     @property
@@ -88,7 +88,7 @@ class Step:
 
     @property
     def operation(self) -> str:
-        """What a collective is called in the source, such as "__ballot_sync"."""
+        """Return what a collective is called in the source, such as "__ballot_sync"."""
         for line in reversed(self.path):
             if found := re.search(r"__\w*sync\w*", line.text):
                 return found[0]

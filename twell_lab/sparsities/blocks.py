@@ -100,7 +100,7 @@ def _used(matrix: Tensor) -> Tensor:
 
 
 def _filled(used: Tensor, size: Size) -> Tensor:
-    """Which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
+    """Return which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
     return _cut(used, size).any(3).any(2)
 
 
@@ -202,7 +202,7 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    """Whether the kernel of ops.blocks multiplies blocks of such a weight."""
+    """Return whether the kernel of ops.blocks multiplies blocks of such a weight."""
     new_enough = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= kernel.OLDEST
     return new_enough and weight.dtype in kernel.DTYPES
 

@@ -5,6 +5,8 @@ prompt."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from ..layers.probe import raise_all, title
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
 
 
-class FewNeurons(nn.Module):
+class FewNeurons(nn.Module, ABC):
     """A feed-forward layer that computes some of its neurons, for inference. Lossy.
 
     dense: the layer as it was, with its projections. What a subclass makes of their weights (`renew`) it owns: it is
@@ -33,9 +35,9 @@ class FewNeurons(nn.Module):
         self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
         self.register_load_state_dict_post_hook(FewNeurons._loaded)
 
+    @abstractmethod
     def renew(self) -> None:
         """Make anew what this layer owns of the weights."""
-        raise NotImplementedError
 
     def _loaded(self, keys) -> None:
         self.renew()

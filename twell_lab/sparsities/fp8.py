@@ -97,7 +97,7 @@ def _linear(rows: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _refused(device: torch.device) -> str:
-    """Why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
+    """Return why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
     try:
         fp8_linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device), KIND))
     except torch.OutOfMemoryError:

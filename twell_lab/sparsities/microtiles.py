@@ -69,13 +69,14 @@ class MicroTiles(Format):
         """The share of all micro-tiles that hold anything; 0 where there are none. Waits for the device."""
         return int(self.counts.sum()) / size if (size := self.columns.numel()) else 0.0
 
-    def to_dense(self) -> Tensor:
-        """Return the matrix, [rows, width], every value bit for bit; those of columns that were left out as +0."""
-        stripes, width, height = self.values.shape
-        stripe, at = (torch.arange(width, device=self.counts.device) < self.counts[:, None]).nonzero(as_tuple=True)
-        dense = self.values.new_zeros(stripes, width, height)
-        dense[stripe, self.columns[stripe, at].long()] = self.values[stripe, at]
-        return dense.transpose(1, 2).reshape(stripes * height, width)[: self.shape[0]]
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows, the columns and the values of all that the micro-tiles hold, zeros beside others included."""
+        place = torch.arange(self.values.shape[1], device=self.counts.device)
+        stripe, at = (place < self.counts[:, None]).nonzero(as_tuple=True)
+        row = stripe[:, None] * self.height + torch.arange(self.height, device=stripe.device)
+        column = self.columns[stripe, at].long()[:, None].expand_as(row)
+        inside = row < self.shape[0]
+        return row[inside], column[inside], self.values[stripe, at][inside]
 
 
 def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:

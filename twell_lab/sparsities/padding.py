@@ -29,7 +29,7 @@ class Padding:
 
     @property
     def whole(self) -> bool:
-        """Whether every row is real."""
+        """Return whether every row is real."""
         return len(self.places) == torch.Size(self.shape).numel()
 
     def gather(self, x: Tensor) -> Tensor:

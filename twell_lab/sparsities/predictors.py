@@ -224,6 +224,6 @@ def _train(layer: FeedForward, x: Tensor, rank: int, steps: int, seed: int) -> L
 
 
 def _gate(layer: FeedForward, x: Tensor) -> Tensor:
-    """What decides who fires, for float32 x: [rows, d_ff]."""
+    """Return what decides who fires, for float32 x: [rows, d_ff]."""
     first = layer.pattern
     return F.linear(x.to(first.weight.dtype), first.weight, first.bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,18 +28,18 @@ class Products(Converted):
 
     counted: tuple[tuple[Any, ...] | None, ...] = ()  # of `fitted`: what `weigh` says of gate, up and down
 
+    @abstractmethod
     def product(self, weight: Tensor) -> Product:
         """Return x [..., k] and a bias -> x weight^T + bias, of weight [n, k]. Raises a TwellError for a weight that it
         does not take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weigh(self, weight: Tensor) -> tuple[Any, ...]:
         """Return what `seconds` is counted from. Raises a TwellError for a weight that `product` does not take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seconds(self, work: Work, n: int, k: int, counted: tuple[Any, ...]) -> float:
         """Return what the product of a weight [n, k] takes, of which `weigh` says this."""
-        raise NotImplementedError
 
     def fitted(self, weights: Weights) -> Path:
         super().fitted(weights)

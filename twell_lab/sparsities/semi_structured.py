@@ -159,7 +159,7 @@ def searched(sparse: Any, tokens: int) -> Any:
 
 @cache
 def _refused(device: torch.device, dtype: torch.dtype) -> str:
-    """Why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
+    """Return why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
     try:
         to_semi_structured(prune_two_four(nn.Linear(64, 64, device=device, dtype=dtype).requires_grad_(False)))
     except DeviceError as error:

@@ -180,7 +180,7 @@ def step_times(
 
 @torch.no_grad()
 def _checked(layer: nn.Module, x: Tensor, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """How far the first rows of y are off, and what was dropped of the operand. Raises clock.WrongResult."""
+    """Return how far the first rows of y are off, and what was dropped of the operand. Raises clock.WrongResult."""
     some = x[:SIDE]
     left, right, lost = some, layer.weight, 0.0
     if isinstance(layer, TwoFourLinear):

@@ -108,7 +108,7 @@ class SparseLinear(nn.Module):
 
     @property
     def nnz(self) -> int:
-        """How many weights are kept; zeros among them count."""
+        """Return how many weights are kept; zeros among them count."""
         return self.column.numel()
 
     @property
@@ -126,7 +126,7 @@ class SparseLinear(nn.Module):
 
     @property
     def mask(self) -> Tensor:
-        """Which weights are kept, bool [out_features, in_features], made anew."""
+        """Return which weights are kept, bool [out_features, in_features], made anew."""
         mask = torch.zeros(self.out_features, self.in_features, dtype=torch.bool, device=self.column.device)
         return mask.index_put_(self._places(), mask.new_ones(()))
 
@@ -207,7 +207,8 @@ def _check_mask(mask: Tensor, weight: Tensor) -> Tensor:
 
 
 def _indexes(pointer: Tensor, column: Tensor, rows: int, columns: int) -> bool:
-    """Whether these are the row pointers and the columns, ascending within each row, of a matrix [rows, columns]."""
+    """Return whether these are the row pointers and the columns, ascending within each row, of a matrix [rows,
+    columns]."""
     if pointer.is_meta or column.is_meta or pointer.shape != (rows + 1,) or column.dim() != 1:
         return False
     if pointer[0] != 0 or pointer[-1] != len(column) or (pointer.diff() < 0).any():

@@ -53,7 +53,7 @@ class Compiled:
                 self.call = self.whole
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps, so that a resumed run computes its steps as the unbroken one does."""
+        """Return what a checkpoint keeps, so that a resumed run computes its steps as the unbroken one does."""
         return {
             "changed_at": self.changed_at,
             "whole": self.call is not self.by_layer,

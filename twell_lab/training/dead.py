@@ -131,7 +131,7 @@ def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
 
 def fired_in(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Which neurons fire at any token when `model` runs on `tokens` (int64 [batch, context], on its device).
+    """Return which neurons fire at any token when `model` runs on `tokens` (int64 [batch, context], on its device).
 
     Without gradients, in the mode the model is in. Returns bool [d_ff] for each layer, on the model's device.
     """

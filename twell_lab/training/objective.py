@@ -30,8 +30,8 @@ def cross_entropy(
 
 
 def eval_batch(model: nn.Module, windows: Tensor) -> int:
-    """How many of the windows [n, context + 1] to read at a time: EVAL_BATCH, or fewer where the scores of a large
-    vocabulary would take more memory than training does."""
+    """Return how many of the windows [n, context + 1] to read at a time: EVAL_BATCH, or fewer where the scores of a
+    large vocabulary would take more memory than training does."""
     vocabulary = getattr(getattr(model, "config", None), "vocabulary", 1)
     return max(1, min(EVAL_BATCH, EVAL_SCORES // (vocabulary * windows.shape[1])))
 
@@ -53,7 +53,8 @@ def l1_penalty(hidden: list[Tensor]) -> Tensor:
 
 
 def mean_nnz(hidden: list[Tensor]) -> float:
-    """How many neurons have h != 0 at a token, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    """Return how many neurons have h != 0 at a token, averaged over tokens and layers: one tensor [..., d_ff] a
+    layer."""
     return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
 
 

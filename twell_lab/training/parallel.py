@@ -30,7 +30,7 @@ class World:
 
     @property
     def lead(self) -> bool:
-        """Whether this process is the one that writes files and prints."""
+        """Return whether this process is the one that writes files and prints."""
         return self.rank == 0
 
     def share(self, windows: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true in any process. With several processes it waits for the device."""
+        """Return whether the flag is true in any process. With several processes it waits for the device."""
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
     def led(self, act: Callable[[], object]) -> None:

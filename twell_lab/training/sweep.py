@@ -29,7 +29,7 @@ from ..layers.find import feed_forwards
 from ..records import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train
-from .objective import EVAL_BATCH, bits_per_byte
+from .objective import EVAL_BATCH
 from .text.source import Text, load, spread_windows
 
 PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
@@ -381,18 +381,12 @@ def table(rows: list[dict]) -> list[dict]:
     ]
 
 
-def loss_on(model: nn.Module, text: Text, windows: int, context: int) -> float:
-    """Bits per byte of a model on a text, in windows spread over it."""
-    device = next(model.parameters()).device
-    return bits_per_byte(model, spread_windows(text.data, windows, context).to(device))
-
-
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
 def notes(text: Text, plan: Plan) -> dict:
-    """What a record says beside its rows: the text and where it comes from, how it is split, what ran, and how far
-    compressors get on the validation part."""
+    """Return what a record says beside its rows: the text and where it comes from, how it is split, what ran, and how
+    far compressors get on the validation part."""
     training, validation = text.split()
     known = text.sha256 == NOVELS["sha256"]
     manifest = (

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.layers.models_of import LATENT
+from tests.threads import one_thread  # noqa: F401
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.relufy import relufy
@@ -13,14 +15,6 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
 from twell_lab.training.objective import hidden_activations, l1_penalty, mean_nnz
 from twell_lab.training.text.source import random_windows, standard_library
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def llama(**changes):
@@ -223,18 +217,7 @@ def of(family, **changes):
         return transformers.Gemma3ForConditionalGeneration(config).eval()
     special = {
         "Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
-        "DeepseekV3": EXPERTS
-        | dict(
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-        ),
+        "DeepseekV3": EXPERTS | LATENT,
     }
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **special.get(family, {}), **changes})
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.nightly.attack.harness import PLACE
+from tests.threads import one_thread  # noqa: F401
 
 _REPORT = pytest.StashKey[list]()
 
@@ -27,15 +27,6 @@ def place(tmp_path_factory):
     os.environ[PLACE] = str(tmp_path_factory.mktemp("attack"))
     yield
     del os.environ[PLACE]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small only lose by a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,21 +3,12 @@
 import dataclasses
 
 import pytest
-import torch
 
+from tests.threads import one_thread  # noqa: F401
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.text.source import standard_library
 
 TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A second thread only slows such small models down, most of all while other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

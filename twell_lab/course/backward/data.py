@@ -175,7 +175,7 @@ def by_neuron(kept: Tensor) -> list[list[int]]:
 
 
 def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed: int = 0) -> int:
-    """How many different results come of adding these numbers one by one in float32, `orders` times.
+    """Return how many different results come of adding these numbers one by one in float32, `orders` times.
 
     Each time in another random order or, without shuffle, in the given one.
     """

@@ -194,7 +194,8 @@ SAID = {
 
 
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
-    """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes.
+    """Return what is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor ->
+    bytes.
 
     The lists of rows are drawn as one."""
     figure = go.Figure()
@@ -463,7 +464,8 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
 
 
 def models(found: list[dict]) -> go.Figure:
-    """How many times as fast the training step of whole models is, eager and compiled. found: of measured.wholes."""
+    """Return how many times as fast the training step of whole models is, eager and compiled. found: of
+    measured.wholes."""
     figure = go.Figure()
     names = [f"{each['model']}, nnz {each['nnz']:.0f}<br>{each['choice']}" for each in found]
     for key, name, colour in (

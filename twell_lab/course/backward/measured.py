@@ -74,7 +74,7 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def _which(row: dict) -> tuple[str, str]:
-    """What was timed, on whatever path."""
+    """Return what was timed, on whatever path."""
     return row["workload"], f"{row['nnz']:.2g}"
 
 
@@ -85,7 +85,7 @@ def _wanted(row: dict) -> bool:
 
 
 def _kind(row: dict) -> str | None:
-    """What figures call the row's workload: of KINDS, or WHOLE; None for others."""
+    """Return what figures call the row's workload: of KINDS, or WHOLE; None for others."""
     if row["workload"].startswith(WHOLE):
         return WHOLE
     workload = row["workload"]
@@ -166,7 +166,8 @@ def between(rows: list[dict], path: str) -> tuple[float, float] | None:
 
 
 def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]:
-    """What the notebook found, in three sentences made of its numbers: time and where it ends, memory, whole models.
+    """Return what the notebook found, in three sentences made of its numbers: time and where it ends, memory, whole
+    models.
 
     sizes: of the dense and of the sparse way, tensor -> bytes. Without a record the second alone, and MISSING.
     """
@@ -190,7 +191,7 @@ def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]
 
 
 def own_line(own: list[dict]) -> str:
-    """What the reader's own steps (`yours`) come to, in a line."""
+    """Return what the reader's own steps (`yours`) come to, in a line."""
     times = [f"{row['x_dense']:.2f} at nnz {row['column']}" for row in steps(own) if row["path"] == SPARSE]
     return f"Sparse, {own[0]['where']}: {', '.join(times)} times as fast as torch's."
 

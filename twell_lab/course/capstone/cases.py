@@ -48,7 +48,7 @@ class Case:
         return self.hidden != 0  # NaN is not 0
 
     def y(self) -> Tensor:
-        """What a launch writes to: [rows, d_model], not written yet."""
+        """Return what a launch writes to: [rows, d_model], not written yet."""
         bits = torch.full((len(self.packed), self.down_t.shape[1]), UNWRITTEN, dtype=torch.int16)
         return bits.to(self.packed.device).view(self.down_t.dtype)
 
@@ -242,7 +242,7 @@ def agrees(y: Tensor, exact: Tensor, size: Tensor) -> Tensor:
 
 
 def wrong(of: Case, y: Tensor) -> str | None:
-    """What is wrong with y, in words, with the mistake's name where it is one of the usual; None if nothing is.
+    """Return what is wrong with y, in words, with the mistake's name where it is one of the usual; None if nothing is.
 
     All tensors lie on the CPU."""
     untouched = y.view(torch.int16) == UNWRITTEN

@@ -99,8 +99,8 @@ def threads_of(text: str) -> int:
 
 
 def judge(file: str | Path) -> Judged:
-    """Whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it is said,
-    never raised; InputError where there is no such file."""
+    """Return whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it
+    is said, never raised; InputError where there is no such file."""
     text = source(file)
     with_what = ""
     try:
@@ -215,7 +215,7 @@ class Predicted:
 
 
 def predicted(counts: Counts, device: str | None = None) -> Predicted:
-    """What these counts, of a launch of COUNTED rows, come to for TIMED rows on a GPU (`gpu_rates`)."""
+    """Return what these counts, of a launch of COUNTED rows, come to for TIMED rows on a GPU (`gpu_rates`)."""
     rates = gpu_rates(device)
     weights = max(counts.footprints, key=lambda name: counts.footprints[name].bytes)  # down_t does not grow
     grown = counts.scaled(TIMED / COUNTED, same_size=[weights])
@@ -349,7 +349,7 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
 
 
 def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]:
-    """What the notebook comes to, in three sentences made of its numbers: sectors, prediction, and time."""
+    """Return what the notebook comes to, in three sentences made of its numbers: sectors, prediction, and time."""
     name, counts = counts_of(judged)
     least = judged.floor or floor()
     sectors, ms = counts.global_reads.sectors, {row["path"]: row["ms"] for row in rows}

@@ -85,7 +85,7 @@ class Mine:
 
 
 def wrong(mine: Mine, threads: int) -> str | None:
-    """What is wrong with it on the inputs of `cases.small`, in words; None if nothing is."""
+    """Return what is wrong with it on the inputs of `cases.small`, in words; None if nothing is."""
     for of in cases.small(threads, dtype_here()):
         y = mine(*(t.cuda() for t in (of.packed, of.gate, of.down_t, of.y())))
         if found := cases.wrong(of, y.cpu()):

@@ -86,8 +86,8 @@ SKIPPED, FOR_NOTHING, NEEDED, MISSED = range(4)
 
 
 def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tensor]:
-    """What each method computes of a corner of `fires` [tokens, d_ff], the neurons that fire most first: int64 [tokens,
-    neurons] of SKIPPED, FOR_NOTHING, NEEDED and MISSED, by the method's name."""
+    """Return what each method computes of a corner of `fires` [tokens, d_ff], the neurons that fire most first: int64
+    [tokens, neurons] of SKIPPED, FOR_NOTHING, NEEDED and MISSED, by the method's name."""
     order = fires.sum(0).argsort(descending=True, stable=True)
     corner = fires[:tokens, order[: 6 * neurons : 6]]  # every sixth, from the busiest to those that fire rarely
     tokens, neurons = corner.shape
@@ -131,7 +131,8 @@ def occupied_rows(subject: Study, heights: Sequence[int] = (1, 2, 4, 8, 16, 32, 
 
 
 def occupied_sentence(rows: list[dict], layer: int = 1, height: int = HEIGHT) -> str:
-    """What one layer has in stripes of this height, and how many layers have fewer than if neurons fired at random."""
+    """Return what one layer has in stripes of this height, and how many layers have fewer than if neurons fired at
+    random."""
     mine = [row for row in rows if row["height"] == height]
     share = next(row["measured"] for row in mine if row["layer"] == layer)
     fewer = sum(row["measured"] < row["expected"] for row in mine)
@@ -189,15 +190,16 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
 
 
 def padding_sentence(rows: list[dict]) -> str:
-    """How much faster the fewest real rows are without the padding."""
+    """Return how much faster the fewest real rows are without the padding."""
     least = min(row["real"] for row in rows)
     took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
     return f"Without padding, {least:.0%} real: {took['padded'] / took[comparison.REMOVED]:.1f} times."
 
 
 def proportion_sentence(recorded: Iterable[dict]) -> str:
-    """How far recorded layers without padding are at most from dense's time in proportion to the real tokens, and how
-    far as many tokens alone are there, in two lines. recorded: of `recorded("comparison")`; "" without such rows."""
+    """Return how far recorded layers without padding are at most from dense's time in proportion to the real tokens,
+    and how far as many tokens alone are there, in two lines. recorded: of `recorded("comparison")`; "" without such
+    rows."""
     rows = [row for row in recorded if row["kind"] == "padding"]
     if not rows:
         return ""
@@ -212,7 +214,7 @@ def proportion_sentence(recorded: Iterable[dict]) -> str:
 
 
 def dearer(rows: Iterable[dict], tokens: int = 16384, most: float = 1 / 64) -> float | None:
-    """How many times as much a firing neuron costs a token when it is packed as any neuron when it is dense.
+    """Return how many times as much a firing neuron costs a token when it is packed as any neuron when it is dense.
 
     rows: of `recorded_map`. Packed, from the fewest to the most that fire, up to the share `most`; dense, two thirds of
     the layer, since the gate is computed either way. None where fewer than two were recorded."""
@@ -263,7 +265,8 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
 
 
 def hot_sentence(rows: list[dict]) -> str:
-    """Whether any number of hot neurons is faster than dense here by more than the spread of the times, and which."""
+    """Return whether any number of hot neurons is faster than dense here by more than the spread of the times, and
+    which."""
     best = max((row for row in rows if "low" in row), key=lambda row: row["low"])
     spread = f"{best['x_dense']:.2f} ({best['low']:.2f} to {best['high']:.2f})"
     if best["low"] <= 1:
@@ -366,7 +369,7 @@ def lossy_rows(
 
 
 def predictor_sentence(found: Predictors) -> str:
-    """How many neurons are computed for one that fires."""
+    """Return how many neurons are computed for one that fires."""
     table = found.table()
     neurons, firing = (sum(row[key] for row in table) for key in ("neurons", "firing"))
     return f"Guessing, at {found.recall:.0%} recall: {neurons / firing:.0f} neurons computed for each that fires."
@@ -496,8 +499,8 @@ def predicted_sentence(
     nnz: float = 29,
     tokens: Sequence[int] = (1, 16384),
 ) -> str:
-    """How many times as fast as dense a layer of 2048 x 5632 should be on each GPU's best path, by the cost model
-    (analysis.predict); and what was recorded. recorded: of `recorded_map`."""
+    """Return how many times as fast as dense a layer of 2048 x 5632 should be on each GPU's best path, by the cost
+    model (analysis.predict); and what was recorded. recorded: of `recorded_map`."""
     said = []
     for gpu in gpus:
         firing, rates = predicting.firing_of(predicting.Layer(nnz)), predicting.rates_of(gpu)
@@ -516,7 +519,8 @@ def predicted_sentence(
 
 
 def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> list[str]:
-    """What the notebook found, in three sentences made of its numbers: of the map here, of predictors and padding."""
+    """Return what the notebook found, in three sentences made of its numbers: of the map here, of predictors and
+    padding."""
     best = winners(mine)
     won: dict[str, int] = {}
     for row in best.values():

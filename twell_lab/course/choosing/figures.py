@@ -41,7 +41,7 @@ _KINDS = (  # what works() tells apart
 
 
 def works(kinds: dict) -> go.Figure:
-    """What each method computes, a panel a method. kinds: as `data.works` returns them."""
+    """Return what each method computes, a panel a method. kinds: as `data.works` returns them."""
     shares = {
         name: (each != data.SKIPPED).logical_and(each != data.MISSED).double().mean() for name, each in kinds.items()
     }
@@ -164,7 +164,7 @@ def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
 
 
 def firing(shares, times: float | None) -> go.Figure:
-    """How often each neuron fires, the busiest first, and the share above which it is cheaper dense.
+    """Return how often each neuron fires, the busiest first, and the share above which it is cheaper dense.
 
     shares: float [d_ff], of the tokens. times: how many times as much a packed neuron costs as a dense one."""
     if times is None:
@@ -255,7 +255,8 @@ def experts(rows: list[dict]) -> go.Figure:
 
 
 def losses(rows: list[dict]) -> go.Figure:
-    """How much more the loss is, in percent, over the share of the neurons that is computed, a line for each way."""
+    """Return how much more the loss is, in percent, over the share of the neurons that is computed, a line for each
+    way."""
     figure = go.Figure()
     for i, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
         mine = [row for row in rows if row["way"] == way]

@@ -245,7 +245,8 @@ def same_call_twice(call: Call, device: str, rounds: int = 15) -> dict[str, Samp
 
 
 def quiet(rounds: int) -> int:
-    """How many of the first calls of `same_call_twice` the machine is left in peace for: a third, an even number."""
+    """Return how many of the first calls of `same_call_twice` the machine is left in peace for: a third, an even
+    number."""
     return 2 * (rounds // 3)
 
 
@@ -266,8 +267,8 @@ def small_calls(call: Call) -> dict | None:
 
 
 def calls_sentence(rows: list[dict]) -> str:
-    """How long the GPU works, with emptied caches, and how long plain calls in a row take, for the fewest tokens of
-    each run that is there: of calls, between what the middle half of them lies.
+    """Return how long the GPU works, with emptied caches, and how long plain calls in a row take, for the fewest tokens
+    of each run that is there: of calls, between what the middle half of them lies.
 
     rows: `measure.recorded_calls`, and `small_calls` with its tokens."""
     lines = []
@@ -321,7 +322,7 @@ class _Watch(TorchDispatchMode):
 
 
 def terms(x: Tensor) -> str:
-    """What a tensor is computed in, and where: "float32 on cpu"."""
+    """Return what a tensor is computed in, and where: "float32 on cpu"."""
     return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
@@ -368,7 +369,7 @@ class Verdict:
 
     @property
     def fails(self) -> str:
-        """What does not hold, as words: "right, clear", or "nothing"."""
+        """Return what does not hold, as words: "right, clear", or "nothing"."""
         return ", ".join(line.asked for line in self.lines if not line.holds) or "nothing"
 
     def __str__(self) -> str:
@@ -436,7 +437,7 @@ def verdict(
 
 
 def apart(one: list[float], other: list[float]) -> bool:
-    """Whether the middle halves of two lists of samples do not overlap."""
+    """Return whether the middle halves of two lists of samples do not overlap."""
     low, high = sorted((one, other), key=lambda samples: quartiles(samples)[0])
     at = torch.tensor([0.25, 0.75], dtype=torch.float64)
     (_, below), (above, _) = (torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (low, high))
@@ -444,7 +445,7 @@ def apart(one: list[float], other: list[float]) -> bool:
 
 
 def three_lines(claims: Claims, found: Verdict, effects: dict[str, str]) -> list[str]:
-    """What the notebook comes to. effects: by which factor each clock was off, in words, of those that only
+    """Return what the notebook comes to. effects: by which factor each clock was off, in words, of those that only
     time badly."""
     first, (step, factor) = next(iter(claims.steps.values())), claims.largest()
     said = "faster" if found.x > 1 else "slower"

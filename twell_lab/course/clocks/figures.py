@@ -14,8 +14,8 @@ from .data import quiet, ratio, times
 
 
 def timeline(asked: float, done: float, queue: str) -> go.Figure:
-    """What the program and the queue do while one call runs. asked: milliseconds until the call returned; done: until
-    its work was; queue: its name."""
+    """Return what the program and the queue do while one call runs. asked: milliseconds until the call returned; done:
+    until its work was; queue: its name."""
     if not 0 < asked <= done < math.inf:
         raise InputError(f"asked is {asked} and done {done}; milliseconds above zero, in this order, are accepted")
     program, figure = "your program", go.Figure()
@@ -45,7 +45,7 @@ def timeline(asked: float, done: float, queue: str) -> go.Figure:
 
 
 def ladder(steps: dict[str, float], title: str = "The same benchmark, after each repair") -> go.Figure:
-    """How many times as fast as dense the sparse layer is said to be, after each step, the first step on top.
+    """Return how many times as fast as dense the sparse layer is said to be, after each step, the first step on top.
 
     steps: as `Claims` holds them.
     """

@@ -289,7 +289,8 @@ def _most(point: dict) -> float:
 
 
 def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str]:
-    """Whether layers that skip zeros give what the model gives: for a cut of this sparsity, and for a ReLU model."""
+    """Return whether layers that skip zeros give what the model gives: for a cut of this sparsity, and for a ReLU
+    model."""
     tokens = judged.windows[:4]
     model = copy.deepcopy(judged.model)
     before = _logits(model, tokens)
@@ -313,8 +314,8 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def three_lines(points: Sequence[dict]) -> list[str]:
-    """Which way at which density, from points that were measured here: how far a cut is cheap; and, at the density of
-    each other way, whether its interval or that of the cut to as few lies lower."""
+    """Return which way at which density, from points that were measured here: how far a cut is cheap; and, at the
+    density of each other way, whether its interval or that of the cut to as few lies lower."""
     here = [point for point in points if point["where"] == HERE and point["what"] != THEN_CUT]
     cuts = [point for point in here if point["way"] == "cut"]
     cheap = [

@@ -82,7 +82,8 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
 
 
 def _name(way: str, model: str) -> str:
-    """What a line is called. A model that is trained with L1 is another than that without, beside which it is drawn."""
+    """Return what a line is called. A model that is trained with L1 is another than that without, beside which it is
+    drawn."""
     if way != "train":
         return f"{way}: {model}"
     return f"train with L1: {model}" if model.endswith("weights") else f"train with L1: twin of {model}"

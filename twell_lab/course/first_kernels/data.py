@@ -46,7 +46,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
-    """Whether packed words equal those of TwELL.from_gate(gate), except for words that are never written."""
+    """Return whether packed words equal those of TwELL.from_gate(gate), except for words that are never written."""
     want = TwELL.from_gate(gate.cpu())
     used = torch.arange(want.words) <= want.counts[..., None]
     words = words.cpu()
@@ -129,7 +129,7 @@ def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Pa
 
 
 def fault_of(call: Callable[[], object]) -> Fault | None:
-    """What the simulator finds wrong with a launch, or None."""
+    """Return what the simulator finds wrong with a launch, or None."""
     try:
         call()
     except Fault as fault:
@@ -177,8 +177,8 @@ def yours(tokens: int = 16384) -> Times:
 
 
 def gpu_here() -> Gpu | None:
-    """What a prediction needs to know of this machine's GPU: its rates from data/gpus.json, scaled by what an H100
-    reaches of its own. None without a GPU, and for one that is not in there."""
+    """Return what a prediction needs to know of this machine's GPU: its rates from data/gpus.json, scaled by what an
+    H100 reaches of its own. None without a GPU, and for one that is not in there."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -192,7 +192,7 @@ def gpu_here() -> Gpu | None:
 
 
 def _rows(counts: Counts) -> dict[str, np.ndarray]:
-    """How often each row of the weights is read that a launch on a `Layer` reads: as its neurons fire."""
+    """Return how often each row of the weights is read that a launch on a `Layer` reads: as its neurons fire."""
     often = clocks.firing_rates(D_FF, NNZ).numpy()
     return {name: often for name in ("up", "down_t") if name in counts.footprints}
 
@@ -235,8 +235,8 @@ def times_predicted(rows: list[dict]) -> str:
 
 
 def three_lines(*operations: list[dict]) -> str:
-    """What the notebook comes to, made of the rows of `against_time` of each operation, the naive version first: what
-    the versions gained, how many of them took about as long as predicted, and where."""
+    """Return what the notebook comes to, made of the rows of `against_time` of each operation, the naive version first:
+    what the versions gained, how many of them took about as long as predicted, and where."""
     found = [times for rows in operations for times in _ratios(rows)]
     near = sum(1 / NEAR <= times <= NEAR for times in found)
     where = "; ".join(dict.fromkeys(row["recorded"] for rows in operations for row in rows if row["recorded"]))
@@ -245,7 +245,8 @@ def three_lines(*operations: list[dict]) -> str:
 
 
 def own_lines(*operations: list[dict]) -> str:
-    """What the versions gained on the reader's own GPU, as `three_lines` says it of the recorded one; "" without it."""
+    """Return what the versions gained on the reader's own GPU, as `three_lines` says it of the recorded one; "" without
+    it."""
     where = next((row["yours"] for rows in operations for row in rows if row["yours"]), None)
     return "\n".join([f"{where}:", *_gains(operations, "yours_ms")]) if where else ""
 

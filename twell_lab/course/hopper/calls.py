@@ -22,7 +22,8 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def summary(rows: list[dict]) -> str:
-    """How much of the wall time of TwELL's call the host takes, with the fewest and the most tokens, in a sentence."""
+    """Return how much of the wall time of TwELL's call the host takes, with the fewest and the most tokens, in a
+    sentence."""
     mine = sorted((row for row in rows if row["path"] == SPARSE), key=lambda row: row["tokens"])
     if not mine:
         return (

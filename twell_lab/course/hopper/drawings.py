@@ -136,7 +136,7 @@ def way() -> go.Figure:
 
 
 def cluster() -> go.Figure:
-    """What two blocks of a cluster fetch for one step: each its rows of x, and half of the weights for both."""
+    """Return what two blocks of a cluster fetch for one step: each its rows of x, and half of the weights for both."""
     figure, size = go.Figure(), tile.sizes()
     of_x, of_w = (2 * size.depth * n // KIB for n in (size.rows, size.columns))
     half = of_w // size.cluster
@@ -195,7 +195,7 @@ def pipeline() -> go.Figure:
 
 
 def sums() -> go.Figure:
-    """Which lane and register hold which sum: the first warp's 16 rows of a wgmma tile, its first 16 columns."""
+    """Return which lane and register hold which sum: the first warp's 16 rows of a wgmma tile, its first 16 columns."""
     _, lane, register = tile.sums()
     rows, columns = 16, 16
     figure = make_subplots(rows=1, cols=2, column_widths=[0.14, 0.86], horizontal_spacing=0.07)

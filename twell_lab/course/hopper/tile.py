@@ -51,7 +51,7 @@ def sizes(version: int = 3) -> Sizes:
 
 
 def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int) -> int:
-    """How many stages of 16-bit values fit into `shared` bytes of which the epilogue keeps `kept`."""
+    """Return how many stages of 16-bit values fit into `shared` bytes of which the epilogue keeps `kept`."""
     return max(0, shared - kept) // (VALUE * depth * (rows + columns))
 
 

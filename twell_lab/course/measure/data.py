@@ -40,7 +40,7 @@ def compare(samples: Samples, name: str, base: str) -> str:
 
 
 def as_fast(samples: Samples, name: str, base: str) -> str:
-    """How many times as fast as `base` a call is, as text: "2.24x (2.10 to 2.41)".
+    """Return how many times as fast as `base` a call is, as text: "2.24x (2.10 to 2.41)".
 
     By the medians; in brackets by its slower quartile and the base's faster one, and the other way around."""
     x, low, high = ratios(samples[name], samples[base])
@@ -148,7 +148,7 @@ def plain_calls(rows: list[dict]) -> str:
 
 
 def recorded_zeros(rows: list[dict]) -> str:
-    """How many times as fast the recorded dense products were on zeros as on random values, by device and day.
+    """Return how many times as fast the recorded dense products were on zeros as on random values, by device and day.
 
     rows: recorded("matmul_data")."""
     told = []
@@ -235,9 +235,9 @@ def weights_or_activations(
 
 
 def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: int = 96) -> list[dict]:
-    """What cutting costs a model that was trained with L1 (data/checkpoints/small) on held-out Python source: rows
-    {density, error (of a layer's output, relative to the uncut one's norm; both means over layers), more (loss, as a
-    share of what it was)}, the first of the model as it is.
+    """Return what cutting costs a model that was trained with L1 (data/checkpoints/small) on held-out Python source:
+    rows {density, error (of a layer's output, relative to the uncut one's norm; both means over layers), more (loss, as
+    a share of what it was)}, the first of the model as it is.
 
     Thresholds are chosen on every second window, and the loss is that of the others."""
     model = LanguageModel.load(core.data_dir() / "checkpoints" / "small")
@@ -261,7 +261,7 @@ def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: in
 
 
 def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
-    """What a threshold on the gate does to one gated layer: only gate values above it are kept.
+    """Return what a threshold on the gate does to one gated layer: only gate values above it are kept.
 
     layer: a gated feed-forward module; x: [tokens, d_model]. Returns a dict: d_ff; tokens; edges and counts of a
     histogram of the positive gate values; rows, one for each threshold: {threshold, nnz (mean), density, error

@@ -95,7 +95,7 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
 
 
 def against_density(table: list[dict], title: str, recorded: list[dict] | None = None) -> go.Figure:
-    """How many times as fast as dense each format is, over the density of the matrix.
+    """Return how many times as fast as dense each format is, over the density of the matrix.
 
     table: rows of `data.against_density`; recorded: rows of `data.recorded`, drawn dotted and named by device
     and day.
@@ -151,7 +151,7 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
 
 
 def threshold(sweep: dict, index: int = 0) -> go.Figure:
-    """What a threshold on the gate does: the gate values it keeps, and the error against the weights read.
+    """Return what a threshold on the gate does: the gate values it keeps, and the error against the weights read.
 
     sweep: what `data.threshold_sweep` returned; index: which of its rows to mark.
     """

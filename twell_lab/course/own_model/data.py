@@ -50,7 +50,7 @@ class Own:
 
     @property
     def fires(self) -> bool:
-        """Whether a layer of it has a ReLU, whose zeros can be skipped."""
+        """Return whether a layer of it has a ReLU, whose zeros can be skipped."""
         try:
             return bool(feed_forwards(self.model))
         except InputError:
@@ -128,7 +128,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
-    """What a model adds to a prompt, always the most likely token. model: `mine.model`, or a swapped copy."""
+    """Return what a model adds to a prompt, always the most likely token. model: `mine.model`, or a swapped copy."""
     said = mine.encode(prompt)[None]
     start = said.shape[1]
     for _ in range(tokens):
@@ -141,7 +141,7 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
 
 
 def planned(plan: Plan, tokens: Sequence[int]) -> str:
-    """How many layers a plan leaves dense, for each of these numbers of tokens."""
+    """Return how many layers a plan leaves dense, for each of these numbers of tokens."""
     said = []
     for count in tokens:
         found = [
@@ -156,7 +156,7 @@ def planned(plan: Plan, tokens: Sequence[int]) -> str:
 
 
 def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> list[dict]:
-    """What all feed-forward layers of a profile should take on GPUs, each layer on its best path; predicted.
+    """Return what all feed-forward layers of a profile should take on GPUs, each layer on its best path; predicted.
 
     Rows: gpu, tokens, dense_us, us, x_dense, launches (the percent of dense_us that they take), paths (how many
     layers take which)."""
@@ -187,7 +187,7 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
 
 
 def off() -> str:
-    """How far off such predictions are where layers were recorded, in a few words for each GPU."""
+    """Return how far off such predictions are where layers were recorded, in a few words for each GPU."""
     found = [
         f"{row['gpu']}, {row['layers']} recorded layers: predicted over measured time {row['least']:.2f} to "
         f"{row['most']:.2f}, median {row['median']:.2f}"
@@ -200,17 +200,18 @@ def off() -> str:
 
 
 def all_dense(here: dict) -> bool:
-    """Whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed dense."""
+    """Return whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed
+    dense."""
     return bool(re.fullmatch(r"\d+ dense", here.get("layers") or ""))
 
 
 def noise(here: dict) -> str:
-    """What to add to the times of such a pair: nothing, or that both models do the same work."""
+    """Return what to add to the times of such a pair: nothing, or that both models do the same work."""
     return ": no layer swapped, just noise" * all_dense(here)
 
 
 def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained: Sequence[dict]) -> list[str]:
-    """What the numbers say, in three lines: here, on a GPU, and whether to cut or to train.
+    """Return what the numbers say, in three lines: here, on a GPU, and whether to cut or to train.
 
     Args:
         here: what was timed, and low, times, high: how many times as fast it then was, in the middle half of its turns;

@@ -11,8 +11,8 @@ from . import data
 
 
 def gains(rows: Sequence[dict]) -> go.Figure:
-    """How many times as fast the layers of a model should be on each GPU, a bar a number of tokens, and which percent
-    of the dense layers' time launches take. rows: what `data.gains` returned."""
+    """Return how many times as fast the layers of a model should be on each GPU, a bar a number of tokens, and which
+    percent of the dense layers' time launches take. rows: what `data.gains` returned."""
     figure = go.Figure()
     for count, colour in zip(dict.fromkeys(row["tokens"] for row in rows), plots.COLOURS, strict=False):
         mine = [row for row in rows if row["tokens"] == count]

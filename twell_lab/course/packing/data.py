@@ -41,7 +41,7 @@ def sizes(x: Tensor, limit: int = 128) -> dict[str, int]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals itself, and -0 does not equal +0."""
+    """Return whether two tensors hold the same bits: NaN equals itself, and -0 does not equal +0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -79,7 +79,7 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
 
 
 def found_by(errors: Tensor) -> str:
-    """Which checks find a packing that loses values. errors: `row_errors` [rows]."""
+    """Return which checks find a packing that loses values. errors: `row_errors` [rows]."""
     wrong, median, worst = int((errors > 0).sum()), float(errors.median()), float(errors.max())
     if not wrong:
         return "No row is wrong here: only made-up tiles, as above, would have shown it."
@@ -132,7 +132,7 @@ def usual(table: list[dict]) -> dict:
 
 
 def framed(table: list[dict], dense: int, overflow: float = 0.01) -> str:
-    """What the tile and words cost that `figures.geometries` frames, beside a dense row of so many bytes."""
+    """Return what the tile and words cost that `figures.geometries` frames, beside a dense row of so many bytes."""
     best = smallest(table, overflow)
     if best is None:
         return f"None framed: with all of them more than {overflow:.0%} of the rows overflow."

@@ -31,7 +31,7 @@ class Verdict:
 
 
 def judge(name: str, file: str | Path) -> Verdict:
-    """Whether the kernel in a file solves a puzzle. What is wrong with it is said, never raised.
+    """Return whether the kernel in a file solves a puzzle. What is wrong with it is said, never raised.
 
     name: one of PUZZLES; raises InputError for another.
     """
@@ -129,7 +129,7 @@ def summary(right: Mapping[str, bool]) -> str:
 
 
 def _own_lines(said: str) -> str:
-    """What a compiler says of the reader's file, without its notes on the simulator's header."""
+    """Return what a compiler says of the reader's file, without its notes on the simulator's header."""
     lines = said.splitlines()
     end = next((at for at, line in enumerate(lines) if f"{_HEADER}:" in line), len(lines))
     own = "\n".join(lines[:end])
@@ -137,7 +137,7 @@ def _own_lines(said: str) -> str:
 
 
 def in_words(fault: Fault, case: Case) -> str:
-    """What a kernel did wrong, by which thread and in which line."""
+    """Return what a kernel did wrong, by which thread and in which line."""
     line = fault.line
     where = f"\n  {line.file}:{line.number}: {line.text}" if line else ""
     thread, other = _thread(fault.thread, fault.block, case), _thread(fault.other_thread, fault.other_block, case)

@@ -125,7 +125,7 @@ def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dic
 
 
 def gained(found: list[dict], version: int) -> str:
-    """How much less time this version of gate_pack (1 to 3) takes than what came before. found: `versions`."""
+    """Return how much less time this version of gate_pack (1 to 3) takes than what came before. found: `versions`."""
     name = f"sm90 gate_pack v{version}"
     if name not in STEPS:
         raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
@@ -138,7 +138,8 @@ def gained(found: list[dict], version: int) -> str:
 
 
 def of_the_peak(found: list[dict], floor_ms: float) -> str:
-    """How much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their peak."""
+    """Return how much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their
+    peak."""
     if not found:
         return MISSING
     return f"{found[-1]['path'].removeprefix('sm90 ')}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."

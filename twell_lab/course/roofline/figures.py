@@ -138,7 +138,8 @@ def versions(found: list[dict], floor_ms: float) -> go.Figure:
 
 
 def pool_segment(rows: list[dict]) -> go.Figure:
-    """How many values each row of a group has in one tile, and which row's values lie in the words that they share.
+    """Return how many values each row of a group has in one tile, and which row's values lie in the words that they
+    share.
 
     rows: `data.pool_table`.
     """

@@ -157,8 +157,8 @@ def begins_sentence(rows: Sequence[dict]) -> str:
 
 
 def _way(path: str) -> str:
-    """What tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word; and
-    "directly" where it is called at once, past torch."""
+    """Return what tells a way to call cuSPARSELt from the others: of "2:4 (torch: cuSPARSELt, searched)" the last word;
+    and "directly" where it is called at once, past torch."""
     last = path.removesuffix(")").rpartition(": ")[2].rpartition(", ")[2]
     return "directly" if last == "called at once" else last
 
@@ -345,7 +345,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
 
 
 def view(weighed: Weighed, threshold: float) -> dict:
-    """What is left of the weight above a threshold in magnitude.
+    """Return what is left of the weight above a threshold in magnitude.
 
     Returns {threshold, kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
     descending), violations (share of the groups of four with more than two), filled ({size: share of the blocks that
@@ -412,8 +412,8 @@ def threshold_for(weight: Tensor, sparsity: float) -> float:
 
 @torch.no_grad()
 def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[dict]:
-    """How many blocks of size x size hold nothing where zeros lie at random: {sparsity, empty (in a drawn matrix),
-    expected}."""
+    """Return how many blocks of size x size hold nothing where zeros lie at random: {sparsity, empty (in a drawn
+    matrix), expected}."""
     made = []
     for sparsity in sparsities:
         a = comparison.patterned(SCATTERED, 1024, 1024, sparsity, dtype=torch.float32, device="cpu")
@@ -423,8 +423,8 @@ def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[
 
 
 def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> dict[str, float]:
-    """How many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward, and the
-    two backward ones (two_four_bound.linear_products), counted with the rates of this GPU."""
+    """Return how many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward,
+    and the two backward ones (two_four_bound.linear_products), counted with the rates of this GPU."""
     from ...analysis.predict import rates_of
 
     rates = rates_of(gpu)
@@ -432,8 +432,8 @@ def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> d
 
 
 def three_lines(lost: list[dict], weighed: Weighed, timed: Sequence[dict]) -> list[str]:
-    """What the notebook found, in sentences made of its numbers: rows of `pruned_losses`, the weight of the widget, and
-    the products of the map."""
+    """Return what the notebook found, in sentences made of its numbers: rows of `pruned_losses`, the weight of the
+    widget, and the products of the map."""
     half = {row["method"]: row["more"] for row in lost if abs(row["sparsity"] - 0.5) < 0.02}
     told = [f"{name} {half[name]:+.0%}" for name in ("smallest weights", TWO_FOUR, BLOCKS) if name in half]
     won = [

@@ -68,7 +68,8 @@ def beside_dense(rows: list[dict]) -> go.Figure:
 
 
 def loss_by_sparsity(rows: list[dict]) -> go.Figure:
-    """How much more a model's loss is, in percent, over the share of weights that became zero, a line for each way."""
+    """Return how much more a model's loss is, in percent, over the share of weights that became zero, a line for each
+    way."""
     if not rows:
         raise InputError("there are no rows; what pruned_losses returned is accepted")
     figure = go.Figure()
@@ -89,8 +90,8 @@ def loss_by_sparsity(rows: list[dict]) -> go.Figure:
 
 
 def after_training(rows: list[dict]) -> go.Figure:
-    """How many bits a byte more than the dense model a pruned one needs, before it is trained on and after, each seed a
-    line. rows: what `data.retrained` returned."""
+    """Return how many bits a byte more than the dense model a pruned one needs, before it is trained on and after, each
+    seed a line. rows: what `data.retrained` returned."""
     if not rows:
         return nothing("Pruned, and trained on")
     figure, most = go.Figure(), max(max(row["before"], row["after"]) for row in rows)
@@ -169,8 +170,8 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
 
 
 def picture(view: dict) -> go.Figure:
-    """What is left of a weight above a threshold: a corner of it, density by row, what breaks 2:4 and blocks and the
-    error of the product, bytes and time by format. view: what `data.view` returned."""
+    """Return what is left of a weight above a threshold: a corner of it, density by row, what breaks 2:4 and blocks and
+    the error of the product, bytes and time by format. view: what `data.view` returned."""
     figure = make_subplots(
         rows=2,
         cols=3,

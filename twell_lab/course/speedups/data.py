@@ -51,14 +51,15 @@ _LAYERS = "layers: "  # before the names of calls of all layers by themselves
 
 
 def amdahl(share: float, times: float) -> float:
-    """How many times as fast the whole is, where this share of its time (0 to 1) becomes so many times as fast."""
+    """Return how many times as fast the whole is, where this share of its time (0 to 1) becomes so many times as
+    fast."""
     left = 1 - share + share / times
     return 1 / left if left else math.inf
 
 
 def layer_needed(share: float, wanted: float) -> float | None:
-    """How many times as fast this share of the time must become for the whole to be `wanted` times as fast; None where
-    that is out of reach."""
+    """Return how many times as fast this share of the time must become for the whole to be `wanted` times as fast; None
+    where that is out of reach."""
     left = 1 / wanted - (1 - share)
     return share / left if left > 0 else None
 
@@ -120,7 +121,7 @@ def _read(row: dict) -> dict | None:
 
 
 def _single(row: dict) -> bool:
-    """Whether a row is that of a single layer."""
+    """Return whether a row is that of a single layer."""
     return row.get("kind") in ("inference", "training") and "layers" not in row and row["workload"] == LOGNORMAL
 
 
@@ -133,12 +134,13 @@ def _model(row: dict) -> tuple:
 
 
 def _same(row: dict) -> tuple:
-    """What is equal in rows that measure the same thing, be it on different paths."""
+    """Return what is equal in rows that measure the same thing, be it on different paths."""
     return (*_model(row), row["what"], row["head"], f"{row['nnz']:.2g}")
 
 
 def _same_way(row: dict) -> tuple:
-    """What is equal in rows that measure the same thing in the same way: as plain calls, compiled or in graphs."""
+    """Return what is equal in rows that measure the same thing in the same way: as plain calls, compiled or in
+    graphs."""
     return (*_same(row), GRAPH in row["path"], "compiled" in row["path"])
 
 
@@ -189,7 +191,7 @@ class Step:
 
     @property
     def x(self) -> float:
-        """How many times as fast the model is with planned layers."""
+        """Return how many times as fast the model is with planned layers."""
         return self._times(self.dense, self.ours)[1]
 
     @property
@@ -209,7 +211,7 @@ class Step:
 
     @property
     def layers_ms(self) -> tuple[float, float] | None:
-        """What all feed-forward layers take by themselves, dense and planned, in milliseconds."""
+        """Return what all feed-forward layers take by themselves, dense and planned, in milliseconds."""
         if self.layer is None:
             return None
         dense, ours = (self.dense["layers"] / each.get("together", 1) * each[self.clock] for each in self.layer)
@@ -217,7 +219,7 @@ class Step:
 
     @property
     def layer_x(self) -> float | None:
-        """How many times as fast the layers by themselves are."""
+        """Return how many times as fast the layers by themselves are."""
         return self.layer and self._times(*self.layer)[1]
 
     @property
@@ -267,7 +269,7 @@ def trainings(found: list[Step]) -> tuple[list[Step], list[Step]]:
 
 
 def about(found: list[Step]) -> str:
-    """Which model was measured, in a few words; where and when, say the figures."""
+    """Return which model was measured, in a few words; where and when, say the figures."""
     speaks, _ = trainings(found)
     if not speaks:
         return NOTHING
@@ -292,9 +294,9 @@ def compared(found: list[Step]) -> str:
 
 
 def between(step: Step) -> str:
-    """What lies between prediction and measurement: "as predicted" up to 3%; "host" where more waiting for the host is
-    half of the difference or more; "within spread" where the middle half of the turns holds the prediction; or which
-    of the two is more."""
+    """Return what lies between prediction and measurement: "as predicted" up to 3%; "host" where more waiting for the
+    host is half of the difference or more; "within spread" where the middle half of the turns holds the prediction; or
+    which of the two is more."""
     low, high = step.span
     if abs(step.x / step.predicted - 1) <= 1 - LEAST:
         return "as predicted"
@@ -330,8 +332,8 @@ def pieces(rows: list[dict], layers: list[dict]) -> list[dict]:
 
 
 def _device_ms(row: dict) -> float:
-    """What the device works for a plain call. Without a graph's time it is the time of events, or of the call if that
-    is shorter: then the device never waits."""
+    """Return what the device works for a plain call. Without a graph's time it is the time of events, or of the call if
+    that is shorter: then the device never waits."""
     return min(row["wall_ms"], row.get("gpu_ms", row["ms"]))
 
 
@@ -339,7 +341,7 @@ def _device_ms(row: dict) -> float:
 
 
 def by_tokens(layers: list[dict], nnz: float = 29) -> list[dict]:
-    """How many times as fast a planned layer is in each way, by the number of tokens: how, tokens, x, where."""
+    """Return how many times as fast a planned layer is in each way, by the number of tokens: how, tokens, x, where."""
     found = []
     here = [row for row in select(layers) if abs(row["nnz"] - nnz) <= _NEAR * nnz]
     for tokens in sorted({row["tokens"] for row in here}):
@@ -390,8 +392,8 @@ def stops(panels: dict[str, dict]) -> str:
 
 
 def costs(found: list[Step]) -> list[dict]:
-    """What planned models cost in percent of dense ones, where recorded: what, of (time, weights, peak memory, energy),
-    percent, dense and ours with their unit, where."""
+    """Return what planned models cost in percent of dense ones, where recorded: what, of (time, weights, peak memory,
+    energy), percent, dense and ours with their unit, where."""
     lines = []
     for step in found:
         keys = {
@@ -482,7 +484,7 @@ def _through(pairs: list[tuple[nn.Module, Tensor]], turn: int) -> Tensor:
 
 
 def three_lines(found: list[Step], own: list[Step]) -> list[str]:
-    """What the numbers say, in three lines: of layers and models, of what lies between, and of this machine."""
+    """Return what the numbers say, in three lines: of layers and models, of what lies between, and of this machine."""
     both = [step for step in found if step.share]
     if not both:
         lines = [ALONE if found else NOTHING, "So there is nothing to compare."]

@@ -286,7 +286,7 @@ def by_nnz(panels: dict[str, dict[str, list[tuple[float, float]]]], tokens: int 
 
 
 def costs(found: list[dict]) -> go.Figure:
-    """What planned models take, in percent of the dense ones. found: data.costs."""
+    """Return what planned models take, in percent of the dense ones. found: data.costs."""
     title = "Planned models, in % of the dense ones"
     if not found:
         return nothing(title)

@@ -34,7 +34,7 @@ def where(record: records.Record) -> str:
 
 
 def name(row: dict, rows: list[dict]) -> str:
-    """What to call a run in a figure."""
+    """Return what to call a run in a figure."""
     if row is twin(rows):
         return f"no L1, {row['label']} (the twin)"
     return f"no L1, {row['label']}" if not row["config"]["l1"] else row["label"]
@@ -54,7 +54,7 @@ def _ordered(rows: list[dict]) -> list[dict]:
 
 
 def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[str]:
-    """What the sweep found, in sentences computed from its rows."""
+    """Return what the sweep found, in sentences computed from its rows."""
     base, best = twin(rows), best_sparse(pressed(rows), zeros)
     d_ff = base["config"]["d_ff"]
     lines = [
@@ -88,8 +88,8 @@ def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[
 
 
 def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
-    """What the sweep comes to: the sparsest run whose loss another seed might explain, the sparsest within `more`, and
-    what renewing dead rows changed. Lines that these rows do not carry are left out."""
+    """Return what the sweep comes to: the sparsest run whose loss another seed might explain, the sparsest within
+    `more`, and what renewing dead rows changed. Lines that these rows do not carry are left out."""
     base, spread, lines = twin(rows), seed_spread(rows), []
     for limit, said in (
         (
@@ -160,7 +160,7 @@ def checkpoint(name: str) -> LanguageModel:
 
 
 def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:
-    """How many neurons fire at each byte of a sentence, averaged over layers: (the byte as a character, nnz)."""
+    """Return how many neurons fire at each byte of a sentence, averaged over layers: (the byte as a character, nnz)."""
     content = sentence.encode()
     if not 1 <= len(content) <= model.config.context:
         raise InputError(f"sentence has {len(content)} bytes; accepted: 1 to {model.config.context}")

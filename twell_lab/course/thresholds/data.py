@@ -189,7 +189,7 @@ def _step(model: Causal, windows: Tensor, tokens: int):
 
 
 def view(counted: Counted, sparsity: float) -> dict:
-    """What thresholds of this sparsity do, without running the model.
+    """Return what thresholds of this sparsity do, without running the model.
 
     Returns:
         what, method, greedy, gpu, tokens, sparsity; layers: their names; density: by place, of each layer, from
@@ -255,7 +255,7 @@ def view(counted: Counted, sparsity: float) -> dict:
 
 
 def sentence(view: dict) -> str:
-    """What a view shows, in a line; that it is lossy is part of it."""
+    """Return what a view shows, in a line; that it is lossy is part of it."""
     if view["loss"] is None:
         loss = "loss not measured beyond the last point"
     else:

@@ -126,28 +126,29 @@ class Work:
 
     @property
     def few(self) -> bool:
-        """Whether the kernels for few tokens run."""
+        """Return whether the kernels for few tokens run."""
         return self.tokens <= decode.MOST_TOKENS
 
     @property
     def fuses_gate(self) -> bool:
-        """Whether the kernel runs that packs inside the gate GEMM."""
+        """Return whether the kernel runs that packs inside the gate GEMM."""
         return self.rates.fuses and self.tokens >= dispatch.LEAST_PACKED
 
     @property
     def fuses_dense(self) -> bool:
-        """Whether the kernel runs that computes relu(gate) * up in one GEMM."""
+        """Return whether the kernel runs that computes relu(gate) * up in one GEMM."""
         return self.rates.fuses and self.tokens >= dispatch.LEAST_HIDDEN
 
     @property
     def lists(self) -> bool:
-        """Whether the kept values are read from the dense gate as it is, so that nothing is packed (ops.listed)."""
+        """Return whether the kept values are read from the dense gate as it is, so that nothing is packed
+        (ops.listed)."""
         some = not self.few and self.tokens <= listed.MOST_TOKENS
         return some and self.itemsize == 2 and not self.fuses_gate
 
     @property
     def pieces(self) -> int:
-        """How many parts the rows of a fused call are cut into."""
+        """Return how many parts the rows of a fused call are cut into."""
         return math.ceil(self.tokens / down_rows.CHUNK)
 
     def heavy(self, hot: int) -> tuple[float, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...core import InputError, TwellError
+from ...core import TwellError
 from ...ops import functional
 from ...ops.checks import is_turned
 from ..parts import Weights
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .cost import Rates, Work
 
 
-class Path:
+class Path(ABC):
     """One way through a layer. It has no state.
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
@@ -75,9 +76,9 @@ class Path:
 
         return dispatch.prepare(x, weights, self.name, hot, layer.tile, layer.words, layer.acts)
 
+    @abstractmethod
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
-        raise NotImplementedError
 
 
 class Converted(Path):
@@ -88,13 +89,13 @@ class Converted(Path):
     learns = "dense"
     packs = False
 
+    @abstractmethod
     def make(self, weights: Weights) -> Any:
         """Return what `compute` needs. Raises a TwellError for weights that the path does not take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:
         """Return the layer's output for x [..., d_model], from what `make` returned."""
-        raise NotImplementedError
 
     def fitted(self, weights: Weights) -> Path:
         functional.check_finite({name: t for name, t in weights.named().items() if not name.endswith("bias")})
@@ -121,9 +122,3 @@ class Converted(Path):
     def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor]:
         form = layer.forms[self.name]
         return lambda x: self.compute(layer, x, weights, form)
-
-
-def check_known(name: object, names: Sequence[str]) -> None:
-    """Raise InputError for a path that is none of these."""
-    if name not in [*names]:  # a list: it need not be hashable
-        raise InputError(f"path is {name!r:.80}; {', '.join(map(repr, names))} are accepted")

@@ -68,7 +68,7 @@ class Tokenizer(ABC):
         """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
 
     def describe(self) -> dict:
-        """What a record keeps: name, SHA-256 (unless it is None), size of the vocabulary."""
+        """Return what a record keeps: name, SHA-256 (unless it is None), size of the vocabulary."""
         fields = {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -121,12 +121,12 @@ class Readable:
 
     @property
     def vocabulary(self) -> int:
-        """How many token numbers there are: the model's vocabulary."""
+        """Return how many token numbers there are: the model's vocabulary."""
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """What a record keeps of a text: its name, SHA-256 and size in bytes, what its tokenizer says of itself unless
-        it is Bytes, and the source of a dataset."""
+        """Return what a record keeps of a text: its name, SHA-256 and size in bytes, what its tokenizer says of itself
+        unless it is Bytes, and the source of a dataset."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
         if self.tokenizer != BYTES:
             fields["tokenizer"] = self.tokenizer.describe()
@@ -169,7 +169,8 @@ class Text(Readable):
 
     @property
     def bytes_per_token(self) -> float:
-        """How many bytes a token of this text stands for, on average: bits a token / bytes_per_token = bits a byte."""
+        """Return how many bytes a token of this text stands for, on average: bits a token / bytes_per_token = bits a
+        byte."""
         return self.size / max(len(self.tokens), 1)
 
     def read_as(self, tokenizer: Tokenizer) -> Text:
