@@ -70,7 +70,7 @@ class MicroTiles(Format):
         return int(self.counts.sum()) / size if (size := self.columns.numel()) else 0.0
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows, the columns and the values of all that the micro-tiles hold, zeros beside others included."""
+        """Return the rows, the columns and the values of all that the micro-tiles hold, also zeros beside others."""
         place = torch.arange(self.values.shape[1], device=self.counts.device)
         stripe, at = (place < self.counts[:, None]).nonzero(as_tuple=True)
         row = stripe[:, None] * self.height + torch.arange(self.height, device=stripe.device)
