@@ -14,8 +14,7 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities import predictors
 from twell_lab.sparsities.core_neurons import CoreFFN, core_neurons, remove
-from twell_lab.sparsities.low_rank import LowRank, PredictedFFN
-from twell_lab.sparsities.predictors import predict
+from twell_lab.sparsities.predictors import LowRank, PredictedFFN, predict
 from twell_lab.sparsities.prune import prune
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=24)

@@ -19,8 +19,10 @@ from ..analysis.running import ALL, Gate, Rows, run
 from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward, Only, replaced
-from ..layers.parts import uncompiled
-from .few_neurons import LOSSY, FewNeurons, check_share, dense_layers, places_in, remove
+from ..layers.parts import NAMES, Weights, uncompiled
+from ..ops.activation import RELU
+from .checks import check_share
+from .few_neurons import LOSSY, FewNeurons, computed, dense_layers, of_neurons, places_in, remove
 from .magnitude import largest
 
 
@@ -28,9 +30,6 @@ class CoreFFN(FewNeurons):
     """Computes the same neurons for every token, whose weights the layer owns. Lossy. core: int64 [n], which ones."""
 
     core: Tensor
-    first: Tensor
-    up: Tensor | None
-    down_t: Tensor
 
     def __init__(self, layer: FeedForward, core: Tensor) -> None:
         super().__init__(layer)
@@ -39,14 +38,14 @@ class CoreFFN(FewNeurons):
         self.renew()
 
     def renew(self) -> None:
-        first, up, down = self._parts
-        of_core = lambda part: None if part is None else part.weight.index_select(0, self.core)  # noqa: E731
-        down_t = down.weight.index_select(1, self.core).t().contiguous()
-        self.own(first=of_core(first), up=of_core(up), down_t=down_t)
+        few = of_neurons(self.weights, self.core, self.weights.down.t())
+        self.own(**few._asdict() | {"gate": None if few.gate is few.up else few.gate})
+        self.squared = few.gate is few.up
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.product(rows, self.first, self.up, self.down_t, self.core).view(x.shape)
+        few = Weights(*(getattr(self, name) for name in NAMES))
+        few = few._replace(gate=few.up) if self.squared else few
+        return computed(x.reshape(-1, x.shape[-1]), few, RELU).view(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +95,8 @@ def core_neurons(
     Raises:
         InputError: for wrong arguments, and for models as `predictors.predict`.
     """
-    check_share("share", share), check_share("of_token", of_token)
+    check_share("share", share)
+    check_share("of_token", of_token)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
         what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
         raise InputError(f"prompt is {what}; token ids [1, length] are accepted")
