@@ -1,6 +1,7 @@
 """2:4: what is kept, what torch's kernels are given, what they can gain, and training with an operand made 2:4."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,32 +169,33 @@ def test_gradients_modes_and_other_inputs_of_the_product(cslt):
 # ---- what it can gain
 
 
+UNIT = Rates("a GPU", "bfloat16", bandwidth=1.0, l2=1.0, matmul=1.0, launch=0.0)
+
+
 def test_one_of_three_products_gains_and_two_where_the_mask_is_transposable():
-    rates = Rates("a GPU", "bfloat16", bandwidth=2.0, l2=5.0, matmul=1000.0, launch=0.0)
+    rates = replace(UNIT, bandwidth=2.0, l2=5.0, matmul=1000.0)
     for transposable, gains in ((False, [True, False, False]), (True, [True, True, False])):
         products = linear_products(16, 32, 64, transposable=transposable)
         assert [(p.m, p.n, p.k) for p in products] == [(64, 16, 32), (32, 16, 64), (64, 32, 16)]
         for product, gain in zip(products, gains, strict=True):
-            halves = product.operations(True) / product.operations(False), product.memory(True) < product.memory(False)
-            assert halves == ((0.5, True) if gain else (1.0, False))
-            assert (bound([product], rates) > 1) is product.sparse is gain
+            dense, half = (product.seconds(UNIT, two_four) for two_four in (False, True))
+            assert half["operations"] == dense["operations"] / (2 if gain else 1)
+            assert (half["memory"] < dense["memory"]) is (bound([product], rates) > 1) is product.sparse is gain
 
 
 def test_the_bound_is_what_takes_longest():
     def limited_by(tokens=256, **rates):
         slow = dict(bandwidth=1e30, l2=1e30, matmul=1e30) | rates
-        y = linear_products(tokens, 256, 256)[:1]
-        return bound(y, Rates("a GPU", "bfloat16", **slow, launch=0.0))
+        return bound(linear_products(tokens, 256, 256)[:1], replace(UNIT, **slow))
 
     assert limited_by(matmul=1.0) == pytest.approx(2)  # half of the operations
     assert limited_by(l2=1.0) == pytest.approx(2 / (1 + 9 / 16))  # x is fetched whole
     assert limited_by(bandwidth=1.0) == pytest.approx(3 / (2 + 9 / 16))  # and y is written whole
     assert limited_by(tokens=1, bandwidth=1.0) == pytest.approx(16 / 9, rel=0.02)
     product = linear_products(300, 16, 600)[0]  # y^T: 600 x 300, in 3 x 2 tiles
-    assert product.fetched(True) == 2 * (600 * 16 * 2) * 9 / 16 + 3 * (16 * 300 * 2)
-    for sizes in ((0, 4, 4), (4, 4.0, 4), (4, 4, True)):
-        with pytest.raises(InputError, match="a whole number from 1 up"):
-            linear_products(*sizes)
+    assert product.seconds(UNIT, True)["fetched"] == 2 * (600 * 16 * 2) * 9 / 16 + 3 * (16 * 300 * 2)
+    with pytest.raises(InputError, match="a whole number from 1 up"):
+        linear_products(4, 4.0, 4)
 
 
 # ---- chosen anew in each step of training

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from ..analysis.running import ALL, Gate, Rows, run
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.find import FeedForward, Only, replaced
+from ..layers.find import FeedForward, Only
 from ..layers.parts import NAMES, Weights, uncompiled
 from ..ops.activation import RELU
 from .checks import check_share
-from .few_neurons import LOSSY, FewNeurons, computed, dense_layers, of_neurons, places_in, remove
+from .few_neurons import LOSSY, FewNeurons, computed, dense_layers, of_neurons, put, remove
 from .magnitude import largest
 
 
@@ -69,10 +69,7 @@ class Core:
         """Have the model's layers compute their core neurons alone, in place; returns the model. Lossy; for inference.
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        changed = {}
-        for layer in places_in(model, self.shapes):
-            changed[layer.module] = CoreFFN(layer, self.neurons[layer.name]).train(layer.module.training)
-        return replaced(model, changed)
+        return put(model, self.shapes, lambda layer: CoreFFN(layer, self.neurons[layer.name]))
 
     remove = staticmethod(remove)
 
@@ -85,16 +82,10 @@ def core_neurons(
     Of each token, those of its firing neurons with the largest |h|, what enters down, are its core. Of the layer, those
     that are in the cores of the most tokens are; of equally many the first.
 
-    Args:
-        model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was.
-        prompt: token ids [1, length].
-        share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken.
-        of_token: of a token's firing neurons, above 0 and up to 1, rounded up.
-        only: the layers for which only(name, module) is true.
-
-    Raises:
-        InputError: for wrong arguments, and for models as `predictors.predict`.
-    """
+    model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was. prompt: token ids [1,
+    length]. share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken. of_token: of a token's
+    firing neurons, above 0 and up to 1, rounded up. only: the layers for which only(name, module) is true. InputError
+    for wrong arguments, and for models as `predictors.predict`."""
     check_share("share", share)
     check_share("of_token", of_token)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():

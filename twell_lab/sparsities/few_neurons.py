@@ -9,6 +9,7 @@ prompt. `sparsities.predicted` does it as a path, from the weights alone."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -108,17 +109,17 @@ def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     return layers
 
 
-def places_in(model: nn.Module, shapes: dict[str, tuple[int, int]]) -> list[FeedForward]:
-    """List the model's layers of these names. InputError for a model without them, or with others of these names."""
+def put(model: nn.Module, shapes: dict[str, tuple[int, int]], make: Callable[[FeedForward], FewNeurons]) -> nn.Module:
+    """Put make(layer) in the place of the layers of these names and shapes (d_ff, d_model), in place; returns the
+    model. InputError, with nothing changed, for a model without them, and as `dense_layers`."""
     there = {layer.name: layer for layer in dense_layers(model, lambda name, module: name in shapes)}
     for name, shape in shapes.items():
-        own = tuple(there[name].up.weight.shape) if name in there else None
+        own = tuple(there[name].up.weight.shape) if name in there else "not there"
         if own != shape:
             raise InputError(
-                f"{name!r} is {own or 'not there'} where {shape} (d_ff, d_model) was looked at; accepted: the model "
-                "that this was made for"
+                f"{name!r} is {own} where {shape} (d_ff, d_model) is accepted: the model this was made for"
             )
-    return [there[name] for name in shapes]
+    return replaced(model, {layer.module: make(layer).train(layer.module.training) for layer in there.values()})
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -38,20 +38,14 @@ def prune(
 ) -> nn.Module:
     """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated.
 
-    Args:
-        model: any module. An nn.Linear itself is returned as a SparseLinear.
-        sparsity: the share of each layer's weights that go, those of least magnitude (`magnitude.magnitude_mask`); of a
-            "masked" layer what is gone stays gone.
-        mask: in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
-            `two_four.two_four_mask`.
-        only: the layers for which only(name, module) is true; the others stay as they are.
-        gradient, product: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
+    model: any module. An nn.Linear itself is returned as a SparseLinear. sparsity: the share of each layer's weights
+    that go, those of least magnitude (`magnitude.magnitude_mask`); of a "masked" layer what is gone stays gone. mask:
+    in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
+    `two_four.two_four_mask`. only: the layers for which only(name, module) is true; the others stay as they are.
+    gradient, product: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
 
-    Raises:
-        InputError: with nothing changed, for a model without such layers, and by name for layers whose class only
-            derives from nn.Linear, that have hooks, share their weight with another module, or whose weight is not
-            finite.
-    """
+    InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
+    from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
     check_model(model)
     if (sparsity is None) == (mask is None) or not (mask is None or callable(mask)):
         raise InputError(f"sparsity is {sparsity!r:.80} and mask {mask!r:.80}; a share or a function, one, is accepted")

@@ -51,25 +51,16 @@ class Product:
         kept = self.m * self.k / 2
         return kept * (self.itemsize + 2 / 8) if two_four and self.sparse else 2 * kept * self.itemsize
 
-    def operations(self, two_four: bool) -> float:
-        """Count the multiplications and additions."""
-        return 2 * self.m * self.n * self.k / (2 if two_four and self.sparse else 1)
-
-    def memory(self, two_four: bool) -> float:
-        """Count the bytes from and to memory: each operand and the result once."""
-        return self.first_bytes(two_four) + self.itemsize * (self.k * self.n + self.m * self.n)
-
-    def fetched(self, two_four: bool) -> float:
-        """Count the bytes that the tiles of the result fetch from the L2 cache, each what it is made of."""
-        down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
-        return across * self.first_bytes(two_four) + down * self.itemsize * self.k * self.n
-
     def seconds(self, rates: Rates, two_four: bool) -> dict[str, float]:
-        """Return how long its operations, its bytes of memory and what its tiles fetch take, each alone."""
+        """Return how long its operations, its bytes of memory (each operand and the result once), and what the tiles of
+        the result fetch from the L2 cache, each what it is made of, take, each alone."""
+        down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
+        first, second, result = self.first_bytes(two_four), self.k * self.n, self.m * self.n
+        operations = 2 * self.m * self.n * self.k / (2 if two_four and self.sparse else 1)
         return {
-            "operations": self.operations(two_four) / rates.matmul,
-            "memory": self.memory(two_four) / rates.bandwidth,
-            "fetched": self.fetched(two_four) / rates.l2,
+            "operations": operations / rates.matmul,
+            "memory": (first + self.itemsize * (second + result)) / rates.bandwidth,
+            "fetched": (across * first + down * self.itemsize * second) / rates.l2,
         }
 
 
