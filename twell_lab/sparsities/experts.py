@@ -6,7 +6,7 @@
 Method: Shazeer et al., arXiv 1701.06538; Fedus et al., "Switch Transformers", arXiv 2101.03961; the router is that of
 Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
 
-- "loop": one expert after the other, each for its tokens. The host has to know how many tokens each expert has.
+- "loop": one expert after the other, each for its tokens, sorted by expert. The host has to know how many each has.
 - "grouped": tokens are sorted by expert, and torch's grouped product multiplies every group by its own weight in one
   launch (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841). No token is padded or dropped, and
   nothing waits, where torch has a kernel for it (`takes_grouped`).
@@ -17,6 +17,8 @@ Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock lo
 one by one. A layer's own neurons as experts are in sparsities.routed, and as a path in sparsities.neuron_experts."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +47,16 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     return all(width * rows.itemsize % 16 == 0 for width in weight.shape[1:])
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, loop: bool = False) -> Tensor:
     """Return rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed.
 
-    ends: int32 [experts], where each expert's rows end; what lies past the last is anything."""
-    if len(rows) and takes_grouped(rows, weight):
+    ends: int32 [experts], where each expert's rows end; what lies past the last is anything. loop: one product after
+    the other, also where there is a grouped one."""
+    if not loop and len(rows) and takes_grouped(rows, weight):
         return _grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    start, parts = 0, []
-    for expert, end in enumerate(ends.tolist()):
-        parts.append(F.linear(rows[start:end], weight[expert]))
-        start = end
-    return torch.cat([*parts, rows.new_zeros(len(rows) - start, weight.shape[1])])
+    stops = ends.tolist()
+    parts = [F.linear(rows[start:end], one) for start, end, one in zip([0, *stops], stops, weight)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], weight.shape[1])])
 
 
 class Experts(nn.Module):
@@ -106,15 +107,13 @@ class Experts(nn.Module):
             )
         somebody = (chosen >= 0) & (chosen < experts)
         chosen = torch.where(somebody, chosen, experts)
-        if self.way == "loop":
-            return self._loop(x, chosen, weights, experts)
         order = chosen.reshape(-1).argsort(stable=True)  # by expert; nobody's come last
         of = chosen.reshape(-1)[order]
         ends = torch.searchsorted(of, torch.arange(experts, device=x.device), right=True)
         rows = x[order // chosen.shape[1]]
         if rows.requires_grad:  # what is nobody's gets no gradient, whatever the products left past the last end
             rows = torch.where((of < experts)[:, None], rows, 0)
-        y = self._padded(rows, of, ends) if self.way == "padded" else self._grouped(rows, ends.to(torch.int32))
+        y = self._padded(rows, of, ends) if self.way == "padded" else self._in_groups(rows, ends.to(torch.int32))
         back = y[order.argsort()].view(*chosen.shape, d_model)
         share = torch.where(somebody, weights, 0)[..., None]
         return (torch.where(somebody[..., None], back, 0) * share).sum(1).to(x.dtype)
@@ -123,18 +122,9 @@ class Experts(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _loop(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
-        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
-        for expert in range(experts):
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            if len(rows):
-                hidden = self._hidden(F.linear(x[rows], self.gate_up_proj[expert]))
-                share = weights[rows, place, None]
-                y = y.index_add(0, rows, (F.linear(hidden, self.down_proj[expert]) * share).to(y.dtype))
-        return y.to(x.dtype)
-
-    def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear(self._hidden(grouped_linear(rows, self.gate_up_proj, ends)), self.down_proj, ends)
+    def _in_groups(self, rows: Tensor, ends: Tensor) -> Tensor:
+        linear = partial(grouped_linear, ends=ends, loop=self.way == "loop")
+        return linear(self._hidden(linear(rows, self.gate_up_proj)), self.down_proj)
 
     def _padded(self, rows: Tensor, of: Tensor, ends: Tensor) -> Tensor:
         """Rows, sorted, of experts `of`, which end at `ends`. Waits for the largest number of rows of one expert."""
