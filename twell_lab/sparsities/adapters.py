@@ -140,20 +140,20 @@ def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
 
 
 @torch.no_grad()
-def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, seed: int = 0) -> list[dict]:
+def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0) -> list[dict]:
     """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
 
     The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
     calls in turn (twell_lab.ops.clock). Nothing of a forward is in it.
 
     model: whose matrices are all written. share: of each matrix's weights that the sparse adapter has. seconds: about
-    how long to measure, on a CPU. seed: of both adapters. Returns two rows, JSON-able: path, ms (on and off once;
+    how long to measure, on a CPU. Returns two rows, JSON-able: path, ms (on and off once;
     `samples`), parameters, written_bytes, and `worst_error`: the largest difference from the weights of before, once it
     is off again."""
-    adapter, own = drawn(model, share, seed=seed), dict(model.named_parameters())
+    adapter, own = drawn(model, share), dict(model.named_parameters())
     weights = {name: own[name].detach() for name in adapter.changes}
     first = {name: weight.clone() for name, weight in weights.items()}
-    on_gpu, draw, factors = next(iter(weights.values())).is_cuda, torch.Generator().manual_seed(seed), {}
+    on_gpu, draw, factors = next(iter(weights.values())).is_cuda, torch.Generator().manual_seed(0), {}
     for name, weight in weights.items():
         rank = max(1, round(len(adapter.changes[name].places) / sum(weight.shape)))
         up, down = (torch.randn(*s, generator=draw) for s in ((weight.shape[0], rank), (rank, weight.shape[1])))

@@ -36,7 +36,6 @@ from .two_four import two_four_mask
 Size = int | tuple[int, int]
 
 SMALLEST, LARGEST = 16, 128
-NORMS = (1, 2, math.inf)
 LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
 _SIZES = (128, 64, 32, 16)
 _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
@@ -56,26 +55,23 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
     return matrix.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
 
 
-def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the blocks whose norm is largest: bool [out, in], True for what is kept.
+def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
+    """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept.
 
     weight: [out, in], finite floating-point values of 16 bits or more. sparsity: from 0 up to, but not, 1. Exactly
-    round(sparsity * blocks) blocks go; of equal norms the last in row order. size: of a block: one number for a square,
-    or (rows, columns); 16 to 128, and divisors of out and in. norm: of a block's values, 1, 2 or math.inf, computed in
-    float64. InputError for others."""
-    if isinstance(norm, bool) or norm not in NORMS:
-        raise InputError(f"norm is {norm!r:.80}; accepted: 1, 2 and math.inf")
+    round(sparsity * blocks) blocks go; of equal sums, computed in float64, the last in row order. size: of a block: one
+    number for a square, or (rows, columns); 16 to 128, and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
-    norms = torch.linalg.vector_norm(blocks, norm, dim=(2, 3), dtype=torch.float64)
+    norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
     kept = largest(norms, kept_of(norms.numel(), sparsity))
     return kept[:, :, None, None].expand(blocks.shape).transpose(1, 2).reshape(weight.shape)
 
 
-def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those whose norm is
-    then largest (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
+def nested_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
+    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those in which
+    most is left (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
     kept = two_four_mask(weight)
-    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size, norm=norm)
+    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size)
 
 
 def empty_share(matrix: Tensor, size: Size = 32) -> float:

@@ -51,7 +51,8 @@ class KeptInputs(Path):
         turned = tuple(b if b is None else b.t() for b in buffers[:3])
         if not kept_inputs.takes(call.capability, rows, *turned):
             return None
-        call.returns(kept_inputs.layer(call, rows, *turned, *buffers[3:], layer.kept))
+        given = (rows, *turned, *buffers[3:], layer.kept)
+        call.returns(kept_inputs.layer(call, *given))
         return call.bind(*weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:

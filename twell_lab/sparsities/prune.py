@@ -34,7 +34,6 @@ def prune(
     mask: Mask | None = None,
     only: Only | None = None,
     gradient: str = "masked",
-    product: str = "dense",
 ) -> nn.Module:
     """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated.
 
@@ -42,7 +41,7 @@ def prune(
     that go, those of least magnitude (`magnitude.magnitude_mask`); of a "masked" layer what is gone stays gone. mask:
     in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
     `two_four.two_four_mask`. only: the layers for which only(name, module) is true; the others stay as they are.
-    gradient, product: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
+    gradient: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
 
     InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
     from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
@@ -64,7 +63,7 @@ def prune(
             if holders[id(checked_linear(layer).weight)] > 1:
                 raise InputError("its weight is another module's, too; accepted: an `only` that leaves it out")
             chosen = magnitude_mask(layer.weight, sparsity) if mask is None else mask(checked_weight(layer.weight))
-            changed[layer] = SparseLinear.from_linear(layer, chosen, gradient=gradient, product=product)
+            changed[layer] = SparseLinear.from_linear(layer, chosen, gradient=gradient)
         except InputError as error:
             reasons.append(f"{title(name, layer)}: {error}")
     raise_all(reasons)

@@ -66,9 +66,9 @@ def check_two_four(weight: Tensor) -> None:
 
 
 @torch.no_grad()
-def prune_two_four(linear: nn.Linear, *, transposable: bool = False) -> nn.Linear:
+def prune_two_four(linear: nn.Linear) -> nn.Linear:
     """Set to zero what `two_four_mask` does not keep, in place; returns the layer. InputError for a module that is no
     plain nn.Linear, and as `two_four_mask`."""
     weight = checked_linear(linear).weight
-    weight.masked_fill_(~two_four_mask(weight, transposable=transposable), 0)
+    weight.masked_fill_(~two_four_mask(weight), 0)
     return linear

@@ -131,17 +131,15 @@ def timed(calls: dict[str, Callable[[int], object]], facts: dict[str, dict], **s
     return rows
 
 
-def step_times(
-    tokens: int, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
-) -> list[dict]:
-    """Time forward and backward of one linear layer whose input is a squared ReLU, on a GPU, by device events.
+def step_times(tokens: int, in_features: int, out_features: int) -> list[dict]:
+    """Time forward and backward of a linear layer whose input is a squared ReLU, in bfloat16 on a GPU, by its events.
 
     Returns the rows of `timed`: steps, dense and 2:4, with `error`, how far y is from float64 of the operands that were
     kept, as a share of its norm, and `dropped`, what of the operand's norm was not; and what choosing and packing takes
     of them. Raises InputError and DeviceError as `two_four`, and clock.WrongResult where y is further off than four
-    units of dtype's last place."""
-    backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensor_kind((tokens, in_features), dtype, device, backend)
+    units of the last place."""
+    device, dtype, backend = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, usual_backend()
+    tensor_kind((tokens, in_features), dtype, torch.device(device), backend)
     draw = torch.Generator(device).manual_seed(0)
     drawn = lambda *sizes: torch.randn(*sizes, device=device, generator=draw)  # noqa: E731
     x = torch.relu(drawn(tokens, in_features) - 1).square().to(dtype)
@@ -150,31 +148,30 @@ def step_times(
         dense.weight.copy_(drawn(out_features, in_features) / in_features**0.5)
     dy = drawn(tokens, out_features).to(dtype)
     layers: dict[str, nn.Module] = {"dense step": dense}
-    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand, backend=backend) for operand in OPERANDS}
-    facts = {name: _checked(layer, x, dtype, backend) for name, layer in layers.items()}
+    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand) for operand in OPERANDS}
+    facts = {name: _checked(layer, x[:SIDE]) for name, layer in layers.items()}
 
     def step(layer: nn.Module, turn: int) -> None:
         dense.weight.grad = None
         layer(x.detach().requires_grad_()).backward(dy)
 
     calls: dict[str, Callable[[int], object]] = {name: partial(step, layer) for name, layer in layers.items()}
-    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach(), backend=backend)
-    calls["2:4 input chosen"] = lambda turn: two_four(x, backend=backend)
+    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach())
+    calls["2:4 input chosen"] = lambda turn: two_four(x)
     return timed(calls, facts, tokens=tokens, d_ff=in_features, d_model=out_features, backend=backend)
 
 
 @torch.no_grad()
-def _checked(layer: nn.Module, x: Tensor, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """Return how far the first rows of y are off, and what was dropped of the operand. Raises clock.WrongResult."""
-    some = x[:SIDE]
-    left, right, lost = some, layer.weight, 0.0
+def _checked(layer: nn.Module, x: Tensor) -> dict[str, float]:
+    """Return how far y is off, and what was dropped of the operand. Raises clock.WrongResult."""
+    left, right, lost = x, layer.weight, 0.0
     if isinstance(layer, TwoFourLinear):
-        whole = right if layer.operand == "weight" else some
-        kept = two_four(whole, backend=backend).to_dense()
+        whole = right if layer.operand == "weight" else x
+        kept = two_four(whole).to_dense()
         lost = float((whole - kept).double().norm() / whole.double().norm())
         left, right = (left, kept) if layer.operand == "weight" else (kept, right)
     exact = left.double() @ right.double().t()
-    error = float((layer(some).double() - exact).norm() / exact.norm())
-    if not error <= 4 * torch.finfo(dtype).eps:
+    error = float((layer(x).double() - exact).norm() / exact.norm())
+    if not error <= 4 * torch.finfo(x.dtype).eps:
         raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
     return {"error": error, "dropped": lost}
