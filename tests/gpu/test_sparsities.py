@@ -94,7 +94,7 @@ def test_masks_are_those_of_the_cpu():
         lambda weight: magnitude_mask(weight, 0.7),
         two_four_mask,
         partial(two_four_mask, transposable=True),
-        lambda weight: block_mask(weight.sign(), 0.5, 16, norm=1),
+        lambda weight: block_mask(weight.sign(), 0.5, 16),
     ):
         assert torch.equal(mask(weight).cpu(), mask(weight.cpu()))
     assert torch.equal(group_columns(weight > 8, 16).cpu(), group_columns(weight.cpu() > 8, 16))

@@ -1,7 +1,5 @@
 """Dropout as 2:4: what stays, how much noise that is, and what the experiment says of its own numbers."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +11,11 @@ from twell_lab.sparsities.dropout import (
     BOTH,
     DENSE,
     KINDS,
-    NONE,
     PRODUCT,
     TWO_FOUR,
     TwoFourDropout,
     loss_effect,
     product_times,
-    sum_variance,
     two_four_dropout,
     verdict,
 )
@@ -50,28 +46,11 @@ def test_each_pair_is_as_likely_and_values_that_are_not_finite_do_no_harm_where_
     assert ((y == 0).sum(1) == 2).all()
 
 
-def test_the_variance_is_that_of_all_patterns():
-    torch.manual_seed(0)
-    terms = torch.randn(7, 8, dtype=torch.float64)
-    pairs = list(itertools.combinations(range(4), 2))
-    sums = []
-    for one, two in itertools.product(pairs, pairs):
-        kept = torch.zeros(8, dtype=torch.bool)
-        kept[[*one, 4 + two[0], 4 + two[1]]] = True
-        sums.append((2 * terms * kept).sum(1))
-    torch.testing.assert_close(sum_variance(terms), torch.stack(sums).var(0, unbiased=False))
-    sums = [(2 * terms * torch.tensor(kept)).sum(1) for kept in itertools.product([0, 1], repeat=8)]
-    torch.testing.assert_close(sum_variance(terms, BERNOULLI), torch.stack(sums).var(0, unbiased=False))
-
-
 def test_a_training_is_measured_with_each_kind():
     rows = loss_effect(CONFIG, seeds=(0, 1))
     assert [(row["seed"], row["kind"]) for row in rows] == [(seed, kind) for seed in (0, 1) for kind in KINDS]
-    by = {(row["kind"], row["seed"]): row for row in rows}
-    assert loss_effect(CONFIG, seeds=(1,), kinds=(TWO_FOUR,)) == [by[TWO_FOUR, 1]]
+    assert loss_effect(CONFIG, seeds=(1,)) == rows[3:]
     assert len({row["bits_per_byte"] for row in rows}) == 6 and all(0 < row["bits_per_byte"] < 9 for row in rows)
-    assert by[NONE, 0]["noise_ratio"] == 0 and by[BERNOULLI, 0]["noise_ratio"] == 1
-    assert 0.5 < by[TWO_FOUR, 0]["noise_ratio"] < 4 / 3
     found = verdict(rows)
     assert found["loss_differs"] == (abs(found["loss_change"]) > found["loss_spread"]) and "pays" not in found
 
@@ -95,21 +74,12 @@ def test_the_verdict_is_computed(two_four, together, pays):
     assert found["loss_differs"] == (two_four != [2.0, 2.2])
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: two_four_dropout(torch.zeros(3, 6)), r"h is torch.float32 \[3, 6\]"),
-        (lambda: two_four_dropout(torch.tensor(1.0)), r"h is torch.float32 \[\]"),
-        (lambda: two_four_dropout(torch.zeros(4, dtype=torch.int64)), "h is torch.int64"),
-        (lambda: two_four_dropout("h"), "h is str"),
-        (lambda: sum_variance(torch.zeros(6)), "for 6 terms"),
-        (lambda: loss_effect(CONFIG, kinds=("half",)), "kind is 'half'"),
-        (lambda: verdict(rows_of([2.0], [2.0])), r"for the seeds \[0\]; two seeds"),
-    ],
-)
-def test_bad_input_is_named(call, words):
-    with pytest.raises(InputError, match=words):
-        call()
+def test_bad_input_is_named():
+    wrong = torch.zeros(3, 6), torch.tensor(1.0), torch.zeros(4, dtype=torch.int64), "h"
+    calls = [lambda h=h: two_four_dropout(h) for h in wrong]
+    for call in (*calls, lambda: verdict(rows_of([2.0], [2.0]))):
+        with pytest.raises(InputError, match="accepted"):
+            call()
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="on a CPU"):
             product_times(64, 60, 64)

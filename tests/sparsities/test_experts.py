@@ -114,26 +114,12 @@ def test_grouped_products_do_not_read_what_is_on_the_device(monkeypatch):
     layer(x)
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({"d_ff": 0}, "d_ff is 0"),
-        ({"d_model": 8.0}, "d_model is 8.0"),
-        ({"top_k": 5}, "top_k is 5; a whole number from 1 to 4"),
-        ({"top_k": True}, "top_k is True"),
-        ({"activation": "tanh"}, "activation is 'tanh'"),
-        ({"way": "dense"}, "way 'dense'; accepted: .*grouped, loop, padded"),
-    ],
-)
-def test_layers_that_are_refused(arguments, words):
-    with pytest.raises(InputError, match=words):
-        ExpertsLayer(**{"d_model": 8, "d_ff": 16, "experts": 4, "top_k": 2, **arguments})
-
-
-def test_calls_that_are_refused():
-    module = Experts(8, 16, 3)
-    x, chosen, weights = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-    for arguments in (
+def test_what_is_refused():
+    sizes = dict(d_model=8, d_ff=16, experts=4, top_k=2)
+    changes = {"d_ff": 0}, {"d_model": 8.0}, {"top_k": 5}, {"top_k": True}, {"activation": "tanh"}, {"way": "dense"}
+    calls = [lambda changed=changed: ExpertsLayer(**sizes | changed) for changed in changes]
+    module, x, chosen, weights = Experts(8, 16, 3), torch.ones(4, 8), torch.zeros(4, 1).long(), torch.ones(4, 1)
+    for wrong in (
         (x[:, :7], chosen, weights),
         (x.double(), chosen, weights),
         (x, chosen[:3], weights[:3]),
@@ -142,10 +128,10 @@ def test_calls_that_are_refused():
         (x, chosen, weights.long()),
         (x, chosen, weights[:, 0]),
     ):
-        with pytest.raises(InputError, match=r"\[tokens, 8\], int64 \[tokens, top_k\]"):
-            module(*arguments)
-    with pytest.raises(InputError, match=r"\[..., 8\] is accepted"):
-        ExpertsLayer(8, 16)(torch.ones(2, 7))
+        calls.append(lambda wrong=wrong: module(*wrong))
+    for call in (*calls, lambda: ExpertsLayer(8, 16)(torch.ones(2, 7))):
+        with pytest.raises(InputError, match="accepted"):
+            call()
 
 
 # ---- a layer's neurons
@@ -177,9 +163,6 @@ def test_rows_that_point_alike_come_together():
     order = alike(centres[of] * lengths, 8)
     assert order.sort().values.tolist() == [*range(64)]
     assert all(len({*group.tolist()}) == 1 for group in of[order].view(8, 8))
-    assert alike(torch.zeros(5, 3), 2).sort().values.tolist() == [*range(5)] and alike(torch.zeros(0, 3), 2).shape == (
-        0,
-    )
-    for wrong in (0, 1.5, True):
-        with pytest.raises(InputError, match="size is .*; a whole number from 1 up is accepted"):
-            alike(torch.ones(4, 4), wrong)
+    assert alike(torch.zeros(5, 3), 2).sort().values.tolist() == [*range(5)] and len(alike(torch.zeros(0, 3), 2)) == 0
+    with pytest.raises(InputError, match="a whole number from 1 up is accepted"):
+        alike(torch.ones(4, 4), 0)

@@ -45,9 +45,7 @@ def test_tiles_hold_the_matrix_and_their_product_is_the_dense_one(case, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_real_numbers(dtype):
-    draw = torch.Generator().manual_seed(0)
-    a, b = torch.randn(100, 300, generator=draw), torch.randn(300, 33, generator=draw).to(dtype)
-    a = (a * (torch.rand(100, 300, generator=draw) < 0.05)).to(dtype)
+    a, b = torch.randn(100, 300).where(torch.rand(100, 300) < 0.05, 0).to(dtype), torch.randn(300, 33).to(dtype)
     tiles = find_microtiles(a)
     assert 0.5 < tiles.occupied < 0.9  # 1 - 0.95^32, and a last stripe of 4 rows
     assert accuracy.worst_row(product(tiles, b), a @ b, a.double() @ b.double())[0] <= 1
@@ -65,22 +63,14 @@ def test_values_that_are_not_finite():
     assert torch.equal(c[32:].nan_to_num(7, 8, 9), (a @ b)[32:].nan_to_num(7, 8, 9))  # a stripe that meets it
 
 
-@pytest.mark.parametrize("height", [0, -32, 32.0, True, None, "32"])
-def test_heights_that_are_refused(height):
-    with pytest.raises(InputError, match="from 1 up"):
-        find_microtiles(torch.ones(4, 4), height)
-
-
 def test_other_arguments_are_refused():
-    for a in (torch.ones(4), torch.ones(4, 0), torch.ones(4, 4, device="meta"), torch.ones(4, 4, dtype=torch.int8)):
-        with pytest.raises(InputError, match="the matrix"):
-            find_microtiles(a)
-    tiles = find_microtiles(torch.ones(4, 4))
-    for b in (torch.ones(5, 4), torch.ones(4, 4).double(), torch.ones(4, 4, requires_grad=True)):
-        with pytest.raises(InputError, match=r"torch.float32 \[4, n\] on cpu, without a gradient, is accepted"):
-            product(tiles, b)
-    with pytest.raises(InputError, match="tiles is a Tensor"):
-        product(torch.ones(4, 4), torch.ones(4, 4))
+    one, tiles = torch.ones(4, 4), find_microtiles(torch.ones(4, 4))
+    wrong = [lambda h=h: find_microtiles(one, h) for h in (0, 32.0, True)]
+    wrong += [lambda a=a: find_microtiles(a) for a in (torch.ones(4), torch.ones(4, 0), one.to("meta"), one.char())]
+    wrong += [lambda b=b: product(tiles, b) for b in (torch.ones(5, 4), one.double(), one.clone().requires_grad_())]
+    for call in (*wrong, lambda: product(one, one)):
+        with pytest.raises(InputError, match="accepted"):
+            call()
 
 
 # ---- padding
@@ -103,10 +93,7 @@ def test_padding_is_removed_and_put_back(sequences, length, width, share, seed):
 def test_nothing_is_moved_where_every_row_is_real():
     x, real = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
     rows, padding = remove_padding(x, real)
-    assert padding.whole and rows.data_ptr() == x.data_ptr() and rows.shape == (6, 4)
-    assert add_padding(rows, padding).data_ptr() == x.data_ptr()
-    turned = torch.randn(5, 6).t()  # rows that no view puts back
-    assert torch.equal(add_padding(turned, padding), turned.reshape(2, 3, 5))
+    assert padding.whole and rows.data_ptr() == x.data_ptr() == add_padding(rows, padding).data_ptr()
 
 
 def test_a_layer_computes_the_real_rows_alone():
@@ -122,14 +109,9 @@ def test_a_layer_computes_the_real_rows_alone():
 
 def test_padding_that_is_refused():
     x, real = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
-    for wrong in (real[0], real.long(), real.t(), None, real.to("meta")):
-        with pytest.raises(InputError, match=r"bool \[2, 3\] on cpu is accepted"):
-            remove_padding(x, wrong)
-    with pytest.raises(InputError, match="x is a list"):
-        remove_padding([1], real)
     _, padding = remove_padding(x, real)
-    for rows in (torch.ones(5, 4), torch.ones(6), None, torch.ones(6, 4, device="meta")):
-        with pytest.raises(InputError, match=r"\[6, width\] on cpu is accepted"):
-            add_padding(rows, padding)
-    with pytest.raises(InputError, match="width\\] on cpu is accepted"):
-        padding.gather(x[:1])
+    wrong = [lambda r=r: remove_padding(x, r) for r in (real[0], real.long(), real.t(), None, real.to("meta"))]
+    wrong += [lambda r=r: add_padding(r, padding) for r in (torch.ones(5, 4), torch.ones(6), None, x[0].to("meta"))]
+    for call in (*wrong, lambda: remove_padding([1], real), lambda: padding.gather(x[:1])):
+        with pytest.raises(InputError, match="accepted"):
+            call()

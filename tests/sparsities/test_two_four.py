@@ -1,6 +1,7 @@
 """2:4: what is kept, what torch's kernels are given, what they can gain, and training with an operand made 2:4."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.paths.cost import Rates
 from twell_lab.sparsities import semi_structured, two_four_training
-from twell_lab.sparsities.prune import prune
 from twell_lab.sparsities.semi_structured import searched, tensor_kind, to_semi_structured
 from twell_lab.sparsities.two_four import check_two_four, is_two_four, prune_two_four, two_four_mask
 from twell_lab.sparsities.two_four_bound import bound, linear_products
@@ -68,74 +68,43 @@ def test_how_many_values_a_group_may_hold(zeros, legal):
     weight[1, 4:] = torch.tensor([0.0] * zeros + [2.0] * (4 - zeros))
     assert is_two_four(weight) is legal
     if not legal:
-        with pytest.raises(InputError, match=r"row 1, columns 4 to 7 hold \[.*2.0\].*1 of 6 groups"):
+        with pytest.raises(InputError, match="row 1, columns 4 to 7"):
             check_two_four(weight)
 
 
-@pytest.mark.parametrize("function", [two_four_mask, is_two_four, check_two_four])
-@pytest.mark.parametrize(
-    "weight, words",
-    [
-        (torch.ones(2, 6), "multiple of 4 columns"),
-        (torch.ones(8), "shape"),
-        (torch.ones(2, 4, device="meta"), "meta"),
-        (torch.tensor([[1.0, 2.0, float("nan"), 0.0]]), "finite"),
-    ],
-)
-def test_other_weights_are_refused(function, weight, words):
-    with pytest.raises(InputError, match=words):
-        function(weight)
-    with pytest.raises(InputError, match="multiple of 4 rows"):
-        two_four_mask(torch.ones(6, 4), transposable=True)
-    with pytest.raises(InputError, match="Conv1d"):
-        prune_two_four(nn.Conv1d(4, 4, 1))
-
-
-@pytest.mark.parametrize("gradient", ["masked", "dense"])
-def test_a_model_trains_and_stays_two_four(gradient):
-    torch.manual_seed(0)
-    model = prune(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)), mask=two_four_mask, gradient=gradient)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.randn(5, 8)).square().sum().backward()
-    optimizer.step()
-    assert [model[at].sparsity for at in (0, 2)] == [0.5, 0.5] and all(is_two_four(model[at].weight) for at in (0, 2))
+def test_other_weights_are_refused():
+    others = torch.ones(2, 6), torch.ones(8), torch.ones(2, 4, device="meta"), torch.tensor([[1.0, 2.0, math.nan, 0.0]])
+    wrong = [lambda f=f, w=w: f(w) for f in (two_four_mask, is_two_four, check_two_four) for w in others]
+    wrong += [lambda: two_four_mask(torch.ones(6, 4), transposable=True), lambda: prune_two_four(nn.Conv1d(4, 4, 1))]
+    for call in wrong:
+        with pytest.raises(InputError, match="accepted"):
+            call()
 
 
 # ---- torch's tensors
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, backend, error, words",
+    "shape, dtype, capability, backend, error",
     [
-        ((32, 64), torch.float16, "cutlass", DeviceError, "on a CPU; GPUs of 8.0"),
-        ((32, 64), torch.float16, "magma", InputError, "backend is 'magma'"),
-        ((32, 64), torch.float16, ["cutlass"], InputError, "backend is"),
+        ((32, 64), torch.float16, None, "cutlass", DeviceError),
+        ((32, 64), torch.float16, (7, 5), "cutlass", DeviceError),
+        ((32, 64), torch.float16, (8, 0), "magma", InputError),
+        ((32, 64), torch.float32, (8, 0), "cutlass", InputError),
+        ((16, 64), torch.float16, (8, 0), "cutlass", InputError),
+        ((0, 64), torch.float16, (8, 0), "cutlass", InputError),
+        ((1, 2, 3), torch.float16, (8, 0), "cutlass", InputError),
+        ((32, 64), torch.bfloat16, (8, 0), "cutlass", None),
     ],
 )
-def test_what_the_backends_refuse_on_a_cpu(shape, dtype, backend, error, words):
-    with pytest.raises(error, match=words):
-        tensor_kind(shape, dtype, torch.device("cpu"), backend)
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, capability, error, words",
-    [
-        ((32, 64), torch.float16, (7, 5), DeviceError, "capability 7.5"),
-        ((32, 64), torch.float32, (8, 0), InputError, "holds torch.float32"),
-        ((16, 64), torch.float16, (8, 0), InputError, "multiples of 32 rows and 64 columns"),
-        ((0, 64), torch.float16, (8, 0), InputError, "multiples of 32 rows"),
-        ((1, 2, 3), torch.float16, (8, 0), InputError, r"\[1, 2, 3\]"),
-        ((32, 64), torch.bfloat16, (8, 0), None, ""),
-    ],
-)
-def test_what_the_backends_take_on_a_gpu(shape, dtype, capability, error, words, monkeypatch):
+def test_what_the_backends_take(shape, dtype, capability, backend, error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if capability else torch.device("cpu")
     if error is None:
-        assert tensor_kind(shape, dtype, device, "cutlass") is torch.sparse.SparseSemiStructuredTensorCUTLASS
+        assert tensor_kind(shape, dtype, device, backend) is torch.sparse.SparseSemiStructuredTensorCUTLASS
         return
-    with pytest.raises(error, match=words):
-        tensor_kind(shape, dtype, device, "cutlass")
+    with pytest.raises(error):
+        tensor_kind(shape, dtype, device, backend)
 
 
 @pytest.fixture
@@ -188,16 +157,11 @@ def test_gradients_modes_and_other_inputs_of_the_product(cslt):
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), y)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="bfloat16, and the weight holds"):
             layer(x)
-    for wrong, words in (
-        (x.clone().requires_grad_(), "x needs a gradient"),
-        (x[:, 1:], r"x has shape \[3, 63\]"),
-        (x.float(), "x is torch.float32"),
-    ):
-        with pytest.raises(InputError, match=words):
-            semi_structured.product(wrong, layer.weight, bias.detach())
-    for wrong in (lambda: semi_structured.product(x, weight), lambda: searched(weight, 3)):
-        with pytest.raises(InputError, match="a 2:4 tensor of"):
-            wrong()
+    others = x.clone().requires_grad_(), x[:, 1:], x.float()
+    wrong = [lambda x=x: semi_structured.product(x, layer.weight, bias.detach()) for x in others]
+    for call in (*wrong, lambda: semi_structured.product(x, weight), lambda: searched(weight, 3)):
+        with pytest.raises(InputError):
+            call()
     with pytest.raises(DeviceError, match="on a CPU"):
         to_semi_structured(nn.Linear(64, 32))
 
@@ -205,32 +169,33 @@ def test_gradients_modes_and_other_inputs_of_the_product(cslt):
 # ---- what it can gain
 
 
+UNIT = Rates("a GPU", "bfloat16", bandwidth=1.0, l2=1.0, matmul=1.0, launch=0.0)
+
+
 def test_one_of_three_products_gains_and_two_where_the_mask_is_transposable():
-    rates = Rates("a GPU", "bfloat16", bandwidth=2.0, l2=5.0, matmul=1000.0, launch=0.0)
+    rates = replace(UNIT, bandwidth=2.0, l2=5.0, matmul=1000.0)
     for transposable, gains in ((False, [True, False, False]), (True, [True, True, False])):
         products = linear_products(16, 32, 64, transposable=transposable)
         assert [(p.m, p.n, p.k) for p in products] == [(64, 16, 32), (32, 16, 64), (64, 32, 16)]
         for product, gain in zip(products, gains, strict=True):
-            halves = product.operations(True) / product.operations(False), product.memory(True) < product.memory(False)
-            assert halves == ((0.5, True) if gain else (1.0, False))
-            assert (bound([product], rates) > 1) is product.sparse is gain
+            dense, half = (product.seconds(UNIT, two_four) for two_four in (False, True))
+            assert half["operations"] == dense["operations"] / (2 if gain else 1)
+            assert (half["memory"] < dense["memory"]) is (bound([product], rates) > 1) is product.sparse is gain
 
 
 def test_the_bound_is_what_takes_longest():
     def limited_by(tokens=256, **rates):
         slow = dict(bandwidth=1e30, l2=1e30, matmul=1e30) | rates
-        y = linear_products(tokens, 256, 256)[:1]
-        return bound(y, Rates("a GPU", "bfloat16", **slow, launch=0.0))
+        return bound(linear_products(tokens, 256, 256)[:1], replace(UNIT, **slow))
 
     assert limited_by(matmul=1.0) == pytest.approx(2)  # half of the operations
     assert limited_by(l2=1.0) == pytest.approx(2 / (1 + 9 / 16))  # x is fetched whole
     assert limited_by(bandwidth=1.0) == pytest.approx(3 / (2 + 9 / 16))  # and y is written whole
     assert limited_by(tokens=1, bandwidth=1.0) == pytest.approx(16 / 9, rel=0.02)
     product = linear_products(300, 16, 600)[0]  # y^T: 600 x 300, in 3 x 2 tiles
-    assert product.fetched(True) == 2 * (600 * 16 * 2) * 9 / 16 + 3 * (16 * 300 * 2)
-    for sizes in ((0, 4, 4), (4, 4.0, 4), (4, 4, True)):
-        with pytest.raises(InputError, match="a whole number from 1 up"):
-            linear_products(*sizes)
+    assert product.seconds(UNIT, True)["fetched"] == 2 * (600 * 16 * 2) * 9 / 16 + 3 * (16 * 300 * 2)
+    with pytest.raises(InputError, match="a whole number from 1 up"):
+        linear_products(4, 4.0, 4)
 
 
 # ---- chosen anew in each step of training
@@ -273,20 +238,19 @@ def test_a_layer_is_the_dense_one_with_one_operand_kept(operand, bias, shape):
 
 
 def test_what_training_refuses():
-    for linear, how, words in (
-        (nn.Linear(8, 12), {"operand": "output"}, "operand is 'output'"),
-        (nn.Linear(8, 12), {"backend": "magma"}, "backend 'magma'"),
-        (nn.Linear(8, 10), {}, r"\[10, 8\]; multiples of 4"),
-        (nn.Conv1d(8, 8, 1), {}, "Conv1d"),
+    for linear, how in (
+        (nn.Linear(8, 12), {"operand": "output"}),
+        (nn.Linear(8, 12), {"backend": "magma"}),
+        (nn.Linear(8, 10), {}),
+        (nn.Conv1d(8, 8, 1), {}),
     ):
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match="accepted"):
             TwoFourLinear(linear, **how)
     with pytest.raises(InputError, match="not finite"):
         TwoFourLinear(nn.Linear(8, 12), "input")(torch.full((4, 8), math.nan))
-    with pytest.raises(DeviceError, match="on a CPU"):
-        step_times(64, 64, 64) if not torch.cuda.is_available() else tensor_kind(
-            (64, 64), torch.half, torch.device("cpu")
-        )
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="on a CPU"):
+            step_times(64, 64, 64)
 
 
 def test_torch_is_asked_for_the_largest_magnitudes_and_what_it_cannot_pack_is_said(monkeypatch):
@@ -299,7 +263,7 @@ def test_torch_is_asked_for_the_largest_magnitudes_and_what_it_cannot_pack_is_sa
             raise RuntimeError("no such kernel\nmore")
 
     monkeypatch.setattr(two_four_training, "tensor_kind", lambda *given: Kind)
-    with pytest.raises(DeviceError, match="torch's cutlass does not pack 2:4 values here: no such kernel; accepted"):
+    with pytest.raises(DeviceError, match="cutlass does not run here: no such kernel;"):
         two_four_training._packed(torch.ones(64, 64), "cutlass")
     assert asked == [two_four_training.ALGORITHM]
     with pytest.raises(InputError, match="multiples of 64"):

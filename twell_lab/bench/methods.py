@@ -22,7 +22,7 @@ from ..ops import clock
 from ..ops.clock import dtype_for
 from ..ops.reference import GatedFeedForward
 from ..sparsities import experts, microtiles
-from ..sparsities.low_rank import LowRank, PredictedFFN
+from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
 from .workloads import clock_cpu

@@ -18,7 +18,6 @@ always one of the dense model. Layers that own another representation (INT8, 2:4
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from ..layers import storage
 from ..layers.find import check_model
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
-from .magnitude import check_sparsity, kept_of
+from .magnitude import kept_of
 
 SWITCH, FUSE = "switch in place", "fuse LoRA"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,17 +53,10 @@ class Adapter(NamedTuple):
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
     """Return what one SHiRA adapter of a peft model makes of the base model's weights.
 
-    Args:
-        model: what peft.get_peft_model or peft.inject_adapter_in_model returned, nothing merged into its weights.
-        name: of the adapter.
-
-    Returns:
-        Changes under the names that the parameters have once peft's layers are gone (`unload`). A new value is W +
-        scaling * difference, added in float32 or wider and rounded to W's dtype once.
-
-    Raises:
-        InputError: for a model without a SHiRA adapter of this name, and for one that is merged.
-    """
+    model: what peft.get_peft_model or peft.inject_adapter_in_model returned, nothing merged into its weights. The
+    changes have the names that the parameters have once peft's layers are gone (`unload`). A new value is W + scaling *
+    difference, added in float32 or wider and rounded to W's dtype once. InputError for a model without a SHiRA adapter
+    of this name, and for one that is merged."""
     check_model(model)
     changes, others, inner = {}, set(), model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -96,17 +88,10 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
     Of two that are on at once, take the last off first.
 
-    Args:
-        model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`).
-        adapter: of `of_peft`, or what another `switch` returned.
-
-    Returns:
-        The values that stood there, as an Adapter: switching to it gives the very bits of before.
-
-    Raises:
-        InputError: with nothing written, for a parameter that the model does not have, or has in another shape, dtype
-            or on another device.
-    """
+    model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). adapter: of `of_peft`, or
+    what another `switch` returned. Returns the values that stood there, as an Adapter: switching to it gives the very
+    bits of before. InputError, with nothing written, for a parameter that the model does not have, or has in another
+    shape, dtype or on another device."""
     check_model(model)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.changes.items():
@@ -125,12 +110,10 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     for name, change in adapter.changes.items():
         weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
-        bits, dense = (
-            weight.view(_BITS[weight.itemsize]),
-            (change.places // change.shape[1], change.places % change.shape[1]),
-        )
-        now = lies.get(id(weight), (None, None))
-        at = tuple(old if new is None else new[old] for old, new in zip(dense, now))
+        bits = weight.view(_BITS[weight.itemsize])
+        row_and_column = change.places // change.shape[1], change.places % change.shape[1]
+        order = lies.get(id(weight), (None, None))
+        at = tuple(old if new is None else new[old] for old, new in zip(row_and_column, order))
         before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
         bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.
@@ -140,8 +123,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
 def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
     """Return an adapter that writes random values to random places of all matrices: for measurements.
 
-    share: of each matrix's weights, above 0 and below 1. InputError for another share and a model without matrices."""
-    check_sparsity(share)
+    share: of each matrix's weights, below 1. InputError for another share and a model without matrices."""
     draw, changes = torch.Generator().manual_seed(seed), {}
     for name, weight in model.named_parameters():
         if weight.dim() != 2:
@@ -151,73 +133,58 @@ def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
         edges = torch.linspace(0, weight.numel(), count + 1, dtype=torch.float64).long()
         places = edges[:-1] + (torch.rand(count, generator=draw, dtype=torch.float64) * edges.diff()).long()
         values = 0.02 * torch.randn(count, generator=draw)
-        here = weight.device
-        changes[name] = Change(places.to(here), values.to(here, weight.dtype), tuple(weight.shape))
+        changes[name] = Change(places.to(weight.device), values.to(weight), tuple(weight.shape))
     if not changes:
         raise InputError(f"{type(model).__name__} has no matrix among its parameters; one or more are accepted")
     return Adapter(changes)
 
 
 @torch.no_grad()
-def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0, seed: int = 0) -> list[dict]:
+def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0) -> list[dict]:
     """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
 
     The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
     calls in turn (twell_lab.ops.clock). Nothing of a forward is in it.
 
-    Args:
-        model: whose matrices are all written.
-        share: of each matrix's weights that the sparse adapter has.
-        seconds: about how long to measure, on a CPU.
-        seed: of both adapters.
-
-    Returns:
-        Two rows, JSON-able: path, ms (on and off once; `samples`), parameters, written_bytes, and `worst_error`: the
-        largest difference from the weights of before, once it is off again.
-    """
-    adapter = drawn(model, share, seed=seed)
-    weights = {name: dict(model.named_parameters())[name].detach() for name in adapter.changes}
-    kept = {name: weight.clone() for name, weight in weights.items()}
-    device, draw = next(iter(weights.values())).device, torch.Generator().manual_seed(seed)
-    factors = {}
+    model: whose matrices are all written. share: of each matrix's weights that the sparse adapter has. seconds: about
+    how long to measure, on a CPU. Returns two rows, JSON-able: path, ms (on and off once;
+    `samples`), parameters, written_bytes, and `worst_error`: the largest difference from the weights of before, once it
+    is off again."""
+    adapter, own = drawn(model, share), dict(model.named_parameters())
+    weights = {name: own[name].detach() for name in adapter.changes}
+    first = {name: weight.clone() for name, weight in weights.items()}
+    on_gpu, draw, factors = next(iter(weights.values())).is_cuda, torch.Generator().manual_seed(0), {}
     for name, weight in weights.items():
         rank = max(1, round(len(adapter.changes[name].places) / sum(weight.shape)))
         up, down = (torch.randn(*s, generator=draw) for s in ((weight.shape[0], rank), (rank, weight.shape[1])))
-        factors[name] = [t.to(device, weight.dtype) for t in (0.01 * up, down)]
+        factors[name] = (0.01 * up).to(weight), down.to(weight)
 
     def fuse(turn: int) -> None:
-        for name, weight in weights.items():
-            weight.addmm_(*factors[name])
-        for name, weight in weights.items():
-            weight.addmm_(*factors[name], alpha=-1)
+        for alpha in (1, -1):
+            for name, weight in weights.items():
+                weight.addmm_(*factors[name], alpha=alpha)
 
-    def swap(turn: int) -> None:
-        switch(model, switch(model, adapter))
+    def restore() -> None:
+        for name, weight in weights.items():
+            weight.copy_(first[name])
 
-    calls: dict[str, Callable] = {SWITCH: swap, FUSE: fuse}
-    errors, walls = {}, {}
+    calls = {SWITCH: lambda turn: switch(model, switch(model, adapter)), FUSE: fuse}
+    errors = {}
     for path, call in calls.items():
         call(0)
-        errors[path] = max(float((weights[name] - kept[name]).abs().max()) for name in weights)
-        for name, weight in weights.items():
-            weight.copy_(kept[name])
-    if device.type == "cuda":
-        samples = clock.time_cuda(calls, 10)
-        walls = {path: wall for path, (_, wall) in clock.time_bursts(calls, torch.cuda.synchronize, count=2).items()}
-    else:
-        samples = clock.time_cpu(calls, seconds, cold=True)
-    for name, weight in weights.items():
-        weight.copy_(kept[name])
-    written = [change.values for change in adapter.changes.values()]
-    parameters = {
-        SWITCH: sum(t.numel() for t in written),
-        FUSE: sum(t.numel() for pair in factors.values() for t in pair),
-    }
-    moved = {SWITCH: sum(t.nbytes for t in written), FUSE: sum(t.nbytes for t in weights.values())}
+        errors[path] = max(float((weights[name] - first[name]).abs().max()) for name in weights)
+        restore()
+    samples = clock.time_cuda(calls, 10) if on_gpu else clock.time_cpu(calls, seconds, cold=True)
+    bursts = clock.time_bursts(calls, torch.cuda.synchronize, count=2) if on_gpu else {}
+    restore()
+    values = [change.values for change in adapter.changes.values()]
+    trained = {SWITCH: values, FUSE: [t for pair in factors.values() for t in pair]}
+    written = {SWITCH: values, FUSE: weights.values()}
     rows = []
     for path, taken in samples.items():
         ms, spread = clock.quartiles(taken)
-        row = {"path": path, "ms": ms, "spread": spread, "parameters": parameters[path], "written_bytes": moved[path]}
-        row |= {"wall_ms": clock.quartiles(walls[path])[0]} if path in walls else {}
-        rows.append(row | {"worst_error": errors[path], "samples": [round(ms, 6) for ms in taken]})
+        row = {"path": path, "ms": ms, "spread": spread, "parameters": sum(t.numel() for t in trained[path])}
+        row |= {"written_bytes": sum(t.nbytes for t in written[path]), "worst_error": errors[path]}
+        row |= {"wall_ms": clock.quartiles(bursts[path][1])[0]} if on_gpu else {}
+        rows.append(row | {"samples": [round(ms, 6) for ms in taken]})
     return rows

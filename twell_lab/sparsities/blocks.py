@@ -8,10 +8,8 @@
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
 weights", 2017.
 
-**2:4 inside blocks**: `nested_mask` keeps two of each four weights, and then the blocks in which most is left. Where a
-share s of the blocks is empty, (1 - s) / 2 of the weights are left. It is a pattern to prune to, and no faster than
-blocks: a kernel that read them as 2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as
-many with blocks of 32 x 32: 5% less in all (docs/kernels/sm80_blocks.md).
+**2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks: a kernel that read them as
+2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as many (docs/kernels/sm80_blocks.md).
 
 Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
 lie in the same rows (Labini et al., arXiv 2202.05868); `empty_share` says what it was worth. It finds structure that is
@@ -20,6 +18,7 @@ there: where zeros are drawn independently, a block of 32 x 32 at 90% has a valu
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,14 +28,14 @@ from ..core import InputError
 from ..formats.matrix import as_matrix
 from ..layers.paths.cost import Work
 from ..ops import blocks as kernel
-from .magnitude import check_sparsity, checked_weight, kept_of, largest
+from .checks import checked_weight
+from .magnitude import kept_of, largest
 from .products import Product, Products
 from .two_four import two_four_mask
 
 Size = int | tuple[int, int]
 
 SMALLEST, LARGEST = 16, 128
-NORMS = (1, 2, math.inf)
 LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
 _SIZES = (128, 64, 32, 16)
 _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
@@ -56,34 +55,23 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
     return matrix.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
 
 
-def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the blocks whose norm is largest: bool [out, in], True for what is kept.
+def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
+    """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept.
 
-    Args:
-        weight: [out, in], floating-point values of 16 bits or more.
-        sparsity: from 0 up to, but not, 1. Exactly round(sparsity * blocks) blocks go; of equal norms the last in row
-            order.
-        size: of a block: one number for a square, or (rows, columns); 16 to 128, and divisors of out and in.
-        norm: of a block's values: 1 (sum of magnitudes), 2 (root of the sum of squares) or math.inf (the largest),
-            computed in float64.
-
-    Raises:
-        InputError: for other arguments, and for a weight that is no matrix, on meta or not finite.
-    """
-    check_sparsity(sparsity)
-    if isinstance(norm, bool) or norm not in NORMS:
-        raise InputError(f"norm is {norm!r:.80}; accepted: 1, 2 and math.inf")
+    weight: [out, in], finite floating-point values of 16 bits or more. sparsity: from 0 up to, but not, 1. Exactly
+    round(sparsity * blocks) blocks go; of equal sums, computed in float64, the last in row order. size: of a block: one
+    number for a square, or (rows, columns); 16 to 128, and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
-    norms = torch.linalg.vector_norm(blocks, norm, dim=(2, 3), dtype=torch.float64)
+    norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
     kept = largest(norms, kept_of(norms.numel(), sparsity))
     return kept[:, :, None, None].expand(blocks.shape).transpose(1, 2).reshape(weight.shape)
 
 
-def nested_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
-    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those whose norm is
-    then largest (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
+def nested_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
+    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those in which
+    most is left (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
     kept = two_four_mask(weight)
-    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size, norm=norm)
+    return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size)
 
 
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
@@ -106,16 +94,15 @@ def _filled(used: Tensor, size: Size) -> Tensor:
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
     """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], column order[i] comes to
-    place i.
+    place i; their own where that leaves no more blocks empty.
 
-    Each block of columns begins with the column, of those left, that needs the most blocks of rows (has a value in
-    them); it is filled with those that need the fewest blocks of rows more, of these with what needs the most of those
-    that are needed already; of equal ones the first. Columns without values come last. Where that leaves no more blocks
-    empty than the columns' own order, it is their own.
+    Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
+    filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
+    needed already; of equal ones the first. Columns without values come last. Its time grows with the square of the
+    columns.
 
     Columns may be reordered if the inputs are: weight[:, order] takes x[..., order]. That costs nothing where the rows
-    of the weight before it, and its bias, are reordered alike. For rows call it with the transpose, and `size` turned.
-    Its time grows with the square of the columns. Arguments and errors as `empty_share`."""
+    of the weight before it, and its bias, are reordered alike. Arguments and errors as `empty_share`."""
     used = _used(matrix)
     own = torch.arange(used.shape[1], device=used.device)
     blocks = _cut(used, size)
@@ -125,8 +112,7 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
     covered = torch.zeros(rows, dtype=torch.float64)
     for place in range(needs.shape[1]):
         if place % wide == 0:
-            covered = torch.zeros_like(covered)
-            score = counts
+            covered, score = torch.zeros_like(covered), counts
         else:
             met = covered @ needs
             score = met - (rows + 1) * (counts - met)
@@ -151,17 +137,14 @@ class Blocks(Products):
     """A feed-forward layer whose weights have many empty blocks, through block-sparse products: each projection of
     which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned. Blocks are squares
     of 16 to 128, the largest that leave nearly as much empty as small ones. Weights of 16 bits on a GPU from sm_80 on
-    take the kernel of ops.blocks, which needs less than half of the time of torch's at 90% (docs/measured.md), all
-    others torch's products. The layer owns the filled blocks."""
+    take the kernel of ops.blocks, all others torch's products. The layer owns the filled blocks."""
 
     name = "blocks"
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
         blocks = to_bsr(weight, int(self.weigh(weight)[1]))
-        if _has_kernel(weight):
-            return kernel.BlockOperand(blocks)
-        return lambda x, bias: _by_torch(x, blocks, bias)
+        return kernel.BlockOperand(blocks) if _has_kernel(weight) else partial(_by_torch, blocks)
 
     def weigh(self, weight: Tensor) -> tuple[float, ...]:
         used = checked_weight(weight) != 0
@@ -193,7 +176,7 @@ class Blocks(Products):
         return max(2 * work.tokens * n * k * share / rates.matmul, moved / rates.bandwidth, cached)
 
 
-def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_torch(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, weight.shape[1])
     # torch's Triton kernels take numbers of tokens that the rows of a block divide.
     missing = -len(rows) % weight.values().shape[1] if rows.is_cuda else 0

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 from ..analysis.running import ALL, Gate, Rows, run
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.find import FeedForward, Only, replaced
-from ..layers.parts import uncompiled
-from .few_neurons import LOSSY, FewNeurons, check_share, dense_layers, places_in, remove
+from ..layers.find import FeedForward, Only
+from ..layers.parts import NAMES, Weights, uncompiled
+from ..ops.activation import RELU
+from .checks import check_share
+from .few_neurons import LOSSY, FewNeurons, computed, dense_layers, of_neurons, put, remove
 from .magnitude import largest
 
 
@@ -28,9 +30,6 @@ class CoreFFN(FewNeurons):
     """Computes the same neurons for every token, whose weights the layer owns. Lossy. core: int64 [n], which ones."""
 
     core: Tensor
-    first: Tensor
-    up: Tensor | None
-    down_t: Tensor
 
     def __init__(self, layer: FeedForward, core: Tensor) -> None:
         super().__init__(layer)
@@ -39,14 +38,14 @@ class CoreFFN(FewNeurons):
         self.renew()
 
     def renew(self) -> None:
-        first, up, down = self._parts
-        of_core = lambda part: None if part is None else part.weight.index_select(0, self.core)  # noqa: E731
-        down_t = down.weight.index_select(1, self.core).t().contiguous()
-        self.own(first=of_core(first), up=of_core(up), down_t=down_t)
+        few = of_neurons(self.weights, self.core, self.weights.down.t())
+        self.own(**few._asdict() | {"gate": None if few.gate is few.up else few.gate})
+        self.squared = few.gate is few.up
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.product(rows, self.first, self.up, self.down_t, self.core).view(x.shape)
+        few = Weights(*(getattr(self, name) for name in NAMES))
+        few = few._replace(gate=few.up) if self.squared else few
+        return computed(x.reshape(-1, x.shape[-1]), few, RELU).view(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +69,7 @@ class Core:
         """Have the model's layers compute their core neurons alone, in place; returns the model. Lossy; for inference.
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        changed = {}
-        for layer in places_in(model, self.shapes):
-            changed[layer.module] = CoreFFN(layer, self.neurons[layer.name]).train(layer.module.training)
-        return replaced(model, changed)
+        return put(model, self.shapes, lambda layer: CoreFFN(layer, self.neurons[layer.name]))
 
     remove = staticmethod(remove)
 
@@ -86,17 +82,12 @@ def core_neurons(
     Of each token, those of its firing neurons with the largest |h|, what enters down, are its core. Of the layer, those
     that are in the cores of the most tokens are; of equally many the first.
 
-    Args:
-        model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was.
-        prompt: token ids [1, length].
-        share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken.
-        of_token: of a token's firing neurons, above 0 and up to 1, rounded up.
-        only: the layers for which only(name, module) is true.
-
-    Raises:
-        InputError: for wrong arguments, and for models as `predictors.predict`.
-    """
-    check_share("share", share), check_share("of_token", of_token)
+    model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was. prompt: token ids [1,
+    length]. share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken. of_token: of a token's
+    firing neurons, above 0 and up to 1, rounded up. only: the layers for which only(name, module) is true. InputError
+    for wrong arguments, and for models as `predictors.predict`."""
+    check_share("share", share)
+    check_share("of_token", of_token)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
         what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
         raise InputError(f"prompt is {what}; token ids [1, length] are accepted")

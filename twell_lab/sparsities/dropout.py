@@ -15,18 +15,17 @@ neighbours are kept together with probability 1/6 instead of 1/4. For a sum over
     4/3 sum s_i^2 - 1/3 (sum s_i)^2    instead of    sum s_i^2
 
 zero where the four are equal, up to 4/3 as much where they cancel, and the same on average where their signs are
-independent (`sum_variance`)."""
+independent."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..core import DeviceError, InputError
+from ..core import InputError
 from ..layers.find import feed_forwards
 from ..ops import clock
 from ..training.config import TrainConfig
@@ -34,7 +33,9 @@ from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
 from ..training.text.load import load_any
+from .checks import refusals
 from .semi_structured import tensor_kind, usual_backend
+from .two_four_training import timed
 
 _PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # what may stay of four
 NONE, BERNOULLI, TWO_FOUR = "none", "Bernoulli 1/2", "2:4"
@@ -65,45 +66,21 @@ class TwoFourDropout(nn.Module):
         return two_four_dropout(h, training=self.training)
 
 
-def sum_variance(terms: Tensor, kind: str = TWO_FOUR) -> Tensor:
-    """Return the variance of the sum of terms [..., n] that dropout of this kind makes: exactly, [...]. InputError for
-    another kind than BERNOULLI and TWO_FOUR, and with the latter for an n that is no multiple of 4."""
-    if kind not in KINDS[1:] or kind == TWO_FOUR and terms.shape[-1] % 4:
-        raise InputError(
-            f"kind is {kind!r:.80} for {terms.shape[-1]} terms; {KINDS[1:]} and multiples of 4 are accepted"
-        )
-    squares = terms.square().sum(-1)
-    if kind == BERNOULLI:
-        return squares
-    return (4 * squares - terms.unflatten(-1, (-1, 4)).sum(-1).square().sum(-1)) / 3
-
-
 # ---- what it does to a small model
 
 
-def loss_effect(
-    config: TrainConfig | None = None, *, seeds: Iterable[int] = (0, 1), kinds: Iterable[str] = KINDS
-) -> list[dict]:
+def loss_effect(config: TrainConfig | None = None, *, seeds: Iterable[int] = (0, 1)) -> list[dict]:
     """Train a small language model with each kind of dropout before the down projections, and measure it.
 
     The same weights, windows and schedule for each kind; the seed draws all of them, and the dropout.
 
-    Args:
-        config: of the training; by default 300 steps of the model "1M" without L1, which take a minute on two cores,
-            for each kind and seed. Its fields beyond sizes, batch, steps, lr, warmup, seed, text and device are not
-            read.
-        seeds: one training each.
-        kinds: of KINDS.
-
-    Returns:
-        One row a training, JSON-able: kind, seed, steps, bits_per_byte on held-out text without dropout, train_loss
-        (mean of the last tenth of the steps, in nats, with dropout), and noise_ratio: the mean variance that the kind
-        gives the layers' outputs at the end, over that of Bernoulli dropout on the same hidden values.
-    """
-    config, kinds = config or TrainConfig(steps=300, warmup=30), tuple(kinds)
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InputError(f"kind is {unknown[0]!r:.80}; accepted: {', '.join(map(repr, KINDS))}")
-    return [_trained(replace(config, seed=seed), kind) for seed in seeds for kind in kinds]
+    config: of the training; by default 300 steps of the model "1M" without L1, which take a minute on two cores, for
+    each kind and seed. Its fields beyond sizes, batch, steps, lr, warmup, seed, text and device are not read. seeds:
+    one training each. Returns one row a training, JSON-able: kind, seed, steps,
+    bits_per_byte on held-out text without dropout, and train_loss (mean of the last tenth of the steps, in nats, with
+    dropout)."""
+    config = config or TrainConfig(steps=300, warmup=30)
+    return [_trained(replace(config, seed=seed), kind) for seed in seeds for kind in KINDS]
 
 
 def _trained(config: TrainConfig, kind: str) -> dict:
@@ -130,69 +107,39 @@ def _trained(config: TrainConfig, kind: str) -> dict:
             losses.append(loss.detach())
     for hook in hooks:
         hook.remove()
-    model.eval()
-    windows = source.spread_windows(held_out, 128, config.context).to(device)
-    last = torch.stack(losses[-max(1, config.steps // 10) :])
+    bits = bits_per_byte(model.eval(), source.spread_windows(held_out, 128, config.context).to(device))
+    train_loss = float(torch.stack(losses[-max(1, config.steps // 10) :]).mean())
     return {
         "kind": kind,
         "seed": config.seed,
         "steps": config.steps,
-        "bits_per_byte": bits_per_byte(model, windows),
-        "train_loss": float(last.mean()),
-        "noise_ratio": _noise(model, windows[:8]) if kind == TWO_FOUR else float(kind == BERNOULLI),
+        "bits_per_byte": bits,
+        "train_loss": train_loss,
     }
-
-
-@torch.no_grad()
-def _noise(model: nn.Module, windows: Tensor) -> float:
-    """The variance of the layers' outputs by 2:4 dropout over that by Bernoulli dropout: a mean over layers, tokens and
-    outputs of each."""
-    sums = {BERNOULLI: 0.0, TWO_FOUR: 0.0}
-
-    def add(module: nn.Linear, args: tuple) -> None:
-        for row in args[0].reshape(-1, args[0].shape[-1])[::16]:
-            for kind in sums:
-                sums[kind] += float(sum_variance(module.weight * row, kind).mean())
-
-    hooks = [layer.down.register_forward_pre_hook(add) for layer in feed_forwards(model)]
-    model(windows[:, :-1])
-    for hook in hooks:
-        hook.remove()
-    return sums[TWO_FOUR] / sums[BERNOULLI] if sums[BERNOULLI] else math.nan
 
 
 # ---- whether its product is faster
 
 
 @torch.no_grad()
-def product_times(
-    tokens: int, d_ff: int, d_model: int, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
-) -> list[dict]:
-    """Time y = h Wd^T with h [tokens, d_ff] dropped 2:4 as the first operand, on a GPU, by device events.
+def product_times(tokens: int, d_ff: int, d_model: int, *, backend: str | None = None) -> list[dict]:
+    """Time y = h Wd^T with h [tokens, d_ff] dropped 2:4 as the first operand, in bfloat16 on a GPU, by device events.
 
-    tokens, d_ff, d_model, dtype, backend: as `semi_structured.tensor_kind` takes them. Returns rows, JSON-able: path
-    ("dense product", "compress", "2:4 product", "compress and 2:4 product"), ms, spread, samples, and for the 2:4 ones
-    error_over_dense: how far the result is from float64, over the dense product's distance. Drawing the pattern is in
-    none of them: both kinds of dropout draw one. Raises InputError and DeviceError as `tensor_kind`, DeviceError where
-    the backend does not run it, and clock.WrongResult where the 2:4 product is more than twice as far from float64 as
-    the dense one."""
+    Returns the rows of `timed`, for the 2:4 product with error_over_dense: how far the result is from float64, over the
+    dense product's distance. Drawing the pattern is in none of them. InputError and DeviceError as `tensor_kind`,
+    DeviceError where the backend does not run it, and clock.WrongResult where the 2:4 product is more than twice as far
+    from float64 as the dense one."""
     backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = tensor_kind((tokens, d_ff), dtype, device, backend)
-    draw = torch.Generator("cuda").manual_seed(0)
-    drawn = lambda *sizes: torch.randn(*sizes, device="cuda", generator=draw).to(dtype)  # noqa: E731
+    kind = tensor_kind((tokens, d_ff), torch.bfloat16, device, backend)
+    draw = torch.Generator(device).manual_seed(0)
+    drawn = lambda *sizes: torch.randn(*sizes, device=device, generator=draw).bfloat16()  # noqa: E731
     h = two_four_dropout(torch.relu(drawn(tokens, d_ff)), generator=draw)
     weight = drawn(d_model, d_ff) / d_ff**0.5
-    try:
+    with refusals(f"torch's {backend}"):
         sparse = kind.from_dense(h)
         results = {DENSE: h @ weight.t(), BOTH: sparse @ weight.t()}
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        why = f"{str(error).splitlines()[0]:.200}"
-        raise DeviceError(f"torch's {backend} does not run this product here: {why}; accepted: another") from error
-    some = slice(0, 256)
-    exact = h[some].double() @ weight.double().t()
-    off = {path: float((y[some].double() - exact).norm()) for path, y in results.items()}
+    exact = h[:256].double() @ weight.double().t()
+    off = {path: float((y[:256].double() - exact).norm()) for path, y in results.items()}
     ratio = off[BOTH] / max(off[DENSE], 1e-30)
     if not ratio <= 2:
         raise clock.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
@@ -202,23 +149,18 @@ def product_times(
         PRODUCT: lambda turn: sparse @ weight.t(),
         BOTH: lambda turn: kind.from_dense(h) @ weight.t(),
     }
-    rows = []
-    for path, samples in clock.time_cuda(calls, 15).items():
-        ms, spread = clock.quartiles(samples)
-        sizes = {"tokens": tokens, "d_ff": d_ff, "d_model": d_model, "backend": backend}
-        facts = {"error_over_dense": ratio} if path in (PRODUCT, BOTH) else {}
-        rows.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts, "samples": samples})
-    return rows
+    facts = {path: {"error_over_dense": ratio} for path in (PRODUCT, BOTH)}
+    return timed(calls, facts, tokens=tokens, d_ff=d_ff, d_model=d_model, backend=backend)
 
 
 def verdict(losses: list[dict], times: list[dict] | None = None) -> dict:
-    """Say what the rows say, computed from them.
+    """Return what the rows say.
 
-    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`,
-    if there are any. Returns loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds;
-    loss_spread: 1.96 standard errors of it; loss_differs: whether the change is larger than its spread. With `times`
-    also product_x and with_compress_x (how many times as fast as dense), and pays: whether it is faster with
-    compression, and no worse in loss. InputError for rows without the seeds and kinds that this needs."""
+    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`.
+    The result has loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds; loss_spread: 1.96
+    standard errors of it; loss_differs: whether the change is larger than its spread. With `times` also product_x and
+    with_compress_x (how many times as fast as dense), and pays: whether it is faster with compression, and no worse in
+    loss. InputError for rows without the seeds and kinds that this needs."""
     by = {(row["kind"], row["seed"]): row["bits_per_byte"] for row in losses}
     seeds = sorted({seed for _, seed in by if all((kind, seed) in by for kind in (BERNOULLI, TWO_FOUR))})
     if len(seeds) < 2:

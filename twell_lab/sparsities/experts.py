@@ -6,25 +6,26 @@
 Method: Shazeer et al., arXiv 1701.06538; Fedus et al., "Switch Transformers", arXiv 2101.03961; the router is that of
 Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
 
-- "loop": one expert after the other, each for its tokens. As many products as experts, most of them small, and the
-  device is waited for, because the host has to know how many tokens each expert has.
+- "loop": one expert after the other, each for its tokens, sorted by expert. The host has to know how many each has.
 - "grouped": tokens are sorted by expert, and torch's grouped product multiplies every group by its own weight in one
   launch (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841). No token is padded or dropped, and
   nothing waits, where torch has a kernel for it (`takes_grouped`).
-- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs. What most tutorials do,
-  with the exact capacity: no token is dropped, and all tokens to one expert cost as much as all tokens to all.
+- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs: no token is dropped, and
+  all tokens to one expert cost as much as all tokens to all.
 
 Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock loads, and `tl.sparsify` swaps the experts
-one by one. Experts and a hot/cold split are the same idea at two grains (sparsities.routed); a layer's own neurons as
-experts are a path (sparsities.neuron_experts)."""
+one by one. A layer's own neurons as experts are in sparsities.routed, and as a path in sparsities.neuron_experts."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
+from .checks import check_count
 
 WAYS = ("grouped", "loop", "padded")
 ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU}
@@ -34,9 +35,8 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10
     or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
-    compiled code; rows of multiples of 16 bytes on either side. It is one kernel on GPUs of compute capability 9 and
-    10; on others torch may go through the groups one by one, and wait for their ends, as is done here for all other
-    tensors."""
+    compiled code; rows of multiples of 16 bytes on either side. On GPUs of other compute capabilities than 9 and 10
+    torch may go through the groups one by one, and wait for their ends."""
     few = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if few else (torch.bfloat16, torch.float16, torch.float32)
     if _grouped_mm is None or rows.dtype not in dtypes or weight.dtype != rows.dtype or not weight[0].numel():
@@ -47,34 +47,24 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     return all(width * rows.itemsize % 16 == 0 for width in weight.shape[1:])
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, loop: bool = False) -> Tensor:
     """Return rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed.
 
-    ends: int32 [experts], where each expert's rows end; what lies past the last is anything."""
-    if len(rows) and takes_grouped(rows, weight):
+    ends: int32 [experts], where each expert's rows end; what lies past the last is anything. loop: one product after
+    the other, also where there is a grouped one."""
+    if not loop and len(rows) and takes_grouped(rows, weight):
         return _grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    start, parts = 0, []
-    for expert, end in enumerate(ends.tolist()):
-        parts.append(F.linear(rows[start:end], weight[expert]))
-        start = end
-    return torch.cat([*parts, rows.new_zeros(len(rows) - start, weight.shape[1])])
+    stops = ends.tolist()
+    parts = [F.linear(rows[start:end], one) for start, end, one in zip([0, *stops], stops, weight)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], weight.shape[1])])
 
 
 class Experts(nn.Module):
     """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T.
 
     Parameters: gate_up_proj [experts, 2 d_ff, d_model], each expert's Wg above its Wu; down_proj [experts, d_model,
-    d_ff].
-
-    Args:
-        d_model, d_ff, experts: 1 or more.
-        activation: "silu" or "relu".
-        way: one of WAYS; may be set later.
-        device, dtype: of the parameters.
-
-    Raises:
-        InputError: for other values.
-    """
+    d_ff]. d_model, d_ff, experts: 1 or more. activation: "silu" or "relu". way: one of WAYS; may be set later. device,
+    dtype: of the parameters. InputError for other values."""
 
     def __init__(
         self,
@@ -106,9 +96,10 @@ class Experts(nn.Module):
         same one twice; numbers that no expert has add nothing. weights: [tokens, top_k], floating-point; the sum is
         taken in the wider of its dtype and x's. InputError for other shapes and dtypes, and another way."""
         experts, d_model = self.down_proj.shape[:2]
-        fits = x.dim() == 2 and x.shape[1] == d_model and x.dtype == self.down_proj.dtype
-        fits = fits and chosen.dim() == 2 and len(chosen) == len(x) and chosen.shape[1] and chosen.dtype == torch.int64
-        if not fits or weights.shape != chosen.shape or not weights.dtype.is_floating_point or self.way not in WAYS:
+        top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
+        shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k
+        dtypes = (x.dtype, chosen.dtype) == (self.down_proj.dtype, torch.int64) and weights.is_floating_point()
+        if not shapes or not dtypes or self.way not in WAYS:
             shown = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, chosen, weights))
             raise InputError(
                 f"x, chosen and weights are {shown}, way {self.way!r:.80}; {self.down_proj.dtype} [tokens, {d_model}], "
@@ -116,15 +107,13 @@ class Experts(nn.Module):
             )
         somebody = (chosen >= 0) & (chosen < experts)
         chosen = torch.where(somebody, chosen, experts)
-        if self.way == "loop":
-            return self._loop(x, chosen, weights, experts)
         order = chosen.reshape(-1).argsort(stable=True)  # by expert; nobody's come last
         of = chosen.reshape(-1)[order]
         ends = torch.searchsorted(of, torch.arange(experts, device=x.device), right=True)
         rows = x[order // chosen.shape[1]]
         if rows.requires_grad:  # what is nobody's gets no gradient, whatever the products left past the last end
             rows = torch.where((of < experts)[:, None], rows, 0)
-        y = self._padded(rows, of, ends) if self.way == "padded" else self._grouped(rows, ends.to(torch.int32))
+        y = self._padded(rows, of, ends) if self.way == "padded" else self._in_groups(rows, ends.to(torch.int32))
         back = y[order.argsort()].view(*chosen.shape, d_model)
         share = torch.where(somebody, weights, 0)[..., None]
         return (torch.where(somebody[..., None], back, 0) * share).sum(1).to(x.dtype)
@@ -133,18 +122,9 @@ class Experts(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _loop(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
-        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
-        for expert in range(experts):
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            if len(rows):
-                hidden = self._hidden(F.linear(x[rows], self.gate_up_proj[expert]))
-                share = weights[rows, place, None]
-                y = y.index_add(0, rows, (F.linear(hidden, self.down_proj[expert]) * share).to(y.dtype))
-        return y.to(x.dtype)
-
-    def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear(self._hidden(grouped_linear(rows, self.gate_up_proj, ends)), self.down_proj, ends)
+    def _in_groups(self, rows: Tensor, ends: Tensor) -> Tensor:
+        linear = partial(grouped_linear, ends=ends, loop=self.way == "loop")
+        return linear(self._hidden(linear(rows, self.gate_up_proj)), self.down_proj)
 
     def _padded(self, rows: Tensor, of: Tensor, ends: Tensor) -> Tensor:
         """Rows, sorted, of experts `of`, which end at `ends`. Waits for the largest number of rows of one expert."""
@@ -198,10 +178,3 @@ class ExpertsLayer(nn.Module):
             raise InputError(f"x is {list(x.shape)}; [..., {self.gate.in_features}] is accepted")
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, *self.route(rows)).view(x.shape)
-
-
-def check_count(name: str, given: int, most: int | None = None) -> None:
-    """Raise InputError unless `given` is a whole number from 1 up, to `most` where that is given."""
-    if type(given) is not int or given < 1 or (most is not None and given > most):
-        accepted = "a whole number from 1 up" if most is None else f"a whole number from 1 to {most}"
-        raise InputError(f"{name} is {given!r:.80}; {accepted} is accepted")

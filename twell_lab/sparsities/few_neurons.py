@@ -1,11 +1,15 @@
 """Layers that compute some of their neurons, put on a model and taken off it. Lossy.
 
+    few = PredictedFFN(layer, predictor, neurons=64)      # sparsities.predictors; sparsities.core_neurons has another
+    model = remove(model)                                 # the dense layers again
+
 `sparsities.predictors` and `sparsities.core_neurons` choose the neurons: of a token, or of all tokens that follow a
-prompt."""
+prompt. `sparsities.predicted` does it as a path, from the weights alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +18,40 @@ from torch.nn import functional as F
 from ..core import InputError
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, StandIn, check_model, feed_forwards, obstacle, replaced
-from ..layers.parts import parts_of
+from ..layers.parts import Weights, parts_of
 from ..layers.probe import raise_all, title
+from ..ops.activation import Activation
+from .products import hidden_of
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
+
+
+def of_neurons(weights: Weights, neurons: Tensor, down_t: Tensor) -> Weights:
+    """Return the weights of these neurons, int64 [n], of a layer; down_t: its down transposed, [d_ff, d_model]."""
+    gate, up, _, *biases, down_bias = weights
+    first, beside, gate_bias, up_bias = (None if t is None else t.index_select(0, neurons) for t in (gate, up, *biases))
+    down = down_t.index_select(0, neurons).t()
+    return Weights(beside if gate is up else first, beside, down, gate_bias, up_bias, down_bias)
+
+
+def computed(x: Tensor, weights: Weights, acts: Activation, chosen: Tensor | None = None) -> Tensor:
+    """Return the output of a layer with these weights for x [rows, d_model]; chosen: bool [rows, d_ff], each row's
+    neurons, None for all."""
+    gate, up, down, gate_bias, up_bias, down_bias = weights
+    first = None if gate is None or gate is up else F.linear(x, gate, gate_bias)
+    hidden = hidden_of(first, F.linear(x, up, up_bias), weights, acts)
+    return F.linear(hidden if chosen is None else torch.where(chosen, hidden, 0), down, down_bias)
+
+
+def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: Activation, down_t: Tensor) -> Tensor:
+    """Return the same, of the `neurons` neurons with the highest scores [rows, d_ff] for each row.
+
+    One row gathers them; several rows, which have each their own, are computed densely and masked, and spare
+    nothing."""
+    best = scores.topk(neurons, sorted=False).indices
+    if len(x) == 1:
+        return computed(x, of_neurons(weights, best[0], down_t), acts)
+    return computed(x, weights, acts, torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True))
 
 
 class FewNeurons(nn.Module, ABC):
@@ -31,9 +65,13 @@ class FewNeurons(nn.Module, ABC):
     def __init__(self, layer: FeedForward) -> None:
         super().__init__()
         self.dense = layer.module
-        # Beside `dense`, whose children they are, or views of these.
-        self._parts = [layer.pattern, None if layer.gate is None else layer.up, layer.down]
+        self._parts = [layer.gate, layer.up, layer.down]  # beside `dense`, whose children they are, or views of these
         self.register_load_state_dict_post_hook(FewNeurons._loaded)
+
+    @property
+    def weights(self) -> Weights:
+        """The dense layer's weights."""
+        return Weights.of(*self._parts)
 
     @abstractmethod
     def renew(self) -> None:
@@ -47,32 +85,8 @@ class FewNeurons(nn.Module, ABC):
         for name, t in tensors.items():
             self.register_buffer(name, t if t is None else t.detach(), persistent=False)
 
-    def product(self, x: Tensor, first: Tensor, up: Tensor | None, down_t: Tensor, neurons: Tensor) -> Tensor:
-        """Return the layer's output for x [rows, d_model], of these neurons [n] alone, whose weights are [n, d_model]
-        each."""
-        biases = [None if part is None or part.bias is None else part.bias for part in self._parts]
-        few = [None if bias is None else bias.index_select(0, neurons) for bias in biases[:2]]
-        hidden = torch.relu(F.linear(x, first, few[0]))
-        if up is not None:
-            hidden = hidden * F.linear(x, up, few[1])
-        y = hidden @ down_t
-        return y if biases[2] is None else y + biases[2]
-
-    def masked(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Return the same where each row has its own, chosen: bool [rows, d_ff]; all neurons are computed."""
-        first, up, down = self._parts
-        hidden = torch.relu(F.linear(x, first.weight, first.bias))
-        if up is not None:
-            hidden = hidden * F.linear(x, up.weight, up.bias)
-        return F.linear(torch.where(chosen, hidden, 0), down.weight, down.bias)
-
     def extra_repr(self) -> str:
         return f"lossy: {self.label}"
-
-
-def places(best: Tensor, d_ff: int) -> Tensor:
-    """Return which neurons are among `best`, int64 [rows, n]: bool [rows, d_ff]."""
-    return torch.zeros(len(best), d_ff, dtype=torch.bool, device=best.device).scatter_(1, best, True)
 
 
 def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
@@ -95,27 +109,20 @@ def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     return layers
 
 
-def places_in(model: nn.Module, shapes: dict[str, tuple[int, int]]) -> list[FeedForward]:
-    """List the model's layers of these names. InputError for a model without them, or with others of these names."""
+def put(model: nn.Module, shapes: dict[str, tuple[int, int]], make: Callable[[FeedForward], FewNeurons]) -> nn.Module:
+    """Put make(layer) in the place of the layers of these names and shapes (d_ff, d_model), in place; returns the
+    model. InputError, with nothing changed, for a model without them, and as `dense_layers`."""
     there = {layer.name: layer for layer in dense_layers(model, lambda name, module: name in shapes)}
     for name, shape in shapes.items():
-        own = tuple(there[name].up.weight.shape) if name in there else None
+        own = tuple(there[name].up.weight.shape) if name in there else "not there"
         if own != shape:
             raise InputError(
-                f"{name!r} is {own or 'not there'} where {shape} (d_ff, d_model) was looked at; accepted: the model "
-                "that this was made for"
+                f"{name!r} is {own} where {shape} (d_ff, d_model) is accepted: the model this was made for"
             )
-    return [there[name] for name in shapes]
+    return replaced(model, {layer.module: make(layer).train(layer.module.training) for layer in there.values()})
 
 
 def remove(model: nn.Module) -> nn.Module:
     """Put the dense layers back where layers compute chosen neurons, in place; returns the model."""
     check_model(model)
     return replaced(model, {layer: layer.dense for layer in model.modules() if isinstance(layer, FewNeurons)})
-
-
-def check_share(name: str, value: float) -> float:
-    """Return the value. InputError for anything but a number above 0 and up to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise InputError(f"{name} is {value!r:.80}; a number above 0 and up to 1 is accepted")
-    return float(value)

@@ -6,7 +6,7 @@ tl.sparsify(model, "fp8")                                                   # as
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +61,14 @@ class Fp8(Products):
     launches = 3
 
     def product(self, weight: Tensor) -> Product:
-        self.weigh(weight)
-        return partial(_linear, quantise(weight, KIND))
+        return partial(fp8_linear, rows=quantise(weight, KIND))
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
         """Compute as of Products; x is rounded once for gate and up, and a row that is not finite needs no pass of its
         own: its scale makes NaN of all that follows."""
         if weights.gate is None or weights.gate is weights.up or None in form:
             return super().compute(layer, x, weights, form)
-        gate, up, down = (product.args[0] for product in form)
+        gate, up, down = (product.keywords["rows"] for product in form)
         flat = x.reshape(-1, x.shape[-1])
         short = round_tokens(flat, KIND)
         first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
@@ -79,8 +78,7 @@ class Fp8(Products):
         _check_device(check_weight(weight).device)
         if any(n % 16 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
-        if refused := _refused(weight.device):
-            raise DeviceError(f"torch's fp8 product does not run on this device: {refused}")
+        self.check_runs(weight.device, torch.float32)
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
@@ -89,22 +87,6 @@ class Fp8(Products):
         moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * work.itemsize)
         product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
         return product + self.launches * work.rates.launch
-
-
-def _linear(rows: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    return fp8_linear(x, rows, bias)
-
-
-@cache
-def _refused(device: torch.device) -> str:
-    """Return why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
-    try:
-        fp8_linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device), KIND))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        return str(error).splitlines()[0][:200]
-    return ""
 
 
 PATHS = (Fp8(),)

@@ -2,21 +2,19 @@
 
     with torch.no_grad():                                  # it has no gradient
         y = int8_linear(x, quantise(layer.weight), layer.bias)
-    tl.sparsify(model, "int8")                             # as a path of feed-forward layers: all neurons
+    tl.sparsify(model, "int8")                             # as a path of feed-forward layers
 
-It is what a sparse path with few bits has to beat. Weights that are turned back into 16 bits by an operation of their
-own are read as 1 byte a value, written as 2 and read as 2: more than the 2 that were to be spared. Fused into the
-product they stay 1 byte. The result of an INT8 product is int32. In torch's operations (torch._int_mm, and two that
-scale) 4 bytes a value of it are written and read, and as many of what its first scale makes of it, before 2 are
-written. `ops.int8` scales the sums where they are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for
-results of 16 bits and widths of multiples of 16, outside of compiled code. All else is torch's.
+It is what a sparse path with few bits has to beat. The result of an INT8 product is int32: in torch's operations
+(torch._int_mm, and two that scale) 4 bytes a value of it are written and read, and as many of what its first scale
+makes of it, before 2 are written. `ops.int8` scales the sums where they are, and multiplies gate and up in one launch:
+on GPUs from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code.
 
 **2:4 with INT8** is what torch has for GPUs from sm_80 on (cuSPARSELt) and torchao puts around a model. A zero stays a
 zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with it."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,14 +121,13 @@ class Int8(Products):
     launches = 5  # x, the product, two that scale, and half of what multiplies gate and up
 
     def product(self, weight: Tensor) -> Product:
-        self.weigh(weight)
-        return partial(_linear, quantise(weight))
+        return partial(int8_linear, rows=quantise(weight))
 
     def make(self, weights: Weights) -> _Form:
         products = super().make(weights)
         if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
             return _Form(products, None)
-        rows = tuple(product.args[0] for product in products)
+        rows = tuple(product.keywords["rows"] for product in products)
         near = (
             has_kernel(r.values, kernels.Weight(r.values, r.scale, b), weights.up.dtype)
             for r, b in zip(rows, weights[3:])
@@ -150,8 +147,7 @@ class Int8(Products):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 8 are accepted on a GPU")
         if weight.shape[1] > MOST_COLUMNS:
             raise InputError(f"the weight has {weight.shape[1]} columns; up to {MOST_COLUMNS} are accepted")
-        if weight.is_cuda and (refused := _refused(weight.device)):
-            raise DeviceError(f"torch's int8 product does not run on this device: {refused}")
+        self.check_runs(weight.device, torch.float32)  # of which the product is torch's
         return (weight.numel() + 4 * len(weight),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
@@ -164,22 +160,6 @@ class Int8(Products):
         moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))
         product = max(2 * work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
         return product + launches * work.rates.launch
-
-
-def _linear(rows: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    return int8_linear(x, rows, bias)
-
-
-@cache
-def _refused(device: torch.device) -> str:
-    """Return why torch's product does not run on this GPU; "" where it does. One small product is tried, once."""
-    try:
-        int8_linear(torch.zeros(1, 64, device=device), quantise(torch.ones(64, 64, device=device)), apart=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        return str(error).splitlines()[0][:200]
-    return ""
 
 
 PATHS = (Int8(),)

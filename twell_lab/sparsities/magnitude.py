@@ -14,21 +14,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..core import InputError
-from ..formats.matrix import as_matrix
-
-
-def check_sparsity(sparsity: float) -> float:
-    """Return the share of the weights that become zero. InputError for anything but a number from 0 up to, but not,
-    1."""
-    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
-        raise InputError(f"sparsity is {sparsity!r:.80}; a share of the weights, from 0 up to, but not, 1, is accepted")
-    return float(sparsity)
+from .checks import check_number, checked_weight
 
 
 def kept_of(count: int, sparsity: float) -> int:
-    """Return how many of `count` values stay: round(sparsity * count) go, as torch.nn.utils.prune counts."""
-    return count - round(check_sparsity(sparsity) * count)
+    """Return how many of `count` values stay: round(sparsity * count) go, as torch.nn.utils.prune counts. InputError
+    for a sparsity that is no number from 0 up to, but not, 1."""
+    accepted = "a share of the weights, from 0 up to, but not, 1,"
+    return count - round(check_number("sparsity", sparsity, lambda share: 0 <= share < 1, accepted) * count)
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
@@ -44,30 +37,17 @@ def largest(sizes: Tensor, count: int) -> Tensor:
     return (above | equal & (equal.cumsum(0) <= count - above.sum())).view(sizes.shape)
 
 
-def checked_weight(weight: Tensor) -> Tensor:
-    """Return the weight [out, in] without its history. InputError unless it is a dense matrix of finite floating-point
-    values of 16 bits or more, that are there (not on meta)."""
-    weight = as_matrix(weight).detach()
-    if not weight.isfinite().all():
-        raise InputError("the weight holds a value that is not finite; finite weights are accepted")
-    return weight
-
-
 def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
     """Keep the weights of largest magnitude: bool [out, in], True for what is kept.
 
-    weight: [out, in], floating-point values of 16 bits or more. sparsity: exactly round(sparsity * out * in) weights
-    go, zeros among them first; of equal magnitudes the last in row order. InputError as `check_sparsity` and
-    `checked_weight`."""
+    weight: [out, in], finite floating-point values of 16 bits or more. sparsity: exactly round(sparsity * out * in)
+    weights go, zeros among them first; of equal magnitudes the last in row order. InputError for others."""
     weight = checked_weight(weight)
     return largest(weight.abs(), kept_of(weight.numel(), sparsity))
 
 
 def threshold_mask(weight: Tensor, threshold: float) -> Tensor:
-    """Keep the weights above a threshold in magnitude: bool [out, in]. With 0 what is not zero; one pass over them, but
-    how many stay depends on the weights. InputError for a threshold that is no finite number from 0 up."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < inf:
-        raise InputError(f"threshold is {threshold!r:.80}; a finite number from 0 up is accepted")
-    sizes = checked_weight(weight).abs()
-    rounded = torch.tensor(threshold, dtype=torch.float64).to(sizes.dtype).item()  # as torch would round it to compare
-    return sizes >= rounded if rounded > threshold else sizes > rounded
+    """Keep the weights above a threshold in magnitude: bool [out, in]; how many stay depends on the weights. InputError
+    for a threshold that is no finite number from 0 up, and for weights as `magnitude_mask`."""
+    threshold = check_number("threshold", threshold, lambda bound: 0 <= bound < inf, "a finite number from 0 up")
+    return checked_weight(weight).abs().double() > threshold  # compared in 16 bits, the threshold would be rounded

@@ -4,22 +4,14 @@
     y = product(tiles, down_t)          # h down_t [tokens, d_model]; down_t [d_ff, d_model], kept transposed
 
 Method: Zheng et al., "PIT: Optimization of Dynamic Sparse Deep Learning Models via Permutation Invariant
-Transformation", SOSP 2023, arXiv 2301.10936. A tensor core wants dense tiles of 16 and more on each side; a pattern
-that changes with every input has none. But the sum over k in c = a b may be taken in any order, and so may rows be
-computed: what is sparse along one of these axes can be gathered along it into dense tiles. Then it is enough that zeros
-come in *micro*-tiles, as small as one memory access:
+Transformation", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so what is sparse
+along k can be gathered into dense tiles: of a stripe of 32 rows of a, the columns that hold anything, micro-tiles of
+32 x 1. They meet the same rows of b, and the result is the stripe of c, in place. Along the rows, micro-tiles of 1 x k,
+the same is padding (`sparsities.padding`). With stripes of more rows, b is read less often, and more of their columns
+are occupied.
 
-- along k: of a stripe of 32 rows of a, the columns that hold anything, micro-tiles of 32 x 1. They meet the same rows
-  of b, and the result is the stripe of c, in place: nothing is scattered. This is `find_microtiles` and `product`.
-- along the rows: the rows of a that hold anything, micro-tiles of 1 x k; the result goes back to these rows. This is
-  padding (`sparsities.padding`).
-
-Tiles of 1 x s are those of the transpose, which is gathered along its own k: for x w with w [k, n] in tiles of one row
-and 32 columns, `product(find_microtiles(w.t().contiguous()), x.t().contiguous())` is (x w)^T.
-
-Finding the tiles costs one pass over a, whatever it holds; `product` costs by how many there are. They are two calls,
-so that each can be timed; CUDA graphs hold both, torch.compile neither. With stripes of more rows, b is read less
-often, and more of their columns are occupied."""
+Finding the tiles costs one pass over a, whatever it holds; `product` costs by how many there are. CUDA graphs hold
+both, torch.compile neither."""
 
 from __future__ import annotations
 
@@ -34,21 +26,18 @@ from ..cuda.launch import capability, layout, run
 from ..formats.matrix import Format, as_matrix
 from ..ops import microtiles as kernels
 from ..ops.checks import needs_gradient
+from .checks import check_count
 
 
 @dataclass(frozen=True, eq=False)
 class MicroTiles(Format):
     """A matrix [rows, width] as stripes of `height` rows, of each the columns that hold a value that is not zero.
 
-    There is room for every column, so that nobody has to know how many there are: what lies past a stripe's count is
-    not defined. The bytes are those of the dense matrix and of the columns' numbers.
+    There is room for every column, so that nobody has to count them: what lies past a stripe's count is not defined.
 
-    Attributes:
-        counts: int32 [stripes], how many micro-tiles each stripe has.
-        columns: int32 [stripes, width], their columns, ascending.
-        values: [stripes, width, height], the values of each; rows past the matrix's last are zeros.
-        shape: (rows, width) of the matrix.
-    """
+    counts: int32 [stripes], how many micro-tiles each stripe has. columns: int32 [stripes, width], their columns,
+    ascending. values: [stripes, width, height], zeros past the matrix's last row. shape: (rows, width) of the
+    matrix."""
 
     counts: Tensor
     columns: Tensor
@@ -56,7 +45,6 @@ class MicroTiles(Format):
     shape: tuple[int, int]
 
     def geometry(self) -> tuple:
-        """Return what describes the matrix beside its values: its shape and the height of a tile."""
         return (self.shape, self.height)
 
     @property
@@ -83,12 +71,10 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
     """Find the micro-tiles of height x 1 that hold a value that is not zero; NaN is none.
 
     On a GPU, 16-bit values and heights of 32, 64 and 128 are found by a kernel, which reads `a` once and does not wait;
-    everything else by torch's own operations, which read it several times.
-
-    a: [rows, width], floating-point values of 16 bits or more; its history is left out. height: rows of a tile, from 1
-    up. InputError for another height, and for what is no dense matrix that holds its values."""
-    if type(height) is not int or height < 1:
-        raise InputError(f"height is {height!r:.80}; a whole number of rows from 1 up is accepted")
+    everything else by torch's own operations. a: [rows, width], floating-point values of 16 bits or more; its history
+    is left out. height: from 1 up. InputError for another height, and for what is no dense matrix that holds its
+    values."""
+    check_count("height", height)
     a = as_matrix(a).detach()
     by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
     counts, columns, values = run(kernels.find, packed, height) if by_kernel else kernels.find_reference(a, height)
@@ -98,16 +84,13 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     """Multiply a [rows, width], as its micro-tiles, with b [width, n]: c [rows, n]. It has no gradient.
 
-    It is the dense product, by the kernel row by row as exact as torch's, for every a (also NaN and infinities) and
-    every finite b. Whether b is finite is not looked at, which would cost a pass over it and a wait: where a row of b
-    that no tile of a stripe meets is not finite, the dense product has 0 * inf = NaN, and this one has not.
+    It is the dense product for every a and every finite b, by the kernel row by row as exact as torch's. Where a row of
+    b that no tile of a stripe meets is not finite, the dense product has 0 * inf = NaN, and this one has not.
 
     On a GPU of compute capability 8.0 or more, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums
-    in float32, and nothing waits; columns of b are then filled up to a multiple of 8, in a copy, where they are not
-    one. Everything else is gathered stripe by stripe by torch, which waits for the counts.
-
-    b: dense, in the tiles' dtype and on their device. InputError for another shape, dtype or device, and for a b that
-    needs a gradient."""
+    in float32, and nothing waits; columns of b are filled up to a multiple of 8, in a copy. Everything else is gathered
+    stripe by stripe by torch, which waits for the counts. InputError for a b of another shape, dtype or device than the
+    tiles', and for one that needs a gradient."""
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
     wanted = tiles.values.dtype, tiles.shape[1], tiles.values.device

@@ -5,11 +5,10 @@
 This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`),
 and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
 
-Little can be gained, since a token's row is copied for each of its groups, and so are results. Take the layer of 2,048
-x 5,632 that the benchmarks draw, with 29 neurons firing, its neurons in order of how often they do: in groups of 64,
-17% of the work of up and down is left, but a token is in 15 groups. For 16,384 tokens that is 4 GB of gathered rows of
-x and of results, written and read, for which an H100 needs longer than for up and down computed densely. The paths
-"twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
+Little can be gained, since a token's row is copied for each of its groups, and so are results: of the benchmarks' layer
+of 2,048 x 5,632 with 29 neurons firing, in groups of 64, 17% of the work of up and down is left, but a token is in 15
+groups, and 16,384 tokens take 4 GB of gathered rows and results, for which an H100 needs longer than for up and down
+computed densely. The paths "twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from torch.nn import functional as F
 from ..layers.parts import Weights
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
-from .experts import check_count, grouped_linear, takes_grouped
-from .magnitude import checked_weight
+from .checks import check_count, checked_weight
+from .experts import grouped_linear, takes_grouped
 from .products import hidden_of, spoilt
 
 GROUPS, TAKEN = 32, 1 / 4  # of a layer's neurons, at most; and what share of them a token is given
@@ -37,10 +36,8 @@ def alike(weight: Tensor, size: int) -> Tensor:
     """Find an order of a weight's rows in which those of each `size` places point in similar directions: int64 [rows].
 
     Rows of length 1 are cut in two where they differ most, along their first principal direction, and the halves again
-    (Boley, "Principal Direction Divisive Partitioning", 1998), so that groups are equally large.
-
-    weight: [rows, columns], floating-point values of 16 bits or more. size: 1 or more; the last group may have fewer
-    rows. InputError for another size, and for a weight that is no matrix, on meta or not finite."""
+    (Boley, "Principal Direction Divisive Partitioning", 1998). weight: [rows, columns], finite. size: 1 or more; the
+    last group may have fewer rows. InputError for others."""
     check_count("size", size)
     matrix = F.normalize(checked_weight(weight).float(), dim=1)
     done, left = [], [torch.arange(len(matrix), device=matrix.device)]
@@ -75,9 +72,8 @@ class AsExperts(Converted):
     """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
     in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
 
-    The gate is computed for all neurons; up and down as grouped products (`takes_grouped`), for which the layer owns
-    the weights a second time. Where there is no grouped product everything is computed, and what is not taken is
-    masked: the same result. Nothing waits for the device."""
+    Up and down run as grouped products (`takes_grouped`), for which the layer owns the weights a second time; where
+    there are none everything is computed, and what is not taken is masked. Nothing waits for the device."""
 
     name = "experts"
     exact = False

@@ -36,8 +36,7 @@ class Padding:
         """Return the real rows of x [*shape, width], side by side: [real rows, width]. Where every row is real nothing
         is moved, and they are x itself. Does not wait. InputError for an x of other rows, or on another device."""
         if not isinstance(x, Tensor) or x.shape[:-1] != self.shape or x.device != self.places.device:
-            accepted = f"[{', '.join(map(str, self.shape))}, width] on {self.places.device}"
-            raise InputError(f"x is {_shown(x)}; {accepted} is accepted")
+            raise InputError(f"x is {_shown(x)}; {[*self.shape, 'width']} on {self.places.device} is accepted")
         rows = x.reshape(torch.Size(self.shape).numel(), x.shape[-1])
         return rows if self.whole else rows.index_select(0, self.places)
 
@@ -50,10 +49,11 @@ def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
 
     x: [..., width], such as [sequences, length, d_model]. real: bool [...], True for rows that are not padding, such as
     an attention mask of transformers compared with 0. InputError for another shape, dtype or device of `real`."""
-    if not isinstance(x, Tensor) or x.dim() < 1:
-        raise InputError(f"x is {_shown(x)}; a tensor [..., width] is accepted")
-    if not isinstance(real, Tensor) or (real.dtype, real.shape, real.device) != (torch.bool, x.shape[:-1], x.device):
-        raise InputError(f"real is {_shown(real)}; bool {list(x.shape[:-1])} on {x.device} is accepted")
+    wanted = (torch.bool, x.shape[:-1], x.device) if isinstance(x, Tensor) else None
+    if not isinstance(real, Tensor) or (real.dtype, real.shape, real.device) != wanted:
+        raise InputError(
+            f"x is {_shown(x)} and real {_shown(real)}; [..., width] and bool [...], of one device, accepted"
+        )
     padding = Padding(real.reshape(-1).nonzero()[:, 0], tuple(real.shape))
     return padding.gather(x), padding
 
@@ -84,7 +84,5 @@ def unpadded(layer: Callable[[Tensor], Tensor], x: Tensor, real: Tensor) -> Tens
     return add_padding(layer(rows), padding)
 
 
-def _shown(given: object) -> str:
-    if not isinstance(given, Tensor):
-        return f"a {type(given).__name__}"
-    return f"{given.dtype} {list(given.shape)} on {given.device}"
+def _shown(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else f"{value!r:.80}"

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import InputError
 from ..layers.parts import Weights
 from ..layers.paths.cost import Work
 from ..layers.paths.dense import dense_parts
 from ..layers.paths.path import Converted
-from .few_neurons import places
-from .magnitude import checked_weight
-from .products import hidden_of, spoilt
+from .checks import check_count, checked_weight
+from .few_neurons import best_alone
+from .products import spoilt
 
 RANK, NEURONS = 1 / 4, 1 / 8  # of the path's predictors, as a share of d_model; and computed for a token, of d_ff
 
@@ -33,8 +32,7 @@ def truncated(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     From the eigenvectors of weight^T weight, in float32. InputError for a rank that is not from 1 to the number of
     columns, and for a weight that is no matrix, on meta or not finite."""
     matrix = checked_weight(weight)
-    if type(rank) is not int or not 1 <= rank <= matrix.shape[1]:
-        raise InputError(f"rank is {rank!r:.80}; a whole number from 1 to {matrix.shape[1]} is accepted")
+    check_count("rank", rank, matrix.shape[1])
     wide = matrix.float()
     size = wide.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if wide.numel() else 1.0
     scaled = wide / size  # whose squares float32 holds
@@ -71,24 +69,10 @@ class Predicted(Converted):
         return Guess(*truncated(gate, self.sizes_of(*gate.shape)[0]), down_t)
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Guess) -> Tensor:
-        gate, up, down, gate_bias, up_bias, down_bias = weights
-        rows, neurons = x.reshape(-1, x.shape[-1]), self.sizes_of(*up.shape)[1]
-        scores = F.linear(F.linear(rows, form.narrow), form.wide, up_bias if gate is None else gate_bias)
-        best = scores.topk(neurons, sorted=False).indices
-        alone = gate is None or gate is up
-
-        def hidden(gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Tensor:
-            first = None if alone else F.linear(rows, gate, gate_bias)
-            return hidden_of(first, F.linear(rows, up, up_bias), weights, layer.acts)
-
-        if len(rows) == 1:
-            parts = (None if t is None else t.index_select(0, best[0]) for t in (gate, up, gate_bias, up_bias))
-            y = hidden(*parts) @ form.down_t.index_select(0, best[0])
-            y = y if down_bias is None else y + down_bias
-        else:
-            few = torch.where(places(best, len(up)), hidden(gate, up, gate_bias, up_bias), 0)
-            y = F.linear(few, down, down_bias)
-        return spoilt(y, rows).view(x.shape)
+        rows, bias = x.reshape(-1, x.shape[-1]), weights.up_bias if weights.gate is None else weights.gate_bias
+        scores = F.linear(F.linear(rows, form.narrow), form.wide, bias)
+        neurons = self.sizes_of(*weights.up.shape)[1]
+        return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, form.down_t), rows).view(x.shape)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Return the cost, where gathered weights are read, written, and read by their product."""

@@ -16,6 +16,7 @@ model's loss, `bench.predictors` measures beside thresholds (models.thresholds),
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,13 +28,51 @@ from torch.nn import functional as F
 from ..analysis.running import Gate, Rows, run
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.find import FeedForward, Only, replaced
-from .few_neurons import LOSSY, check_share, dense_layers, places, places_in, remove
-from .low_rank import LowRank, PredictedFFN
+from ..layers.find import FeedForward, Only
+from ..layers.parts import Weights
+from ..ops.activation import RELU
+from .checks import check_count, check_share
+from .few_neurons import LOSSY, FewNeurons, best_alone, computed, dense_layers, put, remove
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
 _CHUNK = 1024  # inputs whose scores are sorted at a time
+
+
+class LowRank(nn.Module):
+    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier.
+
+    set_aside: `prune` leaves these alone."""
+
+    set_aside = True
+
+    def __init__(self, d_model: int, d_ff: int, rank: int) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(d_model, rank, bias=False)
+        self.wide = nn.Linear(rank, d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x))
+
+
+class PredictedFFN(FewNeurons):
+    """Computes, for each token, the `neurons` neurons that a LowRank scores highest (`best_alone`). Lossy. The layer
+    owns down transposed."""
+
+    down_t: Tensor
+
+    def __init__(self, layer: FeedForward, predictor: LowRank, neurons: int) -> None:
+        super().__init__(layer)
+        self.predictor, self.neurons = predictor, neurons
+        self.label = f"{neurons} predicted neurons a token"
+        self.renew()
+
+    def renew(self) -> None:
+        self.own(down_t=self.weights.down.t().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return best_alone(rows, self.predictor(rows), self.neurons, self.weights, RELU, self.down_t).view(x.shape)
 
 
 class LayerPredictor:
@@ -45,7 +84,6 @@ class LayerPredictor:
     def __init__(self, layer: FeedForward, predictor: LowRank, x: Tensor) -> None:
         self.name, self.predictor, self.tokens = layer.name, predictor, len(x)
         self.shape = tuple(layer.up.weight.shape)
-        self.gated = layer.gate is not None
         self._layer, self._x = layer, x
         counts = torch.zeros(self.shape[0], dtype=torch.int64)
         with torch.no_grad():
@@ -54,7 +92,7 @@ class LayerPredictor:
                 counts += fires(_gate(layer, some)).gather(1, order).sum(0).cpu()
         total = int(counts.sum())
         self.firing = total / len(x)
-        self.recalls = torch.cat([torch.zeros(1), counts.cumsum(0).double() / max(1, total)]).double()
+        self.recalls = F.pad(counts.cumsum(0).double() / max(1, total), (1, 0))
         if not total:
             self.recalls.fill_(1.0)
 
@@ -66,13 +104,12 @@ class LayerPredictor:
     def row(self, neurons: int) -> dict:
         """Return layer, neurons, d_ff, firing, recall, precision and error with so many neurons a token, JSON-able; see
         this module's first lines."""
-        cut, off, whole = PredictedFFN(self._layer, self.predictor, neurons), 0.0, 0.0
+        weights, off, whole = Weights.of(self._layer.gate, self._layer.up, self._layer.down), 0.0, 0.0
         for some in self._x.split(_CHUNK):
-            best = self.predictor(some).topk(neurons, sorted=False).indices
-            exact = cut.masked(
-                some, torch.ones(len(some), self.shape[0], dtype=torch.bool, device=some.device)
-            ).double()
-            off += float((cut.masked(some, places(best, self.shape[0])).double() - exact).square().sum())
+            x = some.to(weights.up.dtype)
+            y = best_alone(x, self.predictor(some), neurons, weights, RELU, weights.down.t())
+            exact = computed(x, weights, RELU).double()
+            off += float((y.double() - exact).square().sum())
             whole += float(exact.square().sum())
         recall = float(self.recalls[neurons])
         return {
@@ -104,12 +141,6 @@ class Predictors:
         total = sum(layer.shape[0] for layer in self.layers)
         return 1 - sum(layer.neurons(self.recall) for layer in self.layers) / total
 
-    @property
-    def extra(self) -> float:
-        """The predictors' multiplications, as a share of those of the dense layers."""
-        dense = sum((3 if layer.gated else 2) * math.prod(layer.shape) for layer in self.layers)
-        return sum(self.rank * sum(layer.shape) for layer in self.layers) / dense
-
     def table(self) -> list[dict]:
         """Return `LayerPredictor.row` of each layer."""
         return [layer.row(layer.neurons(self.recall)) for layer in self.layers]
@@ -120,22 +151,20 @@ class Predictors:
             "error {error:.1%}".format(**row)
             for row in self.table()
         ]
-        told = f"predicting takes {self.extra:.1%} of the dense layers' multiplications"
-        return "\n".join([*lines, f"{self.sparsity:.1%} of the neurons are not computed; {told}", LOSSY])
+        return "\n".join([*lines, f"{self.sparsity:.1%} of the neurons are not computed", LOSSY])
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Have the model's layers compute predicted neurons alone, in place; returns the model. Lossy; for inference.
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        layers = places_in(model, {layer.name: layer.shape for layer in self.layers})
-        changed = {}
-        for guess, layer in zip(self.layers, layers, strict=True):
-            weight = layer.up.weight
-            predictor = LowRank(guess.shape[1], guess.shape[0], self.rank).to(weight.device, weight.dtype)
-            predictor.load_state_dict(guess.predictor.state_dict())
-            few = PredictedFFN(layer, predictor.requires_grad_(False), guess.neurons(self.recall))
-            changed[layer.module] = few.train(layer.module.training)
-        return replaced(model, changed)
+        guesses = {layer.name: layer for layer in self.layers}
+
+        def made(layer: FeedForward) -> PredictedFFN:
+            guess = guesses[layer.name]
+            predictor = copy.deepcopy(guess.predictor).to(layer.up.weight.device, layer.up.weight.dtype)
+            return PredictedFFN(layer, predictor, guess.neurons(self.recall))
+
+        return put(model, {name: guess.shape for name, guess in guesses.items()}, made)
 
     remove = staticmethod(remove)
 
@@ -154,25 +183,17 @@ def predict(
 
     Each is trained alone, to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
 
-    Args:
-        model: dense, with a ReLU or squared ReLU.
-        batches: what the model takes, as `twell_lab.profile` takes them. The first ROWS tokens are used; the last
-            quarter of these only to judge.
-        recall: the share of the firing neurons that each layer should compute, above 0 and up to 1. How many neurons a
-            layer computes is chosen by it, on the tokens that judge.
-        rank: how narrow the predictors are, from 1 up.
-        steps: of 256 tokens each, from 1 up.
-        seed: of the predictors' weights and the order of the tokens.
-        only: the layers for which only(name, module) is true.
+    model: dense, with a ReLU or squared ReLU. batches: what the model takes, as `twell_lab.profile` takes them. The
+    first ROWS tokens are used; the last quarter of these only to judge. recall: the share of the firing neurons that
+    each layer should compute, above 0 and up to 1, on the tokens that judge; how many it computes follows. rank: how
+    narrow the predictors are, from 1 up. steps: of 256 tokens each, from 1 up. seed: of the predictors' weights and the
+    order of the tokens. only: the layers for which only(name, module) is true.
 
-    Raises:
-        InputError: for wrong arguments, a model without such layers, layers that do more than their parts say or were
-            swapped by sparsify, fewer than 8 tokens, and inputs that are not finite.
-    """
+    InputError for wrong arguments, a model without such layers, layers that do more than their parts say or were
+    swapped by sparsify, fewer than 8 tokens, and inputs that are not finite."""
     check_share("recall", recall)
-    for name, value in (("rank", rank), ("steps", steps)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} is {value!r:.80}; a whole number from 1 up is accepted")
+    check_count("rank", rank)
+    check_count("steps", steps)
     layers = dense_layers(model, only)
     taken: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
@@ -183,12 +204,8 @@ def predict(
 
         return layer, keep
 
-    run(
-        model,
-        [watch(layer) for layer in layers],
-        batches,
-        lambda: all(sum(map(len, parts)) >= ROWS for parts in taken.values()),
-    )
+    enough = lambda: all(sum(map(len, parts)) >= ROWS for parts in taken.values())  # noqa: E731
+    run(model, [watch(layer) for layer in layers], batches, enough)
     trained = []
     for number, layer in enumerate(layers):
         x = torch.cat(taken[layer.name]) if taken[layer.name] else torch.empty(0, 1)

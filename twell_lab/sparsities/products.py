@@ -5,41 +5,48 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import TwellError
+from ..core import DeviceError, TwellError
 from ..layers.parts import Weights
 from ..layers.paths import Path
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
 from ..ops.activation import Activation
+from .checks import refusals
 
-Product = Callable[[Tensor, Tensor | None], Tensor]
+Product = Callable[..., Tensor]  # x [..., k], bias=[n] or None -> [..., n]
 
 
 class Products(Converted):
     """The layer with other products where the path has them, and dense ones elsewhere.
 
-    A subclass says what it makes of one weight (`product`), and counts what that takes (`weigh`, `seconds`)."""
+    A subclass says what it makes of one weight (`product`), which weights it takes (`weigh`), and what that takes
+    (`seconds`)."""
 
     counted: tuple[tuple[Any, ...] | None, ...] = ()  # of `fitted`: what `weigh` says of gate, up and down
 
     @abstractmethod
     def product(self, weight: Tensor) -> Product:
-        """Return x [..., k] and a bias -> x weight^T + bias, of weight [n, k]. Raises a TwellError for a weight that it
-        does not take."""
+        """Return x [..., k], bias= -> x weight^T + bias, of a weight [n, k] that `weigh` took."""
 
     @abstractmethod
     def weigh(self, weight: Tensor) -> tuple[Any, ...]:
-        """Return what `seconds` is counted from. Raises a TwellError for a weight that `product` does not take."""
+        """Return what `seconds` is counted from. Raises a TwellError for a weight that the path does not take."""
 
     @abstractmethod
     def seconds(self, work: Work, n: int, k: int, counted: tuple[Any, ...]) -> float:
         """Return what the product of a weight [n, k] takes, of which `weigh` says this."""
+
+    def check_runs(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise DeviceError where torch's product does not run on this GPU: one small product is tried, once."""
+        if device.type == "cuda" and (why := _refusal(type(self), device, dtype)):
+            raise DeviceError(why)
 
     def fitted(self, weights: Weights) -> Path:
         super().fitted(weights)
@@ -48,12 +55,16 @@ class Products(Converted):
         return fitted
 
     def make(self, weights: Weights) -> Any:
-        return _where_taken(self.product, weights)
+        def taken(weight: Tensor) -> Product:
+            self.weigh(weight)
+            return self.product(weight)
+
+        return _where_taken(taken, weights)
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:
         def projected(at: int, rows: Tensor) -> Tensor:
             product, bias = form[at], weights[at + 3]
-            return F.linear(rows, weights[at], bias) if product is None else product(rows, bias)
+            return F.linear(rows, weights[at], bias) if product is None else product(rows, bias=bias)
 
         gated = weights.gate is not None and weights.gate is not weights.up
         first = projected(0, x) if gated else None
@@ -94,8 +105,19 @@ def spoilt(y: Tensor, x: Tensor) -> Tensor:
     return y + torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0
 
 
+@cache
+def _refusal(path: type[Products], device: torch.device, dtype: torch.dtype) -> str:
+    weight = torch.eye(64, device=device, dtype=dtype)
+    try:
+        with torch.no_grad(), refusals(f"torch's product of {path.name}"):
+            path().product(weight)(weight[:1])
+    except TwellError as error:
+        return str(error)
+    return ""
+
+
 def _where_taken(of: Callable[[Tensor], Any], weights: Weights) -> list[Any]:
-    """of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
+    """Return of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
     results: list[Any] = []
     refused = None
     for name, weight in zip(("gate", "up", "down"), weights):

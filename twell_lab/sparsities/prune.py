@@ -15,13 +15,14 @@ from math import inf
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parameter import is_lazy
 
 from ..core import InputError
+from ..formats.matrix import check_tensor
 from ..layers.find import Only, check_model, replaced, selected
 from ..layers.probe import raise_all, title
-from .magnitude import check_sparsity, checked_weight, magnitude_mask
-from .weights import SparseLinear, checked_linear
+from .checks import check_number, checked_linear, checked_weight
+from .magnitude import kept_of, magnitude_mask
+from .weights import SparseLinear
 
 Mask = Callable[[Tensor], Tensor]  # from a weight [out, in] to bool [out, in], True for what is kept
 
@@ -33,29 +34,22 @@ def prune(
     mask: Mask | None = None,
     only: Only | None = None,
     gradient: str = "masked",
-    product: str = "dense",
 ) -> nn.Module:
     """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated.
 
-    Args:
-        model: any module. An nn.Linear itself is returned as a SparseLinear.
-        sparsity: the share of each layer's weights that go, those of least magnitude (`magnitude.magnitude_mask`); of a
-            "masked" layer what is gone stays gone.
-        mask: in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
-            `two_four.two_four_mask`.
-        only: the layers for which only(name, module) is true; the others stay as they are.
-        gradient, product: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
+    model: any module. An nn.Linear itself is returned as a SparseLinear. sparsity: the share of each layer's weights
+    that go, those of least magnitude (`magnitude.magnitude_mask`); of a "masked" layer what is gone stays gone. mask:
+    in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
+    `two_four.two_four_mask`. only: the layers for which only(name, module) is true; the others stay as they are.
+    gradient: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
 
-    Raises:
-        InputError: with nothing changed, for a model without such layers, and by name for layers whose class only
-            derives from nn.Linear, that have hooks, share their weight with another module, or whose weight is not
-            finite.
-    """
+    InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
+    from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
     check_model(model)
     if (sparsity is None) == (mask is None) or not (mask is None or callable(mask)):
         raise InputError(f"sparsity is {sparsity!r:.80} and mask {mask!r:.80}; a share or a function, one, is accepted")
     if sparsity is not None:
-        check_sparsity(sparsity)
+        kept_of(0, sparsity)  # refused here, not by the name of each layer
     changed, updated, reasons = {}, [], []
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     aside = {part for module in model.modules() if getattr(module, "set_aside", False) for part in module.modules()}
@@ -69,7 +63,7 @@ def prune(
             if holders[id(checked_linear(layer).weight)] > 1:
                 raise InputError("its weight is another module's, too; accepted: an `only` that leaves it out")
             chosen = magnitude_mask(layer.weight, sparsity) if mask is None else mask(checked_weight(layer.weight))
-            changed[layer] = SparseLinear.from_linear(layer, chosen, gradient=gradient, product=product)
+            changed[layer] = SparseLinear.from_linear(layer, chosen, gradient=gradient)
         except InputError as error:
             reasons.append(f"{title(name, layer)}: {error}")
     raise_all(reasons)
@@ -91,16 +85,14 @@ def table(model: nn.Module) -> list[dict]:
 
     layer: its name. shape: [out, in]. nnz: how many weights are not zero, or kept. sparsity: the share of the others.
     row_nnz: the least and the most in a row. empty_columns: inputs that no weight reads. bytes: of the stored weight,
-    with its indices. dense_bytes: of W as nn.Linear holds it. InputError for a layer whose weight is not there (on
-    meta, or lazy)."""
+    with its indices. dense_bytes: of W as nn.Linear holds it. InputError for a weight on meta."""
     check_model(model)
     rows = []
     for name, layer in model.named_modules():
         if not isinstance(layer, (nn.Linear, SparseLinear)):
             continue
-        if is_lazy(layer.weight) or layer.weight.is_meta:
-            raise InputError(f"the weight of {title(name, layer)} holds no values; one that does is accepted")
         weight = layer.weight.detach()
+        check_tensor(f"the weight of {title(name, layer)}", weight)
         kept, stored = weight != 0, [weight]
         if isinstance(layer, SparseLinear):
             kept = layer.mask
@@ -134,30 +126,22 @@ def proximal_step(
 
     which gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
     (Daubechies et al., arXiv math/0307152; Parikh and Boyd, "Proximal Algorithms", 2014), whose fixed points minimise
-    loss + l1 * sum |w|. After Adam and the like it is decoupled from their scaling, as AdamW decouples decay.
+    loss + l1 * sum |w|. After Adam and the like it is decoupled from their scaling, as AdamW decouples decay. In 16
+    bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
 
-    In 16 bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
-
-    Args:
-        optimizer: whose step comes first; the learning rate is that of each weight's group.
-        l1: the coefficient, from 0 up.
-        weights: parameters of the optimizer that are shrunk; biases and norms are usually not among them.
-        closure: what `optimizer.step` takes, whose result is returned.
-
-    Raises:
-        InputError: before the step, for a coefficient that is no finite number from 0 up, and for weights that the
-            optimizer does not have.
-    """
-    if isinstance(l1, bool) or not isinstance(l1, (int, float)) or not 0 <= l1 < inf:
-        raise InputError(f"l1 is {l1!r:.80}; a finite number from 0 up is accepted")
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    optimizer: whose step comes first; the learning rate is that of each weight's group. l1: from 0 up. weights:
+    parameters of the optimizer that are shrunk, usually without biases and norms. closure: what `optimizer.step` takes,
+    whose result is returned. InputError, before the step, for another l1 and weights that the optimizer does not
+    have."""
+    l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
+    rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     shrunk = [*{id(p): p for p in weights}.values()]  # each once
-    if strange := [p for p in shrunk if id(p) not in groups]:
+    if strange := [p for p in shrunk if id(p) not in rates]:
         raise InputError(
             f"{len(strange)} of {len(shrunk)} weights, the first of shape {list(strange[0].shape)}, are none of the "
             "optimizer's; its own parameters are accepted"
         )
     result = optimizer.step(closure)
     for weight in shrunk:
-        weight.copy_(F.softshrink(weight, float(groups[id(weight)]["lr"]) * l1))
+        weight.copy_(F.softshrink(weight, float(rates[id(weight)]["lr"]) * l1))
     return result

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..cuda.launch import run
-from ..formats.matrix import dtype_names
+from ..formats.matrix import check_tensor, dtype_names
 from ..ops import checks, int8
-from .magnitude import checked_weight
+from .checks import checked_weight
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,8 +56,7 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
 
 def check_weight(weight: Tensor) -> Tensor:
     """Return the weight. InputError for another dtype than a product of few bits takes."""
-    if weight.dtype not in WEIGHTS:
-        raise InputError(f"the weight holds {weight.dtype}; accepted: {dtype_names(WEIGHTS)}")
+    check_tensor("the weight", weight, dtypes=WEIGHTS)
     return weight
 
 

@@ -3,18 +3,14 @@
     routing = routed_by_firing(x, gate, up, down, hot=256, grain=64)
     routing.y, routing.work            # the dense layer's result, and the share of its work that was left
 
-A layer's neurons as one expert for all tokens (the first `hot`, a "shared expert") and others that are given tokens by
-what fires: the others are cut into groups of `grain`, and a token is given to a group if one of its neurons fires for
-it. The result is the dense layer's at every grain, because what is not routed is zero:
+A layer's neurons as one expert for all tokens (the first `hot`) and others, groups of `grain` neurons, that a token is
+given to if one of their neurons fires for it. The result is the dense layer's at every grain, because what is not
+routed is zero. Grain 1 is the hot/cold split of this project: the fewest operations, and rows that only ordinary cores
+can take. Grain d_ff - hot is one cold expert: dense products on tensor cores, and nearly every token needs it.
 
-- grain 1 is the hot/cold split of this project: every cold neuron an expert of its own, the fewest operations, and rows
-  that only ordinary cores can take.
-- grain d_ff - hot is one cold expert, as large as those of a mixture of experts: dense products on tensor cores, and
-  nearly every token needs it.
-
-A mixture of experts takes the coarse grain and trains a router to guess, before anything is computed, which few groups
-matter; here the gate is the router, exact and at the price of the gate's product. It is for teaching, and no path of a
-layer: how many tokens a group is given decides shapes, so that the host waits at each."""
+A mixture of experts takes the coarse grain and trains a router to guess which few groups matter; here the gate is the
+router, exact and at the price of the gate's product. It is for teaching, and no path of a layer: how many tokens a
+group is given decides shapes, so that the host waits at each."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..ops import checks
-from .experts import check_count
+from .checks import check_count
 
 
 class Routing(NamedTuple):

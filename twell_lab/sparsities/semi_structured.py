@@ -7,7 +7,6 @@ tl.sparsify(model, "two_four")                       # as a path of feed-forward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
 from ..layers.paths.cost import Work
 from ..ops import checks
+from .checks import check_count, checked_linear, refusals
 from .products import Product, Products
-from .two_four import check_two_four, prune_two_four
+from .two_four import check_two_four
 from .two_four_bound import linear_products
-from .weights import checked_linear
 
 OLDEST = (8, 0)  # compute capability
 # What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
@@ -64,11 +63,9 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     """Return y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it.
 
     cuSPARSELt's product is called at once, on what the tensor has packed, and y is written as it is wanted and not as
-    y^T. torch's own way is taken with CUTLASS, and in compiled code, under autocast, in modes and in torch.func.
-
-    x: [..., in], in W's dtype and on its device. bias: [out], or None. Raises InputError for another sparse, x or bias,
-    under autocast to another dtype, and for an x that needs a gradient, which torch does not have: of dx = dy W the
-    transpose is not packed."""
+    y^T. torch's own way is taken with CUTLASS, and in compiled code, under autocast, in modes and in torch.func. x:
+    [..., in], in W's dtype and on its device. bias: [out], or None. Raises InputError for another sparse, x or bias,
+    under autocast to another dtype, and for an x that needs a gradient, which torch does not have."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
     if checks.needs_gradient(x):
@@ -112,26 +109,18 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> Semi
     """Return an nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
 
     linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
-    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. The weight has half
-    of the values, and 2 bits for each. Raises InputError for weights that are not 2:4 and as `tensor_kind`; DeviceError
-    as that, and for a backend whose kernels refuse this GPU: one product is tried."""
+    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises InputError
+    for weights that are not 2:4 and as `tensor_kind`; DeviceError as that, and for a backend whose kernels refuse this
+    GPU."""
     weight = checked_linear(linear).weight.detach()
     backend = backend or usual_backend()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
     fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
     fast.bias = linear.bias
-    try:
+    with torch.no_grad(), refusals(f"torch's {backend}"):
         fast.weight = nn.Parameter(kind.from_dense(weight.contiguous()), requires_grad=False)
-        with torch.no_grad():
-            fast(weight.new_zeros(1, linear.in_features))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise DeviceError(
-            f"torch's {backend} does not run on this device: {str(error).splitlines()[0]:.200}; accepted: a backend "
-            "and a GPU that it runs on"
-        ) from error
+        fast(weight.new_zeros(1, linear.in_features))
     return fast.train(linear.training)
 
 
@@ -141,13 +130,11 @@ def searched(sparse: Any, tokens: int) -> Any:
 
     cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
     takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
-    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction, after which the GPU cannot be used.
-    InputError for another tensor, and for tokens that are no whole number from 1 up."""
-    if not isinstance(sparse, _CUSPARSELT) or type(tokens) is not int or tokens < 1:
-        raise InputError(
-            f"sparse is a {type(sparse).__name__} and tokens {tokens!r:.80}; a 2:4 tensor of cuSPARSELt and a whole "
-            "number from 1 up are accepted"
-        )
+    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction. InputError for another tensor or
+    number."""
+    check_count("tokens", tokens)
+    if not isinstance(sparse, _CUSPARSELT):
+        raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
     sparse.fuse_transpose_cusparselt = True  # torch's newer releases always do
     x = torch.zeros(tokens + -tokens % 16, sparse.shape[1], dtype=sparse.dtype, device=sparse.device)
     sparse.alg_id_cusparselt = torch._cslt_sparse_mm_search(sparse.packed, x.t(), transpose_result=True)
@@ -155,16 +142,6 @@ def searched(sparse: Any, tokens: int) -> Any:
 
 
 # ---- as a path
-
-
-@cache
-def _refused(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why torch's 2:4 kernels do not run on this GPU; "" where they do. One small product is tried, once."""
-    try:
-        to_semi_structured(prune_two_four(nn.Linear(64, 64, device=device, dtype=dtype).requires_grad_(False)))
-    except DeviceError as error:
-        return str(error)
-    return ""
 
 
 class TwoFour(Products):
@@ -179,13 +156,12 @@ class TwoFour(Products):
         dense = nn.Linear(weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
         dense.weight = nn.Parameter(weight, requires_grad=False)
         sparse = to_semi_structured(dense).weight
-        return lambda x, bias: product(x, sparse, bias)
+        return lambda x, bias=None: product(x, sparse, bias)
 
     def weigh(self, weight: Tensor) -> tuple[float, ...]:
         tensor_kind(weight.shape, weight.dtype, weight.device)
         check_two_four(weight)
-        if weight.is_cuda and (refused := _refused(weight.device, weight.dtype)):
-            raise DeviceError(refused)
+        self.check_runs(weight.device, weight.dtype)
         return (linear_products(1, *weight.shape)[0].first_bytes(True),)
 
     def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:

@@ -1,7 +1,7 @@
 """The TwELL path with its rows of up and down as INT8, one scale a neuron: half the bytes of 16 bits. Lossy.
 
     tl.sparsify(model, "twell_int8")
-    y = rows_product(x, relu(x gate^T), quantise(up), quantise(down.t()))     # what it computes, by torch
+    y = rows_product(x, relu(x gate^T), quantise(up), quantise(down.t()), None, None)     # what it computes, by torch
 
 The gate is computed as it is, so what fires is exact; what it adds is not. x and the hidden values stay as they are:
 only weights are rounded."""
@@ -12,73 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import InputError
 from ..cuda.launch import Buffer, Call, run
 from ..layers.parts import Weights
 from ..layers.paths import Path
 from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
 from ..layers.paths.twell import packed_cost
-from ..ops import checks, decode, int8
+from ..ops import decode, int8
 from ..ops.activation import RELU
 from ..ops.pack import pack
-from .products import hidden_of
+from .products import hidden_of, spoilt
 from .quantised import Rows, check_weight, quantise
 
-_ENTRIES_AT_ONCE = 4096
 _ROWS_GAIN = 1.14  # over rows of 16 bits, on an H100: docs/kernels/smxx_gated_int8.md
 
 
 @torch.no_grad()
 def rows_product(
-    x: Tensor,
-    first: Tensor,
-    up: Rows | None,
-    down: Rows,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    x: Tensor, first: Tensor, up: Rows | None, down: Rows, up_bias: Tensor | None, down_bias: Tensor | None
 ) -> Tensor:
-    """Compute what is left of a layer once its gate is known, with rows of few bits: y = (first * (x up^T + up_bias))
-    down + down_bias, or without up y = first down + down_bias. Sums are float32, rounded once.
+    """Return what is left of a layer once its gate is computed: y = (first * (x up^T + up_bias)) down + down_bias, or
+    without up y = first down + down_bias. Sums are float32, rounded once.
 
-    Args:
-        x: [tokens, d_model].
-        first: [tokens, d_ff] after the activation, zero where a neuron is silent; such a neuron's rows are not read.
-        up: INT8 rows [d_ff, d_model], one a neuron; None for a plain layer.
-        down: INT8 rows [d_ff, d_model], down transposed.
-
-    Returns:
-        y [tokens, d_model] in x's dtype; NaN where a row of x is not finite.
-
-    Raises:
-        InputError: for shapes, dtypes and devices that do not fit together.
-    """
-    checks.check_tensor("x", x, dims=2)
-    same = {"dtype": x.dtype, "device": x.device}
-    checks.check_tensor("first", first, shape=(len(x), None), **same)
-    tokens, d_model, d_ff = *x.shape, first.shape[1]
-    for name, bias, length in (("up_bias", up_bias, d_ff), ("down_bias", down_bias, d_model)):
-        if bias is not None:
-            checks.check_tensor(name, bias, shape=(length,), **same)
-    for name, rows in (("up", up), ("down", down)):
-        wanted = torch.int8, (d_ff, d_model), (d_ff,), x.device
-        if rows is None or (rows.values.dtype, rows.values.shape, rows.scale.shape, rows.values.device) == wanted:
-            continue
-        raise InputError(
-            f"{name} is {rows.values.dtype} {list(rows.values.shape)} on {rows.values.device}; torch.int8 "
-            f"{[d_ff, d_model]} on {x.device} is accepted"
-        )
-    y = torch.zeros(tokens, d_model, dtype=torch.float32, device=x.device)
-    if down_bias is not None:
-        y += down_bias
-    token, neuron = first.nonzero(as_tuple=True)
-    for t, n in zip(token.split(_ENTRIES_AT_ONCE), neuron.split(_ENTRIES_AT_ONCE)):
-        hidden = first[t, n].float()
-        if up is not None:
-            dots = (up.values[n].float() * x[t].float()).sum(1) * up.scale[n]
-            hidden = hidden * (dots if up_bias is None else dots + up_bias[n])
-        y.index_add_(0, t, (hidden * down.scale[n])[:, None] * down.values[n].float())
-    return (y + torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True) * 0).to(x.dtype)
+    x: [tokens, d_model]. first: [tokens, d_ff] after the activation. up: INT8 rows [d_ff, d_model], one a neuron, None
+    for a plain layer. down: the same of down transposed. y: [tokens, d_model] in x's dtype, NaN where a row of x is not
+    finite."""
+    wide_up, wide_down = (None if bias is None else bias.float() for bias in (up_bias, down_bias))
+    hidden = first.float() if up is None else first.float() * F.linear(x.float(), up.dense(), wide_up)
+    return spoilt(F.linear(hidden, down.dense().t(), wide_down), x).to(x.dtype)
 
 
 def _packed(call: Call, x: Buffer, first: Buffer, up, down, up_bias, down_bias, tile: int, words: int, signed: bool):

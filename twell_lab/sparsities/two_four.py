@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from .magnitude import checked_weight
-from .weights import checked_linear
+from .checks import checked_linear, checked_weight
 
 
 def _groups(weight: Tensor) -> Tensor:
-    """[out, in / 4, 4]. InputError for a width that four does not divide."""
+    """Check a weight and return it as [out, in / 4, 4]. InputError for a width that four does not divide."""
+    weight = checked_weight(weight)
     if weight.shape[1] % 4:
         raise InputError(f"the weight has shape {list(weight.shape)}; a multiple of 4 columns is accepted")
     return weight.reshape(len(weight), weight.shape[1] // 4, 4)
@@ -29,27 +29,21 @@ def _groups(weight: Tensor) -> Tensor:
 def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
     """Keep the two largest in magnitude of each four neighbours in a row, of equal ones the first: bool [out, in].
 
-    Args:
-        weight: [out, in], floating-point values of 16 bits or more; in is a multiple of 4.
-        transposable: keep at most two in each row and each column of every 4 x 4 weights, so that the transpose is 2:4
-            too: greedily, the largest first where there is room for it, of equal ones the first in row order. Some
-            tiles then keep fewer than 8. out is a multiple of 4, too.
-
-    Raises:
-        InputError: for another width, and for a weight that is no matrix, on meta or not finite.
-    """
-    sizes = checked_weight(weight).abs()
-    groups = _groups(sizes)
+    weight: [out, in], finite floating-point values of 16 bits or more; in is a multiple of 4. transposable: keep at
+    most two in each row and each column of every 4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest
+    first where there is room for it, of equal ones the first in row order. Some tiles then keep fewer than 8; out is a
+    multiple of 4, too. InputError for others."""
+    groups = _groups(weight).abs()
+    rows, columns = weight.shape
     if not transposable:
         order = groups.argsort(dim=-1, descending=True, stable=True)
-        return torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :2], True).view(sizes.shape)
-    rows, columns = sizes.shape
+        return torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :2], True).view(rows, columns)
     if rows % 4:
         raise InputError(f"the weight has shape {[rows, columns]}; a multiple of 4 rows is accepted where transposable")
-    tiles = sizes.reshape(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
+    tiles = groups.view(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
     order = tiles.argsort(dim=-1, descending=True, stable=True)
-    tile = torch.arange(len(tiles), device=sizes.device)
-    kept = torch.zeros(len(tiles), 4, 4, dtype=torch.bool, device=sizes.device)
+    tile = torch.arange(len(tiles), device=tiles.device)
+    kept = torch.zeros(len(tiles), 4, 4, dtype=torch.bool, device=tiles.device)
     for place in order.unbind(1):
         row, column = place // 4, place % 4
         kept[tile, row, column] = (kept[tile, row].sum(-1) < 2) & (kept[tile, :, column].sum(-1) < 2)
@@ -59,26 +53,22 @@ def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
 def is_two_four(weight: Tensor) -> bool:
     """Return whether each four neighbours in a row hold at most two values that are not zero. InputError for a width
     that is no multiple of 4, or a weight that is no matrix, on meta or not finite."""
-    return bool(((_groups(checked_weight(weight)) != 0).sum(-1) <= 2).all())
+    return bool((_groups(weight).count_nonzero(-1) <= 2).all())
 
 
 def check_two_four(weight: Tensor) -> None:
     """Raise InputError, naming the first four neighbours of which more than two are not zero; and as `is_two_four`."""
-    groups = _groups(checked_weight(weight))
-    wrong = ((groups != 0).sum(-1) > 2).nonzero()
-    if len(wrong):
-        row, group = wrong[0].tolist()
+    for row, group in (_groups(weight).count_nonzero(-1) > 2).nonzero()[:1].tolist():
         raise InputError(
-            f"row {row}, columns {4 * group} to {4 * group + 3} hold {groups[row, group].tolist()}; at most two values "
-            f"of these four that are not zero are accepted ({len(wrong):,} of {groups[..., 0].numel():,} groups have "
-            "more): prune_two_four"
+            f"row {row}, columns {4 * group} to {4 * group + 3} hold {_groups(weight)[row, group].tolist()}; at most "
+            "two values of these four that are not zero are accepted: prune_two_four"
         )
 
 
 @torch.no_grad()
-def prune_two_four(linear: nn.Linear, *, transposable: bool = False) -> nn.Linear:
+def prune_two_four(linear: nn.Linear) -> nn.Linear:
     """Set to zero what `two_four_mask` does not keep, in place; returns the layer. InputError for a module that is no
     plain nn.Linear, and as `two_four_mask`."""
     weight = checked_linear(linear).weight
-    weight.masked_fill_(~two_four_mask(weight, transposable=transposable), 0)
+    weight.masked_fill_(~two_four_mask(weight), 0)
     return linear

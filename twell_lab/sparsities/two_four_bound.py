@@ -6,16 +6,13 @@
 The instruction multiplies a first operand [m, k] that is 2:4 along k with a dense second one [k, n]; the second, and
 the result, cannot be sparse. A linear layer has three products:
 
-- y = x W^T, computed as y^T = W x^T: the first operand is W [out, in], k is in. It gains if W is 2:4 along its rows.
-- dx = dy W, computed as dx^T = W^T dy^T: the first operand is W^T [in, out], k is out. It gains only if W is 2:4 along
-  its columns too: of each 4 x 4 weights at most two in each row and column, as `two_four_mask(transposable=True)`
-  prunes (Hubara et al., arXiv 2102.08124).
-- dW = dy^T x: k is the tokens, W no operand. That half of dW will not be used spares nothing: it is the result. It
-  gains only if dy or x is 2:4 along the tokens, as activations after a squared ReLU can be made (Haziza et al., arXiv
-  2503.16672).
+- y = x W^T, computed as y^T = W x^T: k is in. It gains if W is 2:4 along its rows.
+- dx = dy W, computed as dx^T = W^T dy^T: k is out. It gains only if W is 2:4 along its columns too, as
+  `two_four_mask(transposable=True)` prunes (Hubara et al., arXiv 2102.08124).
+- dW = dy^T x: k is the tokens, W no operand. It gains only if dy or x is 2:4 along the tokens, as activations after a
+  squared ReLU can be made (Haziza et al., arXiv 2503.16672).
 
-What the instruction gives is y^T, and the next layer reads y. cuSPARSELt writes it turned as it is stored, which torch
-calls fusing the transpose, and which is counted here; an operation of its own would read and write y once more.
+What the instruction gives is y^T; that cuSPARSELt writes it turned as it is stored is counted here.
 
 **Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
 brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens, where reading W
@@ -27,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..core import InputError
 from ..layers.paths.cost import Rates
+from .checks import check_count
 
 # Rows and columns of the result for which operands are fetched once: what two blocks of 128 x 256 make that share what
 # they fetch, as Hopper's clusters do.
@@ -54,26 +51,16 @@ class Product:
         kept = self.m * self.k / 2
         return kept * (self.itemsize + 2 / 8) if two_four and self.sparse else 2 * kept * self.itemsize
 
-    def operations(self, two_four: bool) -> float:
-        """Count the multiplications and additions."""
-        return 2 * self.m * self.n * self.k / (2 if two_four and self.sparse else 1)
-
-    def memory(self, two_four: bool) -> float:
-        """Count the bytes from and to memory: each operand and the result once."""
-        return self.first_bytes(two_four) + self.itemsize * (self.k * self.n + self.m * self.n)
-
-    def fetched(self, two_four: bool) -> float:
-        """Count the bytes that the tiles of the result fetch from the L2 cache, each what it is made of."""
-        down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
-        return across * self.first_bytes(two_four) + down * self.itemsize * self.k * self.n
-
     def seconds(self, rates: Rates, two_four: bool) -> dict[str, float]:
-        """Return how long its operations, its bytes of memory and what its tiles fetch take, each alone. The product
-        takes no less than the longest."""
+        """Return how long its operations, its bytes of memory (each operand and the result once), and what the tiles of
+        the result fetch from the L2 cache, each what it is made of, take, each alone."""
+        down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
+        first, second, result = self.first_bytes(two_four), self.k * self.n, self.m * self.n
+        operations = 2 * self.m * self.n * self.k / (2 if two_four and self.sparse else 1)
         return {
-            "operations": self.operations(two_four) / rates.matmul,
-            "memory": self.memory(two_four) / rates.bandwidth,
-            "fetched": self.fetched(two_four) / rates.l2,
+            "operations": operations / rates.matmul,
+            "memory": (first + self.itemsize * (second + result)) / rates.bandwidth,
+            "fetched": (across * first + down * self.itemsize * second) / rates.l2,
         }
 
 
@@ -84,9 +71,8 @@ def linear_products(
 
     itemsize: bytes of a value. transposable: whether W is 2:4 along its columns as well. InputError for sizes that are
     no whole numbers from 1 up."""
-    for name, n in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out), ("itemsize", itemsize)):
-        if type(n) is not int or n < 1:
-            raise InputError(f"{name} is {n!r:.80}; a whole number from 1 up is accepted")
+    for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out), ("itemsize", itemsize)):
+        check_count(name, count)
     return (
         Product("y = x W^T", d_out, tokens, d_in, itemsize, True),
         Product("dx = dy W", d_in, tokens, d_out, itemsize, transposable),
@@ -97,9 +83,9 @@ def linear_products(
 def bound(products: Iterable[Product], rates: Rates) -> float:
     """Return how many times as fast as dense these products, one after the other, can be at most with 2:4.
 
-    Each takes as long as the longest of its `seconds`. Launches, and clocks that fall under load, are not counted.
-    rates: such as `analysis.predict.rates_of("H100 SXM")`; for other GPUs that scales the rate of the L2 cache from the
-    H100's, and the bound of many tokens is only as good."""
+    Each takes as long as the longest of its `seconds`; launches, and clocks that fall under load, are not counted.
+    rates: such as `analysis.predict.rates_of("H100 SXM")`, which for other GPUs scales the L2 cache's rate from the
+    H100's."""
     chosen = list(products)
     dense, two_four = (sum(max(one.seconds(rates, how).values()) for one in chosen) for how in (False, True))
     return dense / two_four

@@ -4,32 +4,32 @@
     layer.down_proj = TwoFourLinear(layer.down_proj, "input")   # activations
 
 Of each 4 x 4 values at most two in each row and each column stay, the largest in magnitude first, so that the values
-and their transpose are 2:4, and both products that they are an operand of skip the zeros (sparsities.two_four_bound
-writes the three products of a layer out). The gradient passes straight through, as if all had stayed, so what was
-dropped can come back.
+and their transpose are 2:4, and both products that they are an operand of skip the zeros (sparsities.two_four_bound).
+The gradient passes straight through, as if all had stayed, so what was dropped can come back.
 
 - "weight": y = x W^T and dx = dy W gain, dW is dense (torch's way; Hu et al., arXiv 2404.01847, have variants).
-- "input": y = x W^T and dW = dy^T x gain, where x [tokens, d_ff] enters the down projection. After a squared ReLU most
-  of x is zero already and large values are few, so little is lost (Haziza et al., arXiv 2503.16672). A tile holds four
-  neighbouring tokens, so what stays of one depends on the others.
+- "input": y = x W^T and dW = dy^T x gain, where x [tokens, d_ff] enters the down projection. After a squared ReLU large
+  values are few, so little is lost (Haziza et al., arXiv 2503.16672). A tile holds four neighbouring tokens.
 
 On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
-cuSPARSELt's or CUTLASS's. That kernel packs both forms in the same pass, for cuSPARSELt in the layout that it has for
-GPUs of 8.x and multiples of 128 alone; here cuSPARSELt packs its two forms itself, which takes two passes more and
-holds for every GPU that it knows. `step_times` says whether the products gain what choosing and packing take. On a CPU
-the same is computed densely, which is the reference; where values tie a GPU may keep others."""
+cuSPARSELt's or CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs
+itself, which takes two passes more and holds for every GPU that it knows. On a CPU the same is computed densely, which
+is the reference; where values tie a GPU may keep others. `step_times` says whether it pays."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import DeviceError, InputError
+from ..core import InputError
 from ..ops import clock
+from .checks import checked_linear, refusals
 from .semi_structured import tensor_kind, usual_backend
 from .two_four import two_four_mask
-from .weights import checked_linear
 
 OPERANDS = ("weight", "input")
 ALGORITHM = "largest_abs_values_greedy"  # of torch._sparse_semi_structured_tile; its default ranks signed values
@@ -53,9 +53,9 @@ def two_four(values: Tensor, *, backend: str | None = None) -> Tensor:
 
     values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE. backend: of torch's 2:4
     tensor on a GPU, "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it. Returns on a GPU torch's 2:4
-    tensor, which matrix products take as one of their operands; on a CPU a dense one. Raises InputError for other sizes
-    and dtypes, and on a CPU for values that are not finite; DeviceError for a GPU before sm_80, without the backend, or
-    one that its kernels refuse."""
+    tensor, an operand of matrix products; on a CPU a dense one. Raises InputError for other sizes and dtypes, and on a
+    CPU for values that are not finite; DeviceError for a GPU before sm_80, without the backend, or one that its kernels
+    refuse."""
     return _StraightThrough.apply(values, backend)
 
 
@@ -64,32 +64,23 @@ def _packed(values: Tensor, backend: str) -> Tensor:
         raise InputError(f"the values have shape {list(values.shape)}; multiples of {SIDE} are accepted on a GPU")
     kind = tensor_kind(values.shape, values.dtype, values.device, backend)
     values = values.contiguous()
-    try:
+    with refusals(f"torch's {backend}"):
         if backend == "cutlass":
             return kind.prune_dense_static_sort(values, algorithm=ALGORITHM)
         masks = torch._sparse_semi_structured_tile(values, algorithm=ALGORITHM, use_cutlass=True)[4]
         kept = torch._sparse_semi_structured_apply_dense(values, masks)
         packed, packed_t = (torch._cslt_compress(t) for t in (kept, kept.t().contiguous()))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise DeviceError(
-            f"torch's {backend} does not pack 2:4 values here: {str(error).splitlines()[0]:.200}; accepted: a backend "
-            "and a GPU that it runs on"
-        ) from error
     fused = True  # y is written as it is wanted and not as y^T; newer releases always do
     return kind(kept.shape, packed, None, packed_t, None, None, fused)
 
 
 class TwoFourLinear(nn.Linear):
     """y = x W^T + b of which one operand is made 2:4 in every forward, in training and in evaluation: x [...,
-    in_features], y [..., out_features].
+    in_features], y [..., out_features]. Under autocast both operands are cast first, as nn.Linear's are.
 
-    Under autocast both operands are cast first, as nn.Linear's are. Weight and bias are those of the nn.Linear that it
-    was made of, the same Parameters, so that optimizers stay as they are.
-
-    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE. operand: "weight" or "input". backend:
-    as of `two_four`. Raises InputError for others; a forward raises what `two_four` does."""
+    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. operand:
+    "weight" or "input". backend: as of `two_four`. Raises InputError for others; a forward raises what `two_four`
+    does."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
         if operand not in OPERANDS or backend not in (None, "cutlass", "cusparselt"):
@@ -131,23 +122,24 @@ class TwoFourLinear(nn.Linear):
 # ---- whether it is faster
 
 
-def step_times(
-    tokens: int, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
-) -> list[dict]:
-    """Time forward and backward of one linear layer whose input is a squared ReLU, on a GPU, by device events.
+def timed(calls: dict[str, Callable[[int], object]], facts: dict[str, dict], **shared) -> list[dict]:
+    """Return a row of each call's device time, JSON-able: path, ms, spread, what all share, its facts, samples."""
+    rows = []
+    for path, samples in clock.time_cuda(calls, 15).items():
+        ms, spread = clock.quartiles(samples)
+        rows.append({"path": path, "ms": ms, "spread": spread, **shared, **facts.get(path, {}), "samples": samples})
+    return rows
 
-    Returns:
-        Rows, JSON-able: path ("dense step", "2:4 weight step", "2:4 input step", and what choosing and packing takes of
-        them: "2:4 weight chosen", "2:4 input chosen"), ms, spread, samples, the sizes and the backend; of the steps
-        `error`, how far y is from float64 of the operands that were kept, as a share of its norm, and `dropped`, what
-        of the operand's norm was not.
 
-    Raises:
-        InputError, DeviceError: as `two_four`.
-        clock.WrongResult: where y is further off than four units of dtype's last place.
-    """
-    backend, device = backend or usual_backend(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensor_kind((tokens, in_features), dtype, device, backend)
+def step_times(tokens: int, in_features: int, out_features: int) -> list[dict]:
+    """Time forward and backward of a linear layer whose input is a squared ReLU, in bfloat16 on a GPU, by its events.
+
+    Returns the rows of `timed`: steps, dense and 2:4, with `error`, how far y is from float64 of the operands that were
+    kept, as a share of its norm, and `dropped`, what of the operand's norm was not; and what choosing and packing takes
+    of them. Raises InputError and DeviceError as `two_four`, and clock.WrongResult where y is further off than four
+    units of the last place."""
+    device, dtype, backend = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, usual_backend()
+    tensor_kind((tokens, in_features), dtype, torch.device(device), backend)
     draw = torch.Generator(device).manual_seed(0)
     drawn = lambda *sizes: torch.randn(*sizes, device=device, generator=draw)  # noqa: E731
     x = torch.relu(drawn(tokens, in_features) - 1).square().to(dtype)
@@ -156,40 +148,30 @@ def step_times(
         dense.weight.copy_(drawn(out_features, in_features) / in_features**0.5)
     dy = drawn(tokens, out_features).to(dtype)
     layers: dict[str, nn.Module] = {"dense step": dense}
-    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand, backend=backend) for operand in OPERANDS}
-    facts = {name: _checked(layer, x, dtype, backend) for name, layer in layers.items()}
+    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand) for operand in OPERANDS}
+    facts = {name: _checked(layer, x[:SIDE]) for name, layer in layers.items()}
 
-    def step(layer: nn.Module):
-        def run(turn: int) -> None:
-            given = x.detach().requires_grad_()
-            dense.weight.grad = None
-            layer(given).backward(dy)
+    def step(layer: nn.Module, turn: int) -> None:
+        dense.weight.grad = None
+        layer(x.detach().requires_grad_()).backward(dy)
 
-        return run
-
-    calls = {name: step(layer) for name, layer in layers.items()}
-    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach(), backend=backend)
-    calls["2:4 input chosen"] = lambda turn: two_four(x, backend=backend)
-    sizes = {"tokens": tokens, "d_ff": in_features, "d_model": out_features, "backend": backend}
-    rows = []
-    for path, samples in clock.time_cuda(calls, 15).items():
-        ms, spread = clock.quartiles(samples)
-        rows.append({"path": path, "ms": ms, "spread": spread, **sizes, **facts.get(path, {}), "samples": samples})
-    return rows
+    calls: dict[str, Callable[[int], object]] = {name: partial(step, layer) for name, layer in layers.items()}
+    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach())
+    calls["2:4 input chosen"] = lambda turn: two_four(x)
+    return timed(calls, facts, tokens=tokens, d_ff=in_features, d_model=out_features, backend=backend)
 
 
 @torch.no_grad()
-def _checked(layer: nn.Module, x: Tensor, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """Return how far the first rows of y are off, and what was dropped of the operand. Raises clock.WrongResult."""
-    some = x[:SIDE]
-    left, right, lost = some, layer.weight, 0.0
+def _checked(layer: nn.Module, x: Tensor) -> dict[str, float]:
+    """Return how far y is off, and what was dropped of the operand. Raises clock.WrongResult."""
+    left, right, lost = x, layer.weight, 0.0
     if isinstance(layer, TwoFourLinear):
-        whole = right if layer.operand == "weight" else some
-        kept = two_four(whole, backend=backend).to_dense()
+        whole = right if layer.operand == "weight" else x
+        kept = two_four(whole).to_dense()
         lost = float((whole - kept).double().norm() / whole.double().norm())
         left, right = (left, kept) if layer.operand == "weight" else (kept, right)
     exact = left.double() @ right.double().t()
-    error = float((layer(some).double() - exact).norm() / exact.norm())
-    if not error <= 4 * torch.finfo(dtype).eps:
+    error = float((layer(x).double() - exact).norm() / exact.norm())
+    if not error <= 4 * torch.finfo(x.dtype).eps:
         raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
     return {"error": error, "dropped": lost}

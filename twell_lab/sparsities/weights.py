@@ -21,23 +21,10 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..formats.matrix import row_pointers, rows_of
-from .magnitude import checked_weight, kept_of, largest, threshold_mask
+from .checks import checked_linear, checked_weight
+from .magnitude import kept_of, largest
 
-GRADIENTS = ("masked", "dense")
 PRODUCTS = ("dense", "csr")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def checked_linear(module: nn.Module) -> nn.Linear:
-    """Return the module. InputError unless it is exactly an nn.Linear, without hooks, with a plain weight of its
-    own."""
-    plain = type(module) is nn.Linear and not any(vars(module)[kind] for kind in _HOOKS)
-    if not plain or type(module._parameters.get("weight")) is not nn.Parameter:
-        raise InputError(
-            f"a {type(module).__name__} is no plain torch.nn.Linear, or has hooks or a weight that is computed, shared "
-            "out or wrapped; a plain one without is accepted"
-        )
-    return module
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -88,15 +75,13 @@ class SparseLinear(nn.Module):
                 "and 'dense' with 'dense'"
             )
         weight, bias = checked_weight(checked_linear(linear).weight), linear.bias
-        mask = _check_mask(threshold_mask(weight, 0) if mask is None else mask, weight)
+        mask = weight != 0 if mask is None else _checked_mask(mask, weight)
         layer = cls()
         layer.out_features, layer.in_features = weight.shape
         layer.gradient, layer.product = gradient, product
-        learns = linear.weight.requires_grad
-        if gradient == "masked":
-            layer.values = nn.Parameter(weight[mask], learns)
-        else:
-            layer.dense = nn.Parameter(weight.clone(memory_format=torch.contiguous_format), learns)
+        stored = weight[mask] if gradient == "masked" else weight.clone(memory_format=torch.contiguous_format)
+        name = "values" if gradient == "masked" else "dense"
+        layer.register_parameter(name, nn.Parameter(stored, linear.weight.requires_grad))
         layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), bias.requires_grad)
         layer.register_buffer("pointer", None)
         layer.register_buffer("column", None)
@@ -153,7 +138,7 @@ class SparseLinear(nn.Module):
     def update(self, mask: Tensor) -> SparseLinear:
         """Keep the weights of a mask, bool [out, in], in place; returns the layer. With gradient="masked" weights can
         only go, and `values` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
-        mask = _check_mask(mask, self.every())
+        mask = _checked_mask(mask, self.every())
         if self.gradient == "masked":
             stay = mask[self._places()]
             mask = self.mask & mask
@@ -174,7 +159,7 @@ class SparseLinear(nn.Module):
     def to_linear(self) -> nn.Linear:
         """Return an nn.Linear with copies of the kept weights, and zeros where none are."""
         weight = self.weight.detach()
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta", weight.dtype)
+        linear = nn.Linear(self.in_features, self.out_features, False, "meta", weight.dtype)
         linear.weight = nn.Parameter(weight, (self.dense if self.gradient == "dense" else self.values).requires_grad)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
@@ -183,8 +168,11 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         pointer, column = (state_dict.get(prefix + name) for name in ("pointer", "column"))
         if pointer is not None and column is not None:
-            if not _indexes(pointer, column, self.out_features, self.in_features):
-                errors.append(f"{prefix or type(self).__name__}: pointer and column are no indices of such a matrix")
+            try:
+                shape = self.out_features, self.in_features
+                torch.sparse_csr_tensor(pointer, column, column, shape, check_invariants=True)
+            except RuntimeError as error:
+                errors.append(f"{prefix}: pointer and column are no indices of such a matrix: {error}")
                 return
             if column.numel() != self.nnz:
                 self.column = self.column.new_empty(column.shape)
@@ -199,19 +187,8 @@ class SparseLinear(nn.Module):
         )
 
 
-def _check_mask(mask: Tensor, weight: Tensor) -> Tensor:
+def _checked_mask(mask: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != weight.shape:
-        told = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.80}"
-        raise InputError(f"the mask is {told}; torch.bool {list(weight.shape)} is accepted")
+        shown = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.80}"
+        raise InputError(f"the mask is {shown}; torch.bool {list(weight.shape)} is accepted")
     return mask
-
-
-def _indexes(pointer: Tensor, column: Tensor, rows: int, columns: int) -> bool:
-    """Return whether these are the row pointers and the columns, ascending within each row, of a matrix [rows,
-    columns]."""
-    if pointer.is_meta or column.is_meta or pointer.shape != (rows + 1,) or column.dim() != 1:
-        return False
-    if pointer[0] != 0 or pointer[-1] != len(column) or (pointer.diff() < 0).any():
-        return False
-    places = rows_of(pointer, len(column)) * columns + column
-    return bool(((column >= 0) & (column < columns)).all() and (places.diff() > 0).all())
