@@ -8,19 +8,6 @@ from twell_lab.core import InputError
 from twell_lab.course.clocks import figures
 
 
-def test_the_timeline_puts_the_work_after_the_launch():
-    figure = figures.timeline(0.5, 4.0, "a queue")
-    launch, _, work = figure.data
-    assert (launch.base[0], launch.x[0]) == (0, 0.5) and (work.base[0], work.x[0], work.y[0]) == (0.5, 3.5, "a queue")
-    assert "0.5 ms" in figure.layout.annotations[0].text and figure.layout.annotations[1].text == "4 ms"
-
-
-@pytest.mark.parametrize("given", [(2.0, 1.0), (0.0, 1.0), (1.0, math.inf)])
-def test_the_timeline_refuses_what_cannot_be(given):
-    with pytest.raises(InputError, match="in this order"):
-        figures.timeline(*given, "a queue")
-
-
 def test_the_ladder_names_each_step_and_holds_one():
     figure = figures.ladder({"claimed": 2000.0, "waits": 30.0, "fair": 0.25})
     assert list(figure.data[0].x) == [2000, 30, 0.25] and list(figure.data[0].y) == ["claimed", "waits", "fair"]
@@ -36,13 +23,6 @@ def test_orders_show_each_sample_where_it_was_taken():
     figure = figures.orders({"one after the other": samples, "in turns": samples})
     assert [list(trace.x) for trace in figure.data] == [[1, 2, 3], [4, 5, 6], [1, 3, 5], [2, 4, 6]]
     assert {shape.x0 for shape in figure.layout.shapes} == {2.5}
-
-
-def test_calls_are_drawn_where_their_wall_time_is_known():
-    row = {"tokens": 1, "ms": 0.02, "dense_ms": 0.04, "wall_ms": 0.05, "dense_wall_ms": 0.08, "where": "there"}
-    figure = figures.calls([row, {**row, "tokens": 4, "wall_ms": None}])
-    assert [list(trace.x) for trace in figure.data] == [[1]] * 4 and "there" in figure.layout.title.text
-    assert "no run is recorded" in figures.calls([]).layout.title.text
 
 
 def test_readings_are_of_one_loop():

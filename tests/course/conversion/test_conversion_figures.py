@@ -1,7 +1,5 @@
 """The figures of notebook 05, on made-up points."""
 
-import pytest
-
 from twell_lab.course.conversion import figures
 from twell_lab.course.conversion.data import HERE
 
@@ -28,28 +26,3 @@ def test_the_picture_has_a_line_a_way_a_model_and_a_source():
     assert train.marker.symbol == "diamond-open" and train.error_y.array is None
     assert cut.line.dash != convert.line.dash and cut.line.dash == train.line.dash  # a dash a model
     assert len({trace.line.color for trace in figure.data}) == 3
-
-
-def test_the_picture_says_its_sources_and_what_it_leaves_out():
-    title = figures.picture(POINTS).layout.title.text
-    assert "recorded on G, 2026-01-01" in title and "not drawn: 1 above 12%" in title
-    assert "not drawn" not in figures.picture(POINTS[2:]).layout.title.text
-
-
-@pytest.mark.parametrize("draw", (figures.cut, figures.picture))
-def test_axes_have_units(draw):
-    layout = draw(POINTS[:2]).layout
-    assert layout.xaxis.autorange == "reversed"  # sparser to the right, as in notebook 04
-    assert "%" in layout.xaxis.title.text and "%" in layout.yaxis.title.text
-
-
-def test_each_point_of_a_cut_is_named():
-    for line in figures.cut(POINTS).data:
-        assert list(line.text) == [what for what, _ in line.customdata] and "text" in line.mode
-
-
-def test_training_on_has_a_line_a_copy():
-    rows = [{"step": 0, "bits": 2.0}, {"step": 10, "bits": 1.5}]
-    figure = figures.training_on({"SiLU": rows, "ReLU": rows})
-    assert [trace.name for trace in figure.data] == ["SiLU", "ReLU"] and list(figure.data[0].y) == [2.0, 1.5]
-    assert "bits per byte" in figure.layout.yaxis.title.text

@@ -34,11 +34,6 @@ def test_the_newest_calls_without_gradients_are_read(keep):
     assert len(found) == 4 and {each["where"][:36] for each in found} == {"recorded on NVIDIA H100, 2026-01-02;"}
 
 
-def test_the_summary_has_the_hosts_share():
-    assert calls.summary(ROWS) == "TwELL's call returns after 80% of its time (1 token), 25% (16,384)."
-    assert "twell-lab record host-time" in calls.summary([])
-
-
 def test_the_figure_shows_the_share_of_both_layers():
     figure = figures.host_share(ROWS)
     dense, twell = figure.data

@@ -1,7 +1,5 @@
 """The plots of what is recorded show the numbers they were given, and say so where there are none."""
 
-import pytest
-
 from tests.course.recorded_rows import WHERE, compared, everything
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures
@@ -24,14 +22,6 @@ def test_the_parts_are_drawn_with_their_factors_and_the_readers_times():
     assert not [trace for trace in figures.parts(hopper.parts(everything())).data if trace.type == "scatter"]
 
 
-def test_a_dense_path_that_the_readers_gpu_does_not_fuse_is_not_called_fused():
-    rows = [each | {"where": "yours, now, on My GPU"} for each in compared(28)]
-    for fuses, name in ((True, "fused dense layer"), (False, "dense layer, which this GPU does not fuse")):
-        mine = [each | ({"fuses": fuses} if each["path"] == hopper.FUSED else {}) for each in rows]
-        drawn = figures.parts(hopper.parts(everything()), hopper.parts(mine)).data
-        assert f"{name}: yours, now" in [trace.name for trace in drawn]
-
-
 def test_times_stand_beside_floor_and_estimate():
     figure = figures.against_nnz(everything())
     floor, estimate, *lines = figure.data
@@ -48,19 +38,3 @@ def test_the_map_holds_every_cell():
     assert [note.text for note in figure.layout.annotations] == ["1", "4", "16", "64", "16,384", "tokens"]
     assert list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"]
     assert f"{WHERE}<br>" in figure.layout.title.text  # a line of its own: two do not fit beside each other
-
-
-def test_drawn_workloads_that_nearly_meet_share_a_column():
-    assert figures._columns([{"nnz": 30.1}, {"nnz": 29.0}, {"nnz": 8.0}]) == [(8.0, 8.0), (29.0, 30.1)]
-
-
-def test_legends_stand_below_the_plot_and_not_over_a_title():
-    for figure in (figures.parts(hopper.parts(everything())), figures.against_nnz(everything())):
-        assert figure.layout.legend.y < 0 and figure.layout.legend.yanchor == "top"
-
-
-@pytest.mark.parametrize(
-    "figure", [lambda: figures.parts([]), lambda: figures.against_nnz([]), lambda: figures.loss_map([])]
-)
-def test_a_figure_without_a_record_says_so(figure):
-    assert "nothing is recorded" in figure().layout.annotations[0].text

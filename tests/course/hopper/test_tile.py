@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from twell_lab import formats, simulator
 from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
-from twell_lab.formats import packed_and_pool
 
 
 def test_the_sizes_are_those_that_the_kernel_needs():
@@ -62,12 +61,6 @@ def test_a_row_is_packed_as_the_library_packs_it(seed, shift, dtype):
     assert packed.before == [sum(map(len, packed.held[:q])) for q in range(4)]
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(255, dtype=torch.bfloat16), torch.zeros(256)])
-def test_another_row_is_refused(wrong):
-    with pytest.raises(InputError, match=r"16-bit values \[256\]"):
-        tile.pack_row(wrong)
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_nobody_works_on_a_stage_that_is_not_theirs(beside):
     found = tile.schedule(beside, tiles=3, steps=8)
@@ -86,11 +79,6 @@ def test_nobody_works_on_a_stage_that_is_not_theirs(beside):
         assert busy == (beside and part["tile"] < 2)
 
 
-def test_packing_beside_saves_the_packing_of_all_tiles_but_the_last():
-    ends = [max(part["end"] for part in tile.schedule(beside, tiles=5, pack=2)) for beside in (False, True)]
-    assert ends[0] - ends[1] == pytest.approx(4 * 2)
-
-
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lost_rows_are_listed_and_the_others_right(dtype):
@@ -98,15 +86,3 @@ def test_lost_rows_are_listed_and_the_others_right(dtype):
     lost, error = tile.overflow(counts, dtype)
     assert lost == [10, 14] and error < 0.01
     assert tile.overflow([0] * 15 + [256], dtype)[0] == [15]
-
-
-@pytest.mark.parametrize("counts", [[1] * 15, [257] + [0] * 15])
-def test_counts_that_are_no_group_are_refused(counts):
-    with pytest.raises(InputError, match="counts is"):
-        tile.overflow(counts, torch.bfloat16)
-
-
-def test_the_lost_rows_are_those_of_the_reference():
-    gate = torch.full((16, 256), -1.0, dtype=torch.bfloat16)
-    gate[3, :40], gate[5, :90] = 1, 1
-    assert packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]

@@ -38,29 +38,6 @@ def test_where_it_turns_is_said_by_the_densities_measured(speeds, words):
     assert measure.turning(table(CSR=speeds), "CSR") == words
 
 
-def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
-    assert "no such kernel" in measure.turning(table(CSR=(1, 1, 1)), "COO")
-    assert measure.turning([], "CSR") == "not recorded in this checkout"
-
-
-def test_times_as_fast_with_what_the_quartiles_make_of_it():
-    samples = {"new": [1.0, 2.0, 4.0, 5.0, 9.0], "old": [6.0, 7.0, 8.0, 10.0, 30.0]}
-    assert measure.as_fast(samples, "new", "old") == "2x (1.4 to 5)"
-
-
-@pytest.mark.parametrize(
-    ("new", "old", "words"),
-    [
-        ([1.0, 1.1, 0.9], [4.0, 4.1, 3.9], "4.0x as fast"),
-        ([8.0, 8.1, 7.9], [4.0, 4.1, 3.9], "2.0x as slow"),
-        ([4.0, 2.0, 7.0], [4.4, 2.2, 7.6], "no clear difference: the samples spread as on a busy machine."),
-        ([4.0] * 3, [4.1] * 3, "no clear difference."),
-    ],
-)
-def test_compare_says_what_the_samples_say(new, old, words):
-    assert words in measure.compare({"a": new, "b": old}, "a", "b")
-
-
 def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, keep, tmp_path):
     monkeypatch.setattr(bench_density, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
     monkeypatch.setattr(bench_density, "DENSITIES", [0.1, 0.5])
@@ -77,20 +54,6 @@ def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypa
     assert measure.recorded_zeros(measure.recorded("matmul_data")) == (
         f"1x (0.6 to 1.67) recorded on Some GPU, {again.date[:10]}"
     )
-
-
-def test_without_records_the_sentences_say_so(keep):
-    keep()
-    assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
-    assert measure.recorded_zeros([]) == "no GPU's is recorded in this checkout"
-
-
-def test_of_layers_timed_twice_the_newest_counts(keep):
-    layer = {"kind": "ffn_forward", "path": "twell", "workload": "independent, lognormal", "device": "Some GPU"}
-    timed = [made.row(**layer | {"tokens": 64, "ms": 1.0}), made.row(**layer | {"tokens": 1, "ms": 0.1})]
-    again = [made.row(**layer | {"tokens": 64, "ms": 0.5})]
-    keep(made.record("old", "2026-01-01T00:00:00Z", timed), made.record("new", "2026-01-02T00:00:00Z", again))
-    assert [(row["tokens"], row["ms"]) for row in measure.recorded_layers(2048, 5632, 29)] == [(1, 0.1), (64, 0.5)]
 
 
 def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the_same_gpu(keep):
@@ -132,14 +95,6 @@ def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
     assert measure.plain_calls(rows) == (
         "Plain calls, TwELL: 0.75x (1 token) to 1.90x (16,384 tokens) as fast; recorded on NVIDIA H100, 2026-01-01."
     )
-
-
-def test_without_wall_times_no_number_stands_for_them(keep):
-    keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
-    own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
-    told = measure.plain_calls(own + measure.recorded_calls(2048, 5632, 29))
-    assert told == "Plain calls, TwELL: 0.75x (1 token) to 0.75x (1 token) as fast; yours, now."
-    assert measure.plain_calls(measure.recorded_calls(2048, 5632, 29)).startswith("No times of plain calls")
 
 
 def test_prune_keeps_the_largest():

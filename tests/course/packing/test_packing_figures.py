@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from twell_lab.core import InputError
 from twell_lab.course.packing import data as packing
 from twell_lab.course.packing import figures
 
@@ -11,19 +10,6 @@ from twell_lab.course.packing import figures
 def gate(columns: int = 300) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randn(3, columns).to(torch.bfloat16)
-
-
-def test_matrix_marks_what_is_not_zero():
-    figure = figures.matrix(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), "a title")
-    assert [list(line) for line in figure.data[0].z] == [[0, 1], [1, 0]]
-
-
-def test_bytes_are_a_row_each_and_dense_is_grey():
-    figure = figures.format_bytes({"dense": 400, "CSR": 100}, rows=4, values=10)
-    assert list(figure.data[0].y) == [100, 25] and figure.data[0].text[1].endswith("25%")
-    assert figure.layout.shapes[0].y0 == 5  # ten values of two bytes, over four rows
-    with pytest.raises(InputError, match="'dense'"):
-        figures.format_bytes({"CSR": 100}, rows=4, values=10)
 
 
 def test_geometries_are_a_grid_with_the_best_one_framed():
@@ -39,18 +25,6 @@ def test_geometries_are_a_grid_with_the_best_one_framed():
     assert [(frame.x0, frame.x1, frame.y0, frame.y1) for frame in figure.layout.shapes] == 2 * [whole]
 
 
-def test_geometries_without_a_fitting_one_have_no_frame():
-    row = {"tile": 64, "words": 2, "bytes": 8.0, "slots_used": 1.0, "overflow": 1.0, "tail": 9.0}
-    assert not figures.geometries([row]).layout.shapes
-    with pytest.raises(InputError):
-        figures.geometries([])
-
-
-def test_errors_are_sorted_and_in_percent():
-    figure = figures.error_by_row({"toy": [0.0, 0.5, 0.25]}, "a title")
-    assert list(figure.data[0].y) == [50, 25, 0]
-
-
 @pytest.mark.parametrize(("columns", "tile", "words"), [(300, 256, 32), (1, 1, 2), (40, 64, 65), (600, 8, 2)])
 def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
     view = packing.view(gate(columns), row=1, tile=tile, words=words)
@@ -62,15 +36,3 @@ def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
     assert len(texts) == len(view["stored"])  # the count, and a text for each used word
     assert sum(bool(text) for line in tail.text for text in line) == min(64, len(view["tail"]))
     assert len(figure.layout.annotations) == 4
-
-
-def test_moving_leaves_nothing_of_the_view_before():
-    before, after = (
-        packing.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
-        for row, tile, words, threshold in ((0, 8, 3, 0.4), (2, 256, 40, 0.0))
-    )
-    figure = figures.tile_view(before)
-    figures.move_tile_view(figure, after)
-    fresh = figures.tile_view(after)
-    assert [trace.to_plotly_json() for trace in figure.data] == [trace.to_plotly_json() for trace in fresh.data]
-    assert figure.layout == fresh.layout

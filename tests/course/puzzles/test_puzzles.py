@@ -472,14 +472,6 @@ def test_what_is_wrong_is_named(name, what, tmp_path):
 
 
 @needs_a_compiler
-def test_a_place_that_is_written_again_and_again_is_told(tmp_path):
-    text = changed("neighbours", ("float sum = tile[t];", "out[i] = tile[t];"), ("out[i] = sum;", "")).replace(
-        "sum +=", "out[i] +="
-    )
-    assert "6 warps store 18 times" in judged("neighbours", text, tmp_path).said
-
-
-@needs_a_compiler
 def test_a_loop_that_never_ends_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SECONDS", 1.0)
     verdict = judged("map", with_body("map", "for (volatile int i = 0; ; ) i = 0;"), tmp_path)
@@ -500,13 +492,6 @@ def test_what_cannot_be_launched_is_told(text, words, tmp_path):
     assert not verdict.right and words in verdict.said
 
 
-@needs_a_compiler
-def test_what_the_compiler_says_of_the_simulator_itself_is_left_out(tmp_path):
-    text = changed("neuron_counts", ("&counts[", "counts["))
-    said = judged("neuron_counts", text, tmp_path).said
-    assert "invalid conversion from 'int' to 'int*'" in said and "cuda_on_cpu.h" not in said
-
-
 def test_without_a_compiler_the_check_says_what_to_install_and_nothing_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "apt install g++" in judged("map", in_the_notebook()["map"][1], tmp_path).said
@@ -522,23 +507,6 @@ def test_another_puzzle_is_refused():
 def test_a_file_that_is_not_there_is_named(tmp_path):
     if simulator.available():
         assert "nothing.cu" in puzzles.judge("map", tmp_path / "nothing.cu").said
-
-
-@needs_a_compiler
-def test_every_launch_is_made_anew(tmp_path):
-    """An answer that knows the numbers of one launch fails the next."""
-    first, second = puzzles.PUZZLES["map"].cases()[0], puzzles.PUZZLES["map"].cases()[0]
-    assert not torch.equal(first.arguments["x"], second.arguments["x"])
-    assert first.arguments["out"].isnan().all()
-
-
-def test_three_lines_say_where_one_stands():
-    none = data.summary(dict.fromkeys(puzzles.PUZZLES, False)).splitlines()
-    assert none == ["Right: 0 of 12.", "Open: all, some 145 minutes.", "Next: exercise 1, map."]
-    some = data.summary({name: name not in ("guard", "gemm_tile") for name in puzzles.PUZZLES}).splitlines()
-    assert some == ["Right: 10 of 12.", "Open: 2, 12, some 30 minutes.", "Next: exercise 2, guard."]
-    every = data.summary(dict.fromkeys(puzzles.PUZZLES, True)).splitlines()
-    assert len(every) == 3 and every[1] == "Open: none." and "notebook 08" in every[2]
 
 
 @needs_a_compiler
@@ -568,26 +536,6 @@ def test_what_a_gpu_says_is_part_of_the_verdict(on_my_gpu, tmp_path):
     on_my_gpu(lambda text, name, cases: [{"out": case.arguments["out"]} for case in cases])
     other = judged("map", answer, tmp_path)
     assert not other.right and "on the My GPU, with 32 values: your kernel writes nothing" in other.said
-
-
-@needs_a_compiler
-def test_a_gpu_without_cupy_is_no_fault_of_the_kernel(on_my_gpu, tmp_path):
-    def refused(text, name, cases):
-        raise StackError("it needs CuPy, which is not installed")
-
-    on_my_gpu(refused)
-    verdict = judged("map", in_the_notebook()["map"][1], tmp_path)
-    assert verdict.right and verdict.said.endswith("(Not run on the My GPU: it needs CuPy, which is not installed)")
-
-
-@needs_a_compiler
-def test_a_gpu_gets_the_inputs_as_they_were(on_my_gpu, tmp_path):
-    def untouched(text, name, cases):
-        assert all(case.arguments["counts"].eq(0).all() for case in cases)
-        return [case.wanted for case in cases]
-
-    on_my_gpu(untouched)
-    assert judged("neuron_counts", in_the_notebook()["neuron_counts"][1], tmp_path).right
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])

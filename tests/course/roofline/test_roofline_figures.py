@@ -28,18 +28,3 @@ def test_the_versions_stand_beside_the_floor():
     assert bars.x[0] == 0.9 and bars.text[-1] == "0.500 ms, 76% of the peak"
     assert set(bars.y) == set(figures.VERSIONS.values()) and figure.layout.shapes[0].x0 == 0.38
     assert "floor 0.380 ms" in figure.layout.annotations[0].text and WHERE in figure.layout.title.text
-
-
-def test_the_pool_shows_who_lies_where():
-    figure = figures.pool_segment(roofline.pool_table([40, 10, 33, 90]))
-    assert figure.layout.title.text == "4 rows, one tile: who finds room in the pool"
-    owners = [line for line in figure.data[2].customdata[0]]
-    assert owners[:9] == ["row 0"] * 9 and owners[9:11] == ["row 2"] * 2 and owners[11] == "row 3, lost: never read"
-    assert {"row 0", "row 3, lost:<br>never read"} <= {note.text for note in figure.layout.annotations}
-    assert list(figure.data[0].y) == [31, 10, 31, 31] and list(figure.data[1].text) == ["", "", "", "lost"]
-    assert figures.pool_segment(roofline.pool_table([3, 4])).data[2].z[0].count(None) == 64
-
-
-def test_without_a_record_the_figures_say_so():
-    for figure in (figures.roofline([], roofline.datasheet()), figures.versions([], 0.4)):
-        assert "nothing is recorded" in figure.layout.annotations[0].text

@@ -74,11 +74,6 @@ def test_the_newest_record_is_read_and_none_is_an_error(tmp_path):
     assert course.recorded(tmp_path).date == "2026-11-22T09:04:00Z"
 
 
-def test_where_it_was_recorded():
-    assert course.where(record()) == "recorded on a GPU, 2026-11-21"
-    assert course.where(record(machine={"cpu": "a CPU"})) == "recorded on a CPU, 2026-11-21"
-
-
 def test_the_verdict_is_computed():
     said = " ".join(course.verdict(ROWS))
     assert "Best sparse point, L1 1: 2.0 fire (98.0% zeros), 2.0200 bits per byte, +1.00% against the twin." in said
@@ -92,25 +87,9 @@ def test_the_verdict_is_computed():
     assert "Most zeros within 2%, L1 2: 0.5 fire (99.5% zeros), +1.50%." in course.verdict(more)
 
 
-def test_the_three_lines_are_computed():
-    seed, within, renewed = course.three_lines(ROWS)
-    assert seed.startswith("With a loss no further from the twin's than another seed's (0.5%), ")
-    assert within.startswith("Within 2.0% of the twin's loss: ") and within.endswith(" fire.")
-    assert seed.endswith(f" fire; without L1, {sweep.twin(ROWS)['mean_nnz']:.0f}.")
-    assert renewed == "Renewed, at least 95% of the dead fire again; the loss moves by 0.5% at most."
-    assert len(course.three_lines(ROWS, more=-1.0)) == 2
-    assert len(course.three_lines([row for row in ROWS if "renewed" not in row["label"]])) == 2
-    alone = [row for row in ROWS if "renewed" not in row["label"] and "seed" not in row["label"]]
-    assert len(course.three_lines(alone)) == 1
-
-
 def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
     rows = [*ROWS[:5], fake("L1 1, dead rows renewed", 1.9, 2.0, 1.0, reinit=0.1)]
     assert "Best sparse point, L1 1: " in " ".join(course.verdict(rows))
-
-
-def test_renewed_runs_stand_beside_theirs():
-    assert [(a["label"], b["label"]) for a, b in course.renewed(ROWS)] == [("L1 1", "L1 1, dead rows renewed")]
 
 
 def test_the_bytes_with_the_fewest_and_the_most():
@@ -163,11 +142,6 @@ def test_a_sentence_is_counted_byte_by_byte():
     for wrong in ("", "x" * 513):
         with pytest.raises(InputError, match="1 to 512"):
             course.awake(model, wrong)
-
-
-def test_a_checkpoint_that_is_not_there_is_told():
-    with pytest.raises(InputError, match="l1-free, small, sparse"):
-        course.checkpoint("dense")
 
 
 def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):

@@ -56,32 +56,3 @@ def test_each_panel_shows_its_numbers():
     title = figure.layout.title.text
     assert "made-up numbers, CATS, sparsity 50% (lossy)<br>" in title and "between measured points" in title
     assert any("predicted us of a layer, L4, 64 tokens" in note.text for note in figure.layout.annotations)
-
-
-def test_a_moved_figure_is_one_drawn_for_that_view():
-    figure = figures.picture(VIEW)
-    figures.move(figure, OTHER)
-    assert figure.to_plotly_json() == figures.picture(OTHER).to_plotly_json()
-    assert traces(figure)["here"].marker.symbol == "circle" != traces(figures.picture(VIEW))["here"].marker.symbol
-
-
-def test_steps_stand_where_they_were_timed_with_the_middle_half():
-    figure = figures.picture(OTHER)
-    cut, without = (traces(figure)[name] for name in ("with thresholds", "without"))
-    assert list(cut.x) == list(without.x) == [50, 75]
-    assert list(cut.y) == [3, 2.5] and list(without.y) == [2, 2.25]
-    assert list(cut.error_y.array) == [1, 0.25] and list(cut.error_y.arrayminus) == [0.5, 0.125]
-    assert "here decoding a token took 2.5 ms on the TwELL path instead of 2.25" in figure.layout.title.text
-    empty = traces(figures.picture(VIEW))
-    assert list(empty["with thresholds"].x) == list(empty["without"].y) == []
-    assert " ms " not in figures.picture(VIEW).layout.title.text
-
-
-def test_where_nothing_was_measured_there_is_no_point_and_teal_has_no_times():
-    view = VIEW | {"loss": None, "us": [], "dense_us": [], "plain_us": [], "path": [], "method": "teal"}
-    view["density"] = {"input": [0.5, 0.5], "hidden": [0.4, 0.3]}
-    figure = figures.picture(view)
-    found = traces(figure)
-    assert list(found["here"].x) == [] and list(found["dense"].y) == []
-    assert list(found["kept of the hidden values"].y) == [40, 30] and figure.layout.barmode == "group"
-    assert any("no path of this package skips inputs" in note.text for note in figure.layout.annotations)

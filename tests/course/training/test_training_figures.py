@@ -29,21 +29,6 @@ def test_the_band_is_as_wide_as_what_the_seed_does():
     assert not figures.density_against_loss(RUNS).layout.shapes
 
 
-def test_a_run_in_which_nothing_fires_still_has_a_point():
-    figure = figures.density_against_loss({"no L1": run(0.5, 3.0), "L1": run(0.0, 3.2)})
-    assert min(figure.data[0].x) > 0
-
-
-def test_the_picked_run_stands_out():
-    figure = figures.picked_run(RUNS, index=2)
-    assert figure.layout.title.text == "L1: 2.0 of 100 neurons fire on held-out text, 2.900 bits per byte"
-    assert [trace.line.color == plots.BLUE for trace in figure.data[:3]] == [False, False, True]
-    assert list(figure.data[3].y) == [2, 2]
-    ends = figure.layout.annotations[2:]
-    assert [end.text for end in ends] == list(RUNS)
-    assert [end.font.color == plots.BLUE for end in ends] == [False, False, True]
-
-
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(InputError, match="0 to 2"):
         figures.picked_run(RUNS, index=3)
