@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from twell_lab.bench import experiments
-from twell_lab.core import DeviceError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 from twell_lab.sparsities import adapters
@@ -19,21 +17,6 @@ TINY = experiments.Shape(
     products=(),
     device="cpu",
 )
-
-
-def test_steps_with_2_4_operands_stand_beside_the_dense_one(monkeypatch):
-    rows = [{"path": "dense step", "ms": 3.0}, {"path": "2:4 input step", "ms": 2.0, "error": 0.001, "dropped": 0.1}]
-    monkeypatch.setattr(experiments, "step_times", lambda *sizes: [dict(row) for row in rows])
-    made = experiments.sections(replace(TINY, products=((64, 128, 64),)))["2:4 in training"][0]()
-    assert [row["x_dense"] for row in made] == [1.0, 1.5] and {row["kind"] for row in made} == {"two_four_training"}
-    Record.new("experiments", "a test's own", made)
-
-    def fails(*_):
-        raise DeviceError("no cuSPARSELt")
-
-    monkeypatch.setattr(experiments, "step_times", fails)
-    with pytest.raises(RuntimeError, match="no cuSPARSELt"):
-        experiments.step_rows((64, 128, 64))
 
 
 def test_rows_and_the_verdict(monkeypatch):

@@ -1,7 +1,6 @@
 """The record of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -9,14 +8,10 @@ import torch
 from twell_lab import records
 from twell_lab.analysis.profile import profile
 from twell_lab.app import recordings
-from twell_lab.app import tables as pages
-from twell_lab.bench import drawn, energy, sizes, workloads
+from twell_lab.bench import drawn, energy, sizes
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
-from twell_lab.core import StackError
-from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import clock as clocks
 
 pytest.importorskip("transformers")
@@ -64,13 +59,6 @@ def models():
         tables.CLASSES = classes
 
 
-def test_the_layers_of_the_recorded_model_fire_from_2_to_109_neurons_and_29_on_average():
-    nnzs = drawn.LLAMA.nnzs
-    assert len(nnzs) == 38 and nnzs == sorted(nnzs)
-    assert (nnzs[0], nnzs[-1]) == (2.0, 109.0) and sum(nnzs) / 38 == pytest.approx(29, abs=1e-6)
-    assert len(tables.CLASSES) == 5
-
-
 def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     model = drawn.llama(TINY)
     torch.manual_seed(1)
@@ -80,16 +68,6 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     assert found == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
     assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
     assert all((layer.gate.bias < 0).any() for layer in feed_forwards(model))
-
-
-def test_in_a_deep_model_other_tokens_fire_as_many_neurons():
-    shape = drawn.Shape(
-        layers=24, d_model=64, d_ff=256, heads=2, vocabulary=512, context=256, sequences=1, device="cpu"
-    )
-    model = drawn.llama(shape)
-    drawn.fire(model, torch.randint(0, 512, (4, 256)), nnzs := [10.0] * 24)
-    found = [layer.mean_nnz for layer in profile(model, [torch.randint(0, 512, (4, 256))]).layers]
-    assert found == pytest.approx(nnzs, rel=0.15)
 
 
 def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypatch):
@@ -151,36 +129,6 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
     assert all(row["wall_ms"] for row in flat if row["path"] not in paths["plan"])
 
 
-def test_the_record_of_a_size_has_what_bench_model_measures(stopped, models, monkeypatch):
-    asked = []
-    named = copy.copy(models)
-    named.about = sizes.model_name("2B")
-    monkeypatch.setattr(tables, "recorded", lambda *given: asked.append(given) or named)
-    rows, notes = recordings._sections(sizes.sections("2B", TINY), 1000.0)
-    assert asked == [(TINY, "drawn 2B Llama", (1, 8, 64, 24, 288))] and "left_out" not in notes
-    ways, compiled = ["dense eager", "planned", "planned for graphs"], ["dense compiled", "planned compiled"]
-    replayed = [*ways, *(f"{way} (graph)" for way in ways)]
-    steps = ["dense compiled", "planned for graphs compiled"]
-    many, one = "drawn 2B Llama, 12 x 24 tokens", "drawn 2B Llama, 1 x 24 tokens"
-    wanted = [(many, True, path) for path in ways[:2] + compiled] + [(many, False, path) for path in ways[:2]]
-    wanted += [(one, True, path) for path in replayed + compiled] + [(one, False, path) for path in replayed]
-    for batch in (1, 8, 64):
-        work = f"drawn 2B Llama, decode step, batch {batch}"
-        wanted += [(work, head, path) for head in (True, False) for path in replayed]
-        wanted += [(work, True, path) for path in [*steps, *(f"{path} (graph)" for path in steps)]]
-    wanted += [("drawn 2B Llama, training step, 1 x 24 tokens", True, path) for path in ways[:2]]
-    found = [(row["workload"], row["head"], row["path"]) for row in rows]
-    assert sorted(found) == sorted(wanted)
-    assert {row["kind"] for row in rows} == {"model_forward", "model_decode", "model_training"}
-    assert all(
-        row["error_over_allowed"] <= 1 for row in rows if row["path"] == "planned" and "training" not in row["kind"]
-    )
-    record = records.Record.new(sizes.RECORD, "a test's own", rows, notes)
-    lines = pages.sizes([record]).splitlines()
-    assert len(lines) > 20 and lines[2].startswith("| forward, 12 x 24 tokens, eager, tokens/ms | ")
-    assert any(line.startswith("| decode step, batch 1, compiled, CUDA graph, tokens/s |") for line in lines)
-
-
 def test_each_of_the_papers_sizes_has_a_record_of_its_own(monkeypatch):
     assert sizes.SIZES == ("0.5B", "1B", "1.5B", "2B")
     asked = []
@@ -189,15 +137,6 @@ def test_each_of_the_papers_sizes_has_a_record_of_its_own(monkeypatch):
     for size in sizes.SIZES:
         assert recordings.RECORDINGS[f"bench-{size}"](seconds=5.0).name == "bench-model"
     assert asked == [*sizes.SIZES]
-
-
-def test_weights_in_bytes_are_the_same_in_a_sparse_layer(models):
-    dense, swapped = models.dense.model, copy.deepcopy(models.dense.model)
-    block = swapped.model.layers[1]
-    block.mlp = SparseFFN.from_module(block.mlp, plan=Choice("twell"))
-    assert workloads.weight_bytes(swapped) == workloads.weight_bytes(dense)  # nothing is held twice
-    facts = models.facts(1)
-    assert facts["dense eager"]["weight_bytes"] == workloads.weight_bytes(dense) <= facts["planned"]["weight_bytes"]
 
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
@@ -209,9 +148,3 @@ def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
         tables.prefill_rows(wrong, 2)
     with pytest.raises(clocks.WrongResult, match="decode step, batch 2: planned: the logits are off by"):
         tables.decode_rows(wrong, 2, 16)
-
-
-def test_without_transformers_the_error_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(StackError, match="pip install transformers"):
-        drawn.llama(TINY)

@@ -50,11 +50,6 @@ def test_the_sweep_loses_fewer_rows_with_more_room():
         backward.capacity_sweep(CASE, 0.05, [-1])
 
 
-def test_lists_of_neurons_are_the_transpose():
-    small = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    assert backward.by_row(small) == [[0, 2], [2]] and backward.by_neuron(small) == [[0], [], [0, 1]]
-
-
 def test_what_torch_saves_of_a_dense_layer_is_what_the_formula_says():
     layer = small_layer(16, 48)
     with backward.saved_tensors(layer) as saved:

@@ -143,33 +143,6 @@ def test_padding_is_timed_where_it_gives_the_same(made_up):
 # ---- hot and cold, groups, experts ----
 
 
-def test_hot_sizes_are_timed_here_and_stand_beside_recorded_ones(monkeypatch):
-    def samples(calls, device, seconds):
-        return {name: [1.0 + 2 * i + turn for turn in range(11)] for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(data, "_samples", samples)
-    recorded = [
-        row(methods.SPLIT, 16384, share, x, where="recorded", d_ff=768, hot=256)
-        for share, x in ((0.01, 1.5), (0.02, 1.4), (0.1, 9.0))
-    ]
-    rows = data.hot_rows("cpu", [*recorded, recorded[0] | {"tokens": 1}])
-    here = [each for each in rows if each["where"] == WHERE]
-    assert [each["hot"] for each in here] == [0, 256, 512] and here[0]["x_dense"] == pytest.approx(6 / 8)
-    assert (here[0]["low"], here[0]["high"]) == pytest.approx((2 / 4, 10 / 12))
-    assert [(each["where"], each["x_dense"]) for each in rows[3:]] == [
-        ("recorded: 8 of 768 fire", 1.5),
-        ("recorded: 15 of 768 fire", 1.4),
-    ]
-    drawn = figures.hot_sizes(rows)
-    assert len(drawn.data) == 3 and drawn.data[0].error_y.arrayminus[0] == pytest.approx(6 / 8 - 2 / 4)
-
-
-def test_groups_of_one_neuron_do_least_and_all_are_exact():
-    rows = data.grains()
-    work = [each["work"] for each in rows]
-    assert work == sorted(work) and work[-1] == 1 and all(each["error"] < 1e-5 for each in rows)
-
-
 def test_experts_are_computed_in_each_way(made_up):
     rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
@@ -191,14 +164,6 @@ def test_what_guessing_costs(subject):
     assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
     assert data.predictor_sentence(found).startswith("Guessing, at 90% recall: ")
     assert len(figures.losses(rows).data) == 3
-
-
-def test_bytes_of_one_token():
-    dense, packed, predicted = data.token_bytes(10, 100, 5, 2, 7, 4)
-    assert (dense, packed, predicted) == (12000, 4400, 4 * (2 * 110 + 3 * 7 * 10))
-    rows = data.token_rows([row(methods.PACKED, 1, 0.01, 2.0), row(methods.PACKED, 8, 0.01, 9.0)], "cpu")
-    assert len(rows) == 1 and rows[0]["bytes_x"] == pytest.approx(3 * 768 / (768 + 16))
-    assert len(figures.one_token(rows).data) == 2
 
 
 # ---- the map ----

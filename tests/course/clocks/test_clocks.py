@@ -11,7 +11,6 @@ from torch.nn.functional import linear
 
 from twell_lab.core import InputError
 from twell_lab.course.clocks import data as clocks
-from twell_lab.course.measure.data import relative_error
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -26,14 +25,6 @@ def case():
 def layers(case):
     """(dense, exact) of the case."""
     return (lambda x: linear(x, case.weight)), (lambda x: linear(x, case.weight.double()))
-
-
-def test_a_case_holds_one_layer_in_all_its_forms(case):
-    assert torch.equal(case.stored.to_dense(), case.weight) and torch.equal(case.b, case.x.T)
-    assert (case.weight != 0).sum() == 96 * 4  # 95% of 80 are zero
-    assert relative_error(case.x @ case.weight.T, case.exact) < 1e-5
-    left = clocks.left_behind(case.weight)(case.x)
-    assert left.dtype == torch.float64 and relative_error(left, case.exact) < 1e-12
 
 
 # ---- the number ----
@@ -84,26 +75,6 @@ def test_an_error_in_the_queue_is_not_lost():
     queue.launch(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         queue.synchronize()
-
-
-def test_the_same_call_twice_is_disturbed_from_a_third_on_and_left_in_peace_afterwards(monkeypatch):
-    busy, log = [False], []
-
-    class Recorded:
-        def __enter__(self):
-            busy[0] = True
-
-        def __exit__(self, *_):
-            busy[0] = False
-
-    monkeypatch.setattr(clocks, "disturbed", lambda device: Recorded())
-    found = clocks.same_call_twice(lambda: log.append(busy[0]), "cpu", 9)
-    once = [False] * 6 + [True] * 12
-    assert log == [False, *once, *once]
-    assert {order: [len(each) for each in samples.values()] for order, samples in found.items()} == {
-        "one after the other": [9, 9],
-        "in turns": [9, 9],
-    }
 
 
 @pytest.mark.parametrize(

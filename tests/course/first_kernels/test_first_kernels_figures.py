@@ -57,12 +57,6 @@ def _colours(cells) -> list:
     return [[colour(z) for z in line] for line in cells.z]
 
 
-def test_words_are_shown_for_every_dtype():
-    assert [drawn.packed_text(32)(1, word) for word in (0x4020_0007, -0x4000_0000 + 7)] == ["7<br>2.5", "7<br>-2"]
-    assert drawn.packed_text(32, "float16")(1, 0x4100_0003) == "3<br>2.5"
-    assert drawn.packed_text(32, "float32")(1, 0x4020_0000_0000_0009) == "9<br>2.5"
-
-
 def panel(figure, word: str) -> tuple:
     return next(found for caption, found in panels(figure).items() if word in caption)
 

@@ -29,11 +29,6 @@ def test_the_sizes_are_those_that_the_kernel_needs():
         tile.sizes(4)
 
 
-def test_pairs_of_blocks_fetch_all_of_x_and_half_of_the_weights():
-    alone, pairs = (tile.l2_bytes(16384, 2048, 5632, cluster) for cluster in (1, 2))
-    assert alone == 2816 * 2 * 2048 * 384 and pairs * 3 == alone * 2
-
-
 def test_every_sum_has_one_place_and_every_register_one_sum():
     for columns in (8, 64, 256):
         warp, lane, register = tile.sums(columns)

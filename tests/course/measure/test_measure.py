@@ -9,7 +9,6 @@ from tests.course import recorded_rows as made
 from twell_lab import records
 from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
-from twell_lab.core import InputError
 from twell_lab.course.measure import data as measure
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -95,14 +94,6 @@ def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
     assert measure.plain_calls(rows) == (
         "Plain calls, TwELL: 0.75x (1 token) to 1.90x (16,384 tokens) as fast; recorded on NVIDIA H100, 2026-01-01."
     )
-
-
-def test_prune_keeps_the_largest():
-    weight = torch.tensor([[3.0, -1.0], [0.5, -4.0]])
-    assert torch.equal(measure.prune(weight, 0.5), torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
-    assert torch.equal(measure.prune(weight, 0.0), weight)
-    with pytest.raises(InputError, match="share is 1"):
-        measure.prune(weight, 1)
 
 
 def test_pruned_weights_err_and_skipped_neurons_do_not():

@@ -31,12 +31,6 @@ def test_same_bits_tells_zeros_apart_and_takes_nan_for_itself():
     assert not packing.same_bits(a, a.double()) and not packing.same_bits(a, a[:2])
 
 
-@pytest.mark.parametrize("firing", [0, 1, 31, 32, 256])
-def test_one_tile_has_as_many_positives_as_asked_for(firing):
-    made = packing.one_tile(firing)
-    assert int((made > 0).sum()) == firing and int((made < 0).sum()) == 256 - firing
-
-
 def test_the_toy_loses_exactly_what_the_tail_holds():
     x = gate()
     packed = TwELL.from_gate(x, 64, 8)

@@ -1,31 +1,10 @@
 """The puzzles' pictures: what is asked agrees with what the answers do, and the reader's kernel is drawn."""
 
-import re
-
 import pytest
 
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
 from twell_lab.course import puzzles
 from twell_lab.course.puzzles import figures, pictures
-
-
-def texts(figure) -> str:
-    return " ".join(each.text or "" for each in figure.layout.annotations)
-
-
-def test_the_hierarchy_says_which_number_its_lane_has():
-    said = texts(figures.hierarchy())
-    numbers = re.search(r"= (\d+) \* (\d+) \+ (\d+) = <b>(\d+)</b>", said)
-    block, size, thread, own = map(int, numbers.groups())
-    assert own == block * size + thread and f"threadIdx.x = {thread}, blockIdx.x = {block}" in said
-    assert "gridDim.x = 6" in said and f"blockDim.x = {size}" in said
-
-
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
-def test_every_puzzle_has_a_picture_that_fits_a_page(name):
-    figure = figures.asked(name)
-    assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
-    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))
 
 
 def panel_of(name: str, word: str) -> list[int | None]:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from twell_lab.bench.comparison import APART, FUSED
-from twell_lab.core import InputError
-from twell_lab.course.sparsity_map import data, figures
+from twell_lab.course.sparsity_map import data
 from twell_lab.course.sparsity_map.data import pays_after
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
@@ -154,27 +153,3 @@ def test_fewer_bits_beside_fewer_weights(subject):
     assert half["bytes"] == 6 * subject.weight.numel() // 2 + 4 * 65
     assert pairs["bytes"] == subject.weight.numel() * 9 // 8
     assert full["error"] < int8["error"] < 0.02 < half["error"] < pairs["error"] < 1
-
-
-def test_figures_of_rows():
-    beside = figures.beside_dense(ROWS)
-    assert {(bar.name, bar.x, bar.y) for bar in beside.data} == {
-        ("CSR", ("scattered", "blocks 32 x 32"), (2.0, 4.0)),
-        ("ELL", ("scattered",), (0.5,)),
-    }
-    assert "no bar: not timed" in beside.layout.title.text  # ELL, of blocks
-    full = [row for row in ROWS if row["pattern"] == "scattered"]
-    assert "not timed" not in figures.beside_dense(full).layout.title.text
-    shown = figures.by_zeros(ROWS)
-    assert [line.name for line in shown.data if line.showlegend] == ["CSR"]  # ELL is nowhere faster
-    assert len(shown.data) == 2
-    assert "yours, now" in shown.layout.title.text
-    row = next(row for row in ROWS if row["path"] == "ELL")
-    odd = figures.by_zeros([row | {"pattern": pattern} for pattern in "abc"], ["ELL"]).layout
-    assert {odd[name].title.text for name in ("xaxis", "xaxis2", "xaxis3")} == {"zeros (log scale of the rest)"}
-    assert "nothing is recorded" in figures.by_zeros([]).layout.annotations[0].text
-    assert [line.name for line in figures.by_zeros(ROWS, ["ELL"]).data] == ["ELL"]
-    lost = [{"method": "m", "sparsity": 0.5, "more": 0.1}]
-    assert figures.loss_by_sparsity(lost).data[0].y == (10.0,)
-    with pytest.raises(InputError, match="no rows"):
-        figures.loss_by_sparsity([])

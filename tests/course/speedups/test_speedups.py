@@ -117,20 +117,6 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
         assert {step.share for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
-def test_nothing_recorded_is_said_and_drawn(keep):
-    keep(record([{"attack": "no row of a device"}]))
-    rows = speedups.recorded()
-    layers = speedups.layers_of(rows)
-    found = speedups.steps(rows, layers)
-    assert found == layers == [] and speedups.about(found) == data.NOTHING and speedups.compared(found) == data.ALONE
-    assert speedups.three_lines(found, [])[0] == data.NOTHING and len(speedups.three_lines(found, [])) == 3
-    figures = speedups.figures
-    panels = {"forward": speedups.by_nnz(layers, "inference", speedups.most_measured(layers))}
-    empty = [figures.beside_layers([]), figures.law([]), figures.pieces([]), figures.times([]), figures.by_tokens([])]
-    for figure in (*empty, figures.by_nnz(panels, None, ""), figures.costs([])):
-        assert "nothing is recorded" in figure.layout.annotations[0].text
-
-
 # ---- what lies between ----
 
 
@@ -169,38 +155,6 @@ def test_a_layer_by_tokens_and_by_nnz():
     assert said == "forward: between nnz 8 and 60; training step: nowhere up to 8"
     assert speedups.stops({"forward": {"forced twell": [(8.0, 0.9), (29.0, 0.8)]}}) == "forward: at nnz 8, 29"
     assert speedups.stops({"forward": {"planned": [(8.0, 0.9)]}}) == ""
-
-
-def test_costs_are_in_percent_of_dense(kept):
-    rows, layers = kept
-    found = speedups.costs(speedups.steps(rows, layers))
-    assert [(cost["of"], cost["percent"]) for cost in found if "eager" in cost["what"]] == [
-        ("time", 120),
-        ("weights", 101),
-    ]
-    watched = [row | {"mj_per_token": 3.0, "peak_bytes": 2**20} for row in rows]
-    assert {cost["of"] for cost in speedups.costs(speedups.steps(watched, layers))} == {
-        "time",
-        "weights",
-        "peak memory",
-        "energy",
-    }
-
-
-def test_the_figures_show_what_was_measured(kept):
-    rows, layers = kept
-    found = speedups.steps(rows, layers)
-    bars, alone, law = speedups.figures.beside_layers(found).data
-    assert list(bars.x) == [step.x for step in found] and list(alone.x) == [2, 2] and list(law.x) == [1.25, 1.25]
-    points = [trace for trace in speedups.figures.law(found, found).data if trace.name]
-    assert [list(trace.y) for trace in points] == [[step.x, step.predicted] for step in found] * 2
-    assert sum("yours, now" in trace.name for trace in points) == 2
-    stacked = speedups.figures.pieces(speedups.pieces(rows, layers)).data
-    assert sum(trace.x[0] for trace in stacked) == pytest.approx(100) and "LM head and" in stacked[1].name
-    assert [list(trace.x) for trace in speedups.figures.times(found).data] == [[12, 10], [4, 5]]
-    shown = speedups.figures.costs(speedups.costs(found)).data
-    assert {trace.name for trace in shown} == {"time", "weights"}
-    assert "energy" not in speedups.figures.costs(speedups.costs(found)).layout.title.text.lower()
 
 
 # ---- this machine ----

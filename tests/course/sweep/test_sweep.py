@@ -87,16 +87,6 @@ def test_the_verdict_is_computed():
     assert "Most zeros within 2%, L1 2: 0.5 fire (99.5% zeros), +1.50%." in course.verdict(more)
 
 
-def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
-    rows = [*ROWS[:5], fake("L1 1, dead rows renewed", 1.9, 2.0, 1.0, reinit=0.1)]
-    assert "Best sparse point, L1 1: " in " ".join(course.verdict(rows))
-
-
-def test_the_bytes_with_the_fewest_and_the_most():
-    assert course.extremes(ROWS[0], each=1) == [("line feed", 1.0), ("space", 9.0)]
-    assert [name for name, _ in course.extremes(ROWS[0])] == ["line feed", "'a'", "byte 200", "space"]
-
-
 # The record itself
 
 
