@@ -6,10 +6,9 @@ import torch
 from tests.course.recorded_rows import record
 from twell_lab.bench import training
 from twell_lab.course.backward import measured
-from twell_lab.course.roofline.data import LOGNORMAL, Rates
+from twell_lab.course.roofline.data import LOGNORMAL
 from twell_lab.ops import clock as clocks
 
-RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
 
 
@@ -73,43 +72,6 @@ def test_each_kind_is_of_one_record_the_newest_that_timed_most_of_it(stored):
     # Of a few neurons that fire often the second record timed two steps, the third one.
     assert told == [(LOGNORMAL, 3.0, "2026-11-22"), (LOGNORMAL, 1.5, "2026-11-22"), (layer, 2.9, "2026-11-23")]
     assert not measured.recorded("RTX")
-
-
-def test_whole_models_are_those_of_the_newest_record_that_timed_them(stored):
-    older, newer = (
-        [each | {"ms": 50.0} for each in models()],
-        [each for each in models() if "8 layers" in each["workload"]],
-    )
-    stored(("training", compared() + compared(8.01) + older), ("training", compared() + newer))
-    rows = measured.recorded()
-    small, large = ([each for each in rows if name in each["workload"]] for name in ("small", "step, 8 layers"))
-    assert {each["ms"] for each in large} == {90.0} and {each["ms"] for each in small} == {50.0}
-    assert large[0]["where"] == "recorded on NVIDIA H100 80GB HBM3, 2026-11-22" != small[0]["where"]
-    layers = [each for each in rows if not each["workload"].startswith(measured.WHOLE)]
-    assert len(layers) == 10 and {each["where"] for each in layers} == {small[0]["where"]}
-
-
-def models() -> list[dict]:
-    """Of two models: the larger one sparse, the smaller one slower than compiled torch."""
-
-    def of(workload: str, nnz: float, parameters: float, x: float, choice: str, d_model: int = 2048) -> list[dict]:
-        shared = {"layers": 8, "parameters": parameters, "peak_bytes": 2**30, "x_compiled": x, "d_model": d_model}
-        return [
-            row(path, 90.0, nnz, workload, **shared, **({"choice": choice} if path.startswith("planned") else {}))
-            for path in ("dense eager", "planned", "dense compiled", "planned compiled", "planned, compiled by layer")
-        ]
-
-    return of("whole step, small", 20.0, 5e7, 0.98, "0 of 8 layers sparse", 768) + of(
-        "whole step, 8 layers", 30.0, 5e8, 1.3, "8 of 8 layers sparse"
-    )
-
-
-def test_whole_models_are_compared_like_with_like():
-    large, small = measured.wholes(placed(compared() + models()))
-    assert large["model"] == "8 layers of 2,048 x 5,632" and large["compiled"] == 1.3 and large["eager"] == 6.0 / 90.0
-    assert small["model"] == "8 layers of 768 x 5,632" and small["choice"] == "0 of 8 layers sparse"
-    assert large["mib"] == large["dense_mib"] == 1024 and large["where"] == WHERE
-    assert measured.wholes(placed(compared())) == []
 
 
 SIZES = {"dense": {"x": 3 * 2**20}, "sparse": {"x": 2**20}}

@@ -9,7 +9,6 @@ from tests.simulator import modelled
 from twell_lab import plots
 from twell_lab.core import InputError
 from twell_lab.course.first_kernels import figures as drawn
-from twell_lab.simulator.counts import Counts
 from twell_lab.simulator.trace import Trace
 
 
@@ -156,34 +155,4 @@ def test_every_cell_holds_the_value_after_the_step():
             assert strong == set(now)
 
 
-def test_a_large_array_shows_the_page_that_was_touched_last():
-    steps = trace("pack_v2")
-    late = next(step.index for step in steps if step.kind == "read" and step.elements[0] == 256)
-    for index, page in (
-        (late - 1, "elements 0 to 255"),
-        (late, "elements 256 to 511"),
-        (late + 1, "elements 256 to 511"),
-    ):
-        assert panel(drawn.step_view(steps, index), page)
-    assert len(panel(drawn.step_view(steps, 0, page={"gate": 64}), "gate")[0]) == 2
-    with pytest.raises(InputError, match="steps 0 to"):
-        drawn.step_view(steps, len(steps))
-
-
 # ---- bars ----
-
-
-def counted(kernel: str) -> Counts:
-    block = getattr(modelled, kernel)(gate(2, 4096), 256, 32)
-    raw = block.raw()
-    return Counts.of(raw["sites"], raw["footprint"], block.lines, block.arrays, block.threads)
-
-
-def test_sectors_are_bars_of_bytes():
-    counts = {kernel: counted(kernel) for kernel in ("pack_v1", "pack_v2")}
-    asked, moved, written, sectors = drawn.sectors_figure(counts).data
-    assert list(asked.y) == [16.384, 16.384] and list(moved.y) == [16 * 16.384, 16.384]
-    assert moved.text[0].endswith("×16") and moved.text[1].endswith("×1") and moved.marker.pattern.shape
-    assert list(written.x) == ["pack_v1", "pack_v2"] and all(m >= a for a, m in zip(written.y, sectors.y, strict=True))
-    with pytest.raises(InputError):
-        drawn.sectors_figure({})

@@ -67,33 +67,7 @@ def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the
     assert sorted(found) == [("A", 1, 0.02, "twell"), ("B", 1, 1.0, "twell"), ("B", 8, 1.0, "twell")]
 
 
-WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
-
-
-def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
-    kept = [
-        made.row(**LAYER | WALL),
-        made.row(**LAYER | WALL | {"tokens": 16384, "ms": 0.9, "dense": 1.8, "wall_ms": 1.0, "dense_wall_ms": 1.9}),
-        made.row(**LAYER | {"tokens": 4}),  # not timed as a plain call
-    ]
-    others = [
-        made.row(**LAYER | each)
-        for each in (
-            {"nnz": 8.0},
-            {"d_ff": 1024},
-            {"path": "forced twell (graph)"},
-            {"device": "CPU"},
-            {"workload": "overflow: no overflow"},
-            {"kind": "plan"},
-        )
-    ]
-    keep(made.record("inference", "2026-01-01T00:00:00Z", [*reversed(kept), *others], kernels=()))
-    rows = measure.recorded_calls(2048, 5632, 29)
-    assert [each["tokens"] for each in rows] == [1, 4, 16384]
-    assert measure.plain_calls(rows) == (
-        "Plain calls, TwELL: 0.75x (1 token) to 1.90x (16,384 tokens) as fast; recorded on NVIDIA H100, 2026-01-01."
-    )
 
 
 def test_pruned_weights_err_and_skipped_neurons_do_not():

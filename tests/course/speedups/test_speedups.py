@@ -101,15 +101,6 @@ def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep)
     assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
 
 
-def test_a_model_whose_layers_were_recorded_comes_before_a_larger_one(keep):
-    larger = [row | {"parameters": 10**6, "d_model": 128} for row in MODEL[:2]]
-    keep(record(larger), record(MODEL[:2]), record(LAYER))
-    rows = speedups.recorded()
-    assert {row["parameters"] for row in rows} == {1000}
-    layers = speedups.layers_of(rows)
-    assert speedups.alike([*layers, layers[0] | {"d_ff": 9}], speedups.steps(rows, layers)) == layers
-
-
 def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
     for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
         keep(record([*MODEL, *(row | other for row in LAYER)]))
@@ -118,23 +109,6 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
 
 
 # ---- what lies between ----
-
-
-def test_the_time_of_a_call_is_told_apart(kept):
-    rows, layers = kept
-    head = [row | {"head": False, "gpu_ms": row["gpu_ms"] - 1} for row in rows if "gpu_ms" in row]
-    dense, planned = speedups.pieces([*rows, *head], layers)
-    more = [{**row, "tokens": 4, "what": "decode step, batch 4"} for row in rows]
-    four = [{**row, "tokens": 4} for row in layers]
-    drawn = speedups.pieces([*more, *rows], [*layers, *four])
-    assert [(each["tokens"], each["path"]) for each in drawn] == [
-        (tokens, path) for tokens in (1, 4) for path in ("dense eager", "planned")
-    ]
-    assert {key: dense[key] for key in ("layers", "head", "rest", "wait")} == pytest.approx(
-        {"layers": 2.0, "head": 1.0, "rest": 2.0, "wait": 5.0}
-    )
-    assert (planned["layers"], planned["wait"]) == (1.0, 8.0)
-    assert {piece["head"] for piece in speedups.pieces(rows, layers)} == {0.0}
 
 
 # ---- where a layer's gain stops, memory, energy ----
