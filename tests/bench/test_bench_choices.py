@@ -65,19 +65,6 @@ def test_a_score_is_the_mean_log_likelihood_of_the_option_alone(text):
         assert found.scores[number, option].item() == pytest.approx(right.item(), abs=1e-5)
 
 
-def test_what_is_no_number_is_not_chosen(text):
-    questions = Questions.draw(text, 20, 12, 5)
-
-    def broken(ids):
-        logits = torch.zeros(*ids.shape, 256)
-        logits[ids[:, -1] % 2 == 0] = math.nan
-        return logits
-
-    found = answer(broken, questions)
-    assert not found.scores.isnan().any() and 0 <= found.accuracy <= 1
-    assert answer(lambda ids: torch.full((*ids.shape, 256), math.nan), questions).accuracy == CHANCE
-
-
 def test_intervals_are_wilsons():
     # From R: prop.test(x, n, correct = FALSE)$conf.int
     assert wilson(50, 100) == pytest.approx((0.403832, 0.596168), abs=1e-6)

@@ -172,10 +172,9 @@ def test_a_forward_of_a_right_model_passes(method, sparsity):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method, sparsity", METHODS)
 @pytest.mark.parametrize("where", ["wrong scale", "attention"])
-def test_a_fault_is_found_in_a_forward(method, sparsity, where):
-    cut = Cut(method, sparsity)
+def test_a_fault_is_found_in_a_forward(where):
+    cut = Cut("teal", 0.9)
     sparse = cut.sparse(where)
     if where == "attention":
         sparse.model.layers[1].attention.out_proj.weight.mul_(1.5)

@@ -1,9 +1,5 @@
 """The record of adapters and dropout: rows of tiny models, and a verdict computed from them."""
 
-from dataclasses import replace
-
-import torch
-
 from twell_lab.bench import experiments
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
@@ -39,11 +35,3 @@ def test_rows_and_the_verdict(monkeypatch):
     found = experiments.verdicts(made + times)
     assert found["8 tokens"]["with_compress_x"] == 1.25 and found["8 tokens"]["product_x"] == 2
     assert experiments.verdicts([row for row in made if row.get("seed") != 1]) == {}
-
-
-def test_a_step_for_each_share_product_and_seed():
-    made = experiments.sections(replace(TINY, products=((64, 64, 64),), seeds=(0, 1, 2)))
-    lengths = {"adapters": 1, "products": 1, "2:4 in training": 1, "dropout": 3}
-    assert {name: len(steps) for name, steps in made.items()} == lengths
-    assert experiments.small().device == "cpu" and not experiments.small().products
-    assert torch.device(experiments.Shape().device).type == "cuda"

@@ -1,14 +1,14 @@
 """The record of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from twell_lab import records
 from twell_lab.analysis.profile import profile
-from twell_lab.app import recordings
-from twell_lab.bench import drawn, energy, sizes
+from twell_lab.bench import drawn, energy, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
 from twell_lab.layers.find import feed_forwards
@@ -52,11 +52,13 @@ def stopped(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models():
-    classes, tables.CLASSES = tables.CLASSES, (1, 8)
-    try:
-        return tables.recorded(TINY)
-    finally:
-        tables.CLASSES = classes
+    """In float32, in which a CPU multiplies fast, and planned without a clock; the record's is in bfloat16, and timed."""
+    plan = workloads.planner.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_compile_all", lambda *_: None)
+        patch.setattr(drawn, "fired", functools.partial(drawn.fired, dtype=torch.float32))
+        patch.setattr(workloads.planner, "plan", lambda *given, **how: plan(*given, **how | {"measure": False}))
+        return tables.recorded(TINY, classes=(1, 8))
 
 
 def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
@@ -76,21 +78,11 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
     paths = {name: [row["path"] for row in rows] for name, rows in found.items()}
     ways = ["dense eager", "planned", "planned for graphs"]
     replayed = [*ways, *(f"{way} (graph)" for way in ways)]
-    assert (
-        paths["plan"] == ["plan", "plan for graphs"]
-        and found["plan"][0]["classes"] == [1, 8]
-        and found["plan"][0]["ms"] > 0
-    )
+    assert paths["plan"] == ["plan", "plan for graphs"] and found["plan"][0]["classes"] == [1, 8]
     assert paths["one sequence"] == replayed and paths["decode"] == 2 * replayed
     assert paths["many sequences"] == ["dense eager", "planned"]
-    assert (
-        paths["many sequences, compiled"]
-        == paths["one sequence, compiled"]
-        == [
-            "dense compiled",
-            "planned compiled",
-        ]
-    )
+    for name in ("many sequences, compiled", "one sequence, compiled"):
+        assert paths[name] == ["dense compiled", "planned compiled"]
     compiled = ["dense compiled", "planned for graphs compiled"]
     assert paths["decode, compiled"] == 2 * [*compiled, *(f"{way} (graph)" for way in compiled)]
     assert [row["tokens"] for row in found["decode"]] == [1] * 6 + [16] * 6
@@ -101,42 +93,20 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
         assert read == (busy if name.startswith(("many", "decode")) else [])
         assert all(row["mj_per_token"] == 600 / row["tokens"] for row in each if "mj_per_token" in row)
     rows = [row for each in found.values() for row in each]
-    assert {row["workload"] for row in rows} == {
-        "Llama, plan of 2 token classes",
-        "Llama, 1 x 24 tokens",
-        "Llama, 12 x 24 tokens",
-        "Llama, decode step, batch 1",
-        "Llama, decode step, batch 16",
-    }
     for row in rows:
-        assert row["layers"] == 3 and len(row["nnz_layers"]) == 3 and row["dtype"] == "bfloat16"
+        assert row["layers"] == 3 and len(row["nnz_layers"]) == 3 and row["dtype"] == "float32"
         if row["path"] in paths["plan"]:
             assert row["kind"] == "model_plan"
             continue
         decodes = "decode" in row["workload"]
         assert row["kind"] == ("model_decode" if decodes else "model_forward") and row["head"]
-        assert row["tokens_per_s" if decodes else "tokens_per_ms"] == pytest.approx(
-            row["tokens"] / row["wall_ms"] * (1e3 if decodes else 1)
-        )
         assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and 0 < row["host_us"] <= 1e3 * row["wall_ms"]
         assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
-        replays = ways + (compiled if decodes else [])
-        assert ("gpu_ms" in row) == (row["path"] in replays and "12 x" not in row["workload"])
     eager = {row["path"]: row for row in found["one sequence"]}
     assert eager["planned"]["gpu_ms"] == eager["planned (graph)"]["ms"] == 1.5
     assert sum(map(int, eager["planned"]["choice"].replace(",", "").split()[::2])) == 3
     flat = records.flat_rows([records.Record.new("model", "a test's own", rows)])
     assert all(row["wall_ms"] for row in flat if row["path"] not in paths["plan"])
-
-
-def test_each_of_the_papers_sizes_has_a_record_of_its_own(monkeypatch):
-    assert sizes.SIZES == ("0.5B", "1B", "1.5B", "2B")
-    asked = []
-    monkeypatch.setattr(recordings, "need_gpu", lambda: None)
-    monkeypatch.setattr(sizes, "sections", lambda size: asked.append(size) or {"a": [lambda: []]})
-    for size in sizes.SIZES:
-        assert recordings.RECORDINGS[f"bench-{size}"](seconds=5.0).name == "bench-model"
-    assert asked == [*sizes.SIZES]
 
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):

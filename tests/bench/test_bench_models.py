@@ -1,6 +1,5 @@
 """tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
 
-import copy
 import json
 import time
 import warnings
@@ -14,9 +13,8 @@ from twell_lab import core
 from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, energy, models, workloads
 from twell_lab.bench.causal import Causal
-from twell_lab.core import DeviceError, InputError, RecordError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 
@@ -52,7 +50,6 @@ OTHERS = {
         "eos_token_id": 2,
     },
     "llama": {**LLAMA, "hidden_act": "relu"},
-    "phi3": {**LLAMA, "hidden_act": "relu"},
     "mixtral": {**LLAMA, "hidden_act": "relu", "num_local_experts": 4, "num_key_value_heads": 1},
 }
 
@@ -134,17 +131,6 @@ def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss
         tl.bench.model(ours(), **QUICK, paths=["hot_cold"])
 
 
-def test_a_plan_is_made_for_these_numbers_of_tokens_and_a_model_is_left_as_it_was():
-    model = theirs()
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    record = tl.bench.model(model, **QUICK)
-    assert {row["path"] for row in record.rows} == {"dense eager", "planned"}
-    assert all(row["choice"] for row in record.rows if row["path"] == "planned")
-    assert not any(isinstance(each, SparseFFN) for each in model.modules()) and not model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_the_papers_sizes_are_built_in():
     assert drawn.NAMES[-4:] == ("0.5B", "1B", "1.5B", "2B")
     shapes = [drawn.shape_of(name) for name in drawn.NAMES[-4:]]
@@ -177,11 +163,10 @@ def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
     with torch.no_grad():
         trained.layers[2].mlp.gate_proj.weight[8:] = 0.0  # 32 of 40 neurons never fire
     profiled = tl.profile(trained, torch.randint(64, (64, 32)))
-    for given in (profiled, profiled.save(tmp_path / "profile.json")):
-        record = tl.bench.model(SIZES, **QUICK, firing=given)
-        assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
-        wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
-        assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
+    record = tl.bench.model(SIZES, **QUICK, firing=profiled.save(tmp_path / "profile.json"))
+    assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
+    wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
+    assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
     rates = drawn.rates_like(profiled, 5, 40)
     assert [each.sum().item() for each in rates[::2]] == pytest.approx([each.mean_nnz for each in profiled.layers])
     assert torch.equal(
@@ -239,15 +224,6 @@ def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
     said = record.notes["left_out"]
     assert said["training, planned compiled"] == "NotImplementedError: no such operator"
     assert {"1 x 16 tokens, dense compiled", "decode step, batch 2, dense compiled"} <= set(said)
-
-
-def test_what_does_not_fit_into_the_gpu_is_left_out(monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB. GPU 0 has ...")
-
-    monkeypatch.setattr(models, "training_rows", full)
-    record = tl.bench.model(ours(), **QUICK, training=True)
-    assert len(record.rows) == 8 and "does not fit" in record.notes["left_out"]["training"]
 
 
 def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
@@ -318,27 +294,15 @@ def quantised():
         return torch.ao.quantization.quantize_dynamic(ours())
 
 
-def of_integers():
-    model = ours()
-    model.head.weight = nn.Parameter(model.head.weight.to(torch.int8), requires_grad=False)
-    return model
-
-
 @pytest.mark.parametrize(
     "make, said",
     [
         (lambda: "SakanaAI/SparseLM2B", r"is a name; accepted: a model, such as tl.load\('SakanaAI/SparseLM2B'\), or"),
-        (lambda: None, "expected a torch.nn.Module, got NoneType"),
         (lambda: nn.Linear(3, 3), "Linear is no causal language model"),
-        (lambda: nn.ReLU(), "has no parameters"),
         (lambda: theirs(hidden_act="silu"), "use SiLU.*relufy.* 100.0% are not zero"),
         (lambda: ours().train(), "is in training mode; accepted: model.eval()"),
-        (lambda: ours().to("meta"), "embedding.weight is on the device meta"),
-        (lambda: ours().double(), "embedding.weight is torch.float64"),
         (half_swapped, "1 feed-forward layers of LanguageModel are swapped already.* tl.densify"),
         (quantised, "is a Linear, a quantised module"),
-        (of_integers, "head.weight is torch.int8"),
-        (lambda: ModelConfig(gated=False), "gated=False.*; a Llama is drawn, so gated=True"),
     ],
 )
 def test_models_that_are_refused(make, said):
@@ -351,44 +315,25 @@ def test_models_that_are_refused(make, said):
     [
         ({"tokens": (0,)}, "tokens has 0"),
         ({"tokens": (33,)}, "tokens has 33; up to 32 are accepted, or a multiple of it"),
-        ({"tokens": ("many",)}, "tokens has 'many'"),
         ({"batches": (1.5,)}, "batches has 1.5"),
-        ({"batches": True}, "batches has True"),
-        ({"tokens": (), "batches": ()}, "both empty"),
         ({"firing": "profile.json"}, "firing is given, and the model has its own"),
         ({"cached": 1}, "cached is 1; a whole number from 2 to 32"),
-        ({"cached": 33}, "cached is 33"),
         ({"seconds": float("nan")}, "seconds is nan"),
-        ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16, and the model's is torch.float32"),
         ({"device": "cuda:7"}, "device is 'cuda:7'; accepted here"),
-        ({"device": "nonsense"}, "device is 'nonsense'; accepted here"),
         ({"text": "some text"}, "text is str; accepted: token ids"),
-        ({"text": torch.ones(400)}, "text is torch.float32"),
         (
             {"text": torch.zeros(100, dtype=torch.int64)},
             "text has 100 tokens, fewer than one batch needs.* 128 or more",
         ),
         ({"text": torch.full((400,), 64)}, "text has the token 64; accepted: token numbers from 0 to 63"),
-        ({"text": torch.full((400,), -1)}, "text has the token -1"),
         ({"plan": "auto"}, "plan is 'auto'; accepted"),
-        ({"plan": "no/such/plan.json"}, "plan is 'no/such/plan.json'; accepted"),
         ({"plan": tl.Choice("hot_cold", 256)}, "hot is 256 of 64 neurons"),
     ],
 )
 def test_arguments_that_are_refused(arguments, said):
     with pytest.raises((InputError, DeviceError), match=said):
         tl.bench.model(ours(), **{**QUICK, **arguments})
-
-
-def test_plans_that_are_refused(tmp_path):
-    other = ours(layers=3)
-    plan = tl.plan(tl.profile(other, torch.randint(64, (4, 32))), other, tokens=(1,), measure=False)
-    with pytest.raises(InputError, match="the plan has layers"):
-        tl.bench.model(ours(), **QUICK, plan=plan)
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(RecordError, match="plan.json"):
-        tl.bench.model(ours(), **QUICK, plan=tmp_path / "plan.json")
 
 
 def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):

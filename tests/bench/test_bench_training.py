@@ -123,14 +123,13 @@ def test_tables_of_heavy_rows(tiny, tables, monkeypatch):
         *((heavy, 5632) for heavy in (1, 8, 64, 512)),
     ]
     nnz = {}
-    for heavy, firing in ((0, 300), (8, 300), (8, 512)):
+    for heavy, firing in ((0, 300), (8, 512)):
         rows = module.heavy_rows(heavy, firing)
         called = f"heavy rows: {heavy}" + (", all neurons" if firing == 512 else "")
         assert {row["workload"] for row in rows} == {called}
         assert {(row["heavy_rows"], row["heavy_nnz"]) for row in rows} == {(heavy, firing if heavy else None)}
         assert {"dense eager", "forced twell", "planned"} <= {row["path"] for row in rows}
         nnz[heavy, firing] = rows[0]["nnz"]
-    assert nnz[8, 300] - nnz[0, 300] == pytest.approx(8 / 40 * 300, rel=0.1)
     assert nnz[8, 512] - nnz[0, 300] == pytest.approx(8 / 40 * 512, rel=0.1)
 
 

@@ -42,14 +42,6 @@ def test_a_pattern_keeps_whole_pieces_equally_many_in_each_band(pattern, sparsit
     )
 
 
-@pytest.mark.parametrize(("sparsity", "stay"), [(0.5, 4), (0.75, 2), (0.9, 1), (0.999, 1)])
-def test_two_four_in_blocks_keeps_twice_as_many_blocks_of_half_as_many_values(sparsity, stay):
-    a = patterned(NESTED, 256, 512, sparsity, dtype=torch.bfloat16, device="cpu")
-    assert ((a.view(256, 128, 4) != 0).sum(-1) <= 2).all()
-    values = (a != 0).view(2, 128, 4, 128).transpose(1, 2).flatten(2).sum(-1)
-    assert ((values == 0) | (values == 128 * 64)).all() and ((values > 0).sum(1) == stay).all()
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -7,7 +7,6 @@ from twell_lab.core import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
 from twell_lab.course.roofline.data import Rates
-from twell_lab.ops import survivors
 
 CASE = backward.drawn()
 FIRED = CASE.x @ CASE.gate.T > 0
@@ -58,12 +57,6 @@ def test_what_torch_saves_of_a_dense_layer_is_what_the_formula_says():
     assert [tensor["bytes"] for tensor in saved] == list(backward.dense_saved(10, 16, 48, value=4).values())
     y.sum().backward()  # the hooks hand back what they were given
     assert layer.up_proj.weight.grad.abs().sum() > 0
-
-
-def test_the_sparse_sizes_are_those_of_the_lists():
-    sizes = backward.sparse_saved(16384, 2048, 5632)
-    room = survivors.capacity_for(16384, 5632)
-    assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
 
 
 def test_seven_rows_for_each_kept_value():

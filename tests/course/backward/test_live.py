@@ -7,11 +7,8 @@ import torch
 
 from twell_lab.course import training
 from twell_lab.course.backward import live
-from twell_lab.course.roofline.data import Rates
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
-
-RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +53,3 @@ def test_a_run_changes_layers_over_at_the_limit(begun, limit, path):
     assert history[-1]["paths"] == [path, path] == [layer.module.learning for layer in feed_forwards(model)]
     assert all(0 < nnz <= 32 for nnz in history[0]["nnz"]) and next(windows).shape == (2, 17)
     assert not torch.equal(next(model.parameters()), next(begun[1].parameters()))  # it learned
-
-
-def test_the_break_even_is_the_librarys_as_a_share():
-    share = live.break_even_share(RATES)
-    assert 0.005 < share < 0.05
-    assert live.break_even_share(Rates(RATES.tensor, RATES.memory, 2 * RATES.l2, "a test")) == pytest.approx(2 * share)

@@ -77,19 +77,6 @@ def test_an_error_in_the_queue_is_not_lost():
         queue.synchronize()
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "clear"),
-    [
-        ([1, 1, 1, 1, 9], [2, 2, 2, 2], True),
-        ([2, 2, 2, 2], [1, 1, 1, 1], True),
-        ([1, 2, 3, 4], [2, 3, 4, 5], False),
-        ([1, 1, 1], [1, 1, 1], False),
-    ],
-)
-def test_apart(one, other, clear):
-    assert clocks.apart([float(each) for each in one], [float(each) for each in other]) == clear
-
-
 # ---- what ran ----
 
 

@@ -123,14 +123,6 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
     assert conversion.trained(free, "prose") == []
 
 
-def test_a_cut_takes_nothing_from_a_layer_that_is_sparser_by_itself(judged):
-    silent = copy.deepcopy(judged.calibration)
-    site = silent.layers[0].sites["activation"]
-    site.counts[0] += 99 * site.total  # zeros: 1% fires
-    first, second = conversion.by_layer(silent, 0.9)
-    assert first == pytest.approx(0.01, rel=0.05) and second == pytest.approx(0.1, rel=0.05)
-
-
 @pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "unclear")))
 def test_intervals_decide(change, said):
     lines = conversion.three_lines([point(density=0.1, change=5.0), point("convert", 0.1, change, steps=60)])

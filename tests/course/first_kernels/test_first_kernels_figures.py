@@ -89,20 +89,6 @@ def test_what_is_written_is_framed_and_what_is_not_stays_empty():
     assert texts[1][0] == "32"  # the second warp's first thread
 
 
-def test_several_threads_and_atomics():
-    figure = drawn.who_touches_what(trace("block_sum"))
-    captions = list(panels(figure))
-    assert [caption.split(":")[1].split(" by")[0].strip() for caption in captions] == [
-        "read",
-        "read",
-        "written",
-        "updated",
-    ]
-    texts, colours, framed, hover = panels(figure)[captions[3]]
-    assert set(flat(texts)) == {"×2"} and set(flat(colours)) == {drawn.SHARED_BY_MANY} and all(flat(framed))
-    assert "updated by thread 3 and 35" in hover[0][3]
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

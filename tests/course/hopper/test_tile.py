@@ -39,13 +39,6 @@ def test_every_sum_has_one_place_and_every_register_one_sum():
             tile.sums(wrong)
 
 
-def test_a_tensor_map_reads_the_weights_in_this_order():
-    order = torch.tensor([tile.neuron_at(place) for place in range(256)])
-    assert torch.equal(torch.arange(256).view(4, 32, 2).transpose(0, 1).flatten(), order)
-    lanes = order[tile.sums()[1][0].argsort(stable=True)].view(4, 64)
-    assert torch.equal(lanes, torch.arange(256).view(4, 64))
-
-
 @given(st.integers(0, 2**31), st.sampled_from([-3.0, -1.5, 0.0, 3.0]), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_a_row_is_packed_as_the_library_packs_it(seed, shift, dtype):
     gate = (torch.randn(256, generator=torch.Generator().manual_seed(seed)) + shift).to(dtype)

@@ -8,7 +8,7 @@ import torch
 from tests.course import recorded_rows as made
 from twell_lab import records
 from twell_lab.bench import density as bench_density
-from twell_lab.bench.density import DENSITY, scattered
+from twell_lab.bench.density import DENSITY
 from twell_lab.course.measure import data as measure
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -68,16 +68,6 @@ def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the
 
 
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
-
-
-def test_pruned_weights_err_and_skipped_neurons_do_not():
-    torch.manual_seed(0)
-    hidden, down = scattered(1, 200, 4), torch.randn(30, 200)
-    rows, samples = measure.weights_or_activations(hidden, down, [0.5, 0.9], "cpu", seconds=0.0)
-    assert [row["path"] for row in rows] == list(samples)
-    dense, half, most, skipped = rows
-    assert dense["bytes"] == 4 * 30 * 200 and skipped["bytes"] == 4 * 30 * 4 and skipped["zeros"] == 0.98
-    assert dense["error"] < 1e-5 and skipped["error"] < 1e-5 < half["error"] < most["error"]
 
 
 def test_threshold_sweep_counts_what_it_says():

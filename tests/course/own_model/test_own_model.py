@@ -5,10 +5,9 @@ import torch
 
 import twell_lab as tl
 from twell_lab.analysis import costs, predict
-from twell_lab.analysis.plan import Plan
 from twell_lab.core import InputError
 from twell_lab.course import own_model
-from twell_lab.layers.choice import DENSE, Candidate, LayerPlan
+from twell_lab.layers.choice import DENSE
 from twell_lab.layers.paths.cost import Firing
 
 SAID = "def "
@@ -70,19 +69,6 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
     assert row["launches"] == pytest.approx(100 * launches / row["dense_us"])
     assert sum(int(part.split()[0]) for part in row["paths"].split(", ")) == 4
     assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
-
-
-def layer(name, **classes):
-    candidates = tuple(Candidate(int(most[1:]), path, 0, 1.0, None, True, "") for most, path in classes.items())
-    return LayerPlan(name, 8, 4, True, 1, (0, 0, 0, 0), candidates)
-
-
-def test_a_plan_says_how_many_layers_stay_dense_at_each_number_of_tokens():
-    plan = Plan(
-        [layer("a", _1="twell", _64="dense"), layer("b", _64="dense"), layer("c", _8="dense", _64="twell")], "", "", {}
-    )
-    assert own_model.planned(plan, (1,)) == "left dense of 3 layers: 2 with 1 token"
-    assert own_model.planned(plan, (8, 9, 500)).endswith(": 3 with 8 tokens, 2 with 9 tokens, 2 with 500 tokens")
 
 
 HERE = {"what": "decode step, batch 1", "low": 1.1, "times": 1.2, "high": 1.3}

@@ -372,14 +372,13 @@ def test_what_a_gpu_says_is_part_of_the_verdict(on_my_gpu, tmp_path):
     assert not other.right and "on the My GPU, with 32 values: your kernel writes nothing" in other.said
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_cuda_takes_every_answer_and_all_that_is_handed_out(arch):
+def test_cuda_takes_every_answer_and_all_that_is_handed_out():
     try:
         compiler.compiler()
     except StackError as missing:
         pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():
         for text in texts:
-            assert name.encode() in gpu.compiled(text, name, arch)
+            assert name.encode() in gpu.compiled(text, name, "sm_75")
     with pytest.raises(CompileError, match="identifier"):
-        gpu.compiled("int a = b;", "map", arch)
+        gpu.compiled("int a = b;", "map", "sm_75")

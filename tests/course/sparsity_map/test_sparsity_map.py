@@ -111,12 +111,6 @@ def test_the_study_of_a_shipped_model():
     assert not up._forward_pre_hooks
 
 
-def test_times_are_looked_up_between_what_was_measured(subject):
-    made = data.weigh(subject.weight, subject.inputs, seconds=0.001)
-    assert {*made.times} == {"dense", "CSR", "blocks 16", "blocks 32"} and made.where == "CPU"
-    assert all(len(times) == len(made.densities) and min(times) > 0 for times in made.times.values())
-
-
 @pytest.mark.parametrize("density", [0.01, 0.02, 0.1, 0.55, 1.0])
 def test_a_time_on_the_line_between(weighed, density):
     assert data._time(weighed, "CSR", density) == pytest.approx(density)
@@ -145,11 +139,3 @@ def test_the_ends_of_the_slider(weighed):
     assert nothing["density"] == 0 and nothing["error"] == 1 and nothing["filled"] == {16: 0.0, 32: 0.0}
     assert nothing["bytes"]["2:4"] == weighed.weight.numel() + weighed.weight.numel() // 8
     assert "least time as CSR" in data.sentence(nothing) and "fewest bytes as dense" in data.sentence(everything)
-
-
-def test_fewer_bits_beside_fewer_weights(subject):
-    full, int8, pairs, half = data.few_bits(subject)
-    assert full["bytes"] == 2 * subject.weight.numel() and int8["bytes"] == subject.weight.numel() + 4 * 64
-    assert half["bytes"] == 6 * subject.weight.numel() // 2 + 4 * 65
-    assert pairs["bytes"] == subject.weight.numel() * 9 // 8
-    assert full["error"] < int8["error"] < 0.02 < half["error"] < pairs["error"] < 1

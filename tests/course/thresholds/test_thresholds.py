@@ -124,18 +124,6 @@ def test_a_step_is_timed_with_thresholds_on_the_twell_path_and_without_in_turn(c
     assert seen[-1][0]["ms"].shape == (1, 3, 64)
 
 
-def test_a_step_of_one_token_is_decoding_with_what_came_before(model, monkeypatch):
-    own = shown.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=())
-    seen = []
-    stepping(monkeypatch, seen)
-    with torch.no_grad():
-        expected = model(own.windows[:1]).logits[:, -1:]
-    assert shown.clock(own, 0.9).what == "decoding a token"
-    for gave, *_ in seen:
-        assert torch.allclose(gave["dense_ms"], expected, atol=1e-5)
-        assert not torch.allclose(gave["ms"], expected, atol=1e-5)
-
-
 def test_a_clock_that_fails_leaves_no_thresholds(counted, model, monkeypatch):
     monkeypatch.setattr(shown.data.clocks, "time_bursts", lambda *_, **__: 1 / 0)
     own = dataclasses.replace(counted, steps={})
