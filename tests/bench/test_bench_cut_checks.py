@@ -13,7 +13,7 @@ import twell_lab as tl
 from twell_lab.bench import cut_checks, models
 from twell_lab.bench.causal import Causal
 from twell_lab.bench.cut_checks import CutLayer, forward_ratio, hard_inputs, has_thresholds, inputs_of, model_ratio
-from twell_lab.bench.workloads import MARGIN, SLACK, Tokens
+from twell_lab.bench.workloads import Tokens
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
@@ -108,12 +108,12 @@ def layer_ratios(cut, fault, batch=1):
         yield CutLayer(layer).ratio(Standin(layer, fault), [*xs, *hard_inputs(layer, xs[0])])
 
 
-METHODS = [("cats", 0.5), ("cats", 0.9), ("teal", 0.3), ("teal", 0.9)]
+METHODS = [("cats", 0.5), ("teal", 0.9)]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method, sparsity", METHODS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_right_layer_passes(method, sparsity, seed):
     assert max(layer_ratios(Cut(method, sparsity, seed), "", batch=1 + seed)) <= 1
 
@@ -126,65 +126,16 @@ OF_TEAL = ["an input more", "ties dropped"]
 @pytest.mark.parametrize(
     "method, fault", [*((m, f) for m in ("cats", "teal") for f in FAULTS), *(("teal", f) for f in OF_TEAL)]
 )
-@pytest.mark.parametrize("sparsity", [0.5, 0.9])
-def test_a_fault_in_a_layer_is_found(method, fault, sparsity):
-    assert min(layer_ratios(Cut(method, sparsity), fault)) > 1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "sparsity", [0.5, 0.9]
-)  # of the hidden values 0.5 leaves what the ReLU does, at a threshold of 0
-@pytest.mark.parametrize("seed", range(3))
-def test_layers_with_a_relu_are_judged_alike(sparsity, seed):
-    cut = Cut("teal", sparsity, seed, nn.ReLU)
-    assert all(layer.acts is None for layer in cut.layers)
-    assert max(layer_ratios(cut, "", batch=1 + seed)) <= 1
-    for fault in ("a hidden value more", "an input more", "wrong scale", "ties dropped", "NaN dropped"):
-        assert min(layer_ratios(cut, fault)) > 1
-
-
-@torch.no_grad()
-def test_what_a_layer_kept_is_free_at_the_threshold_and_nowhere_else(monkeypatch):
-    cut = Cut("teal", 0.3)
-    real = CutLayer._hidden
-    monkeypatch.setattr(CutLayer, "_hidden", lambda own, x: (*real(own, x)[:2], torch.zeros_like(real(own, x)[2])))
-    assert max(layer_ratios(cut, "")) > 1
-
-
-@torch.no_grad()
-def test_a_dense_layer_that_is_off_itself_is_no_measure():
-    cut = Cut("teal", 0.5)
-    (ids, kept), layer = cut.steps(1)[0], cut.layers[0]
-    (x,) = inputs_of([layer], lambda: cut.dense.stepper()(ids, kept))[layer.name]
-    judge, sparse = CutLayer(layer), Standin(copy.deepcopy(layer))
-    layer.down.weight.mul_(1.1)
-    with pytest.raises(clock.WrongResult, match="layers.0.mlp: the dense layer itself is off"):
-        judge.ratio(sparse, [x])
+def test_a_fault_in_a_layer_is_found(method, fault):
+    assert min(layer_ratios(Cut(method, 0.9), fault)) > 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method, sparsity", METHODS)
-def test_a_right_model_passes_though_single_tokens_do_not(method, sparsity, monkeypatch):
-    """What was asked before: each token's error at most MARGIN times the dense model's, and SLACK of the logits."""
-    cut, single = Cut(method, sparsity), []
-    real = cut_checks._mean
-    monkeypatch.setattr(cut_checks, "_mean", lambda found: real(single.append(found[:]) or found))
+def test_a_right_model_passes(method, sparsity):
+    cut = Cut(method, sparsity)
     ratio, read = cut.ratio(cut.sparse(), 32)
-    assert ratio <= 1 and read == len(single[-1]) >= cut_checks.LEAST
-    over = torch.tensor(single[-1]).exp() > 1.2 * MARGIN
-    assert over.float().mean() > 0.05
-
-
-@torch.no_grad()
-def test_one_token_is_far_off_where_one_input_more_is_kept():
-    cut = Cut("teal", 0.9)
-    found = []
-    for ids, kept in cut.steps(60):
-        right = cut.exact.stepper()(ids, kept.part(slice(None), torch.float32))
-        ours, theirs = (float((m.stepper()(ids, kept).float() - right).norm()) for m in (cut.sparse(), cut.dense))
-        found.append(ours / (MARGIN * theirs + SLACK * float(right.norm())))
-    assert max(found) > 2 and min(found) < 0.5
+    assert ratio <= 1 and read >= cut_checks.LEAST
 
 
 @torch.no_grad()
@@ -201,19 +152,6 @@ def test_a_fault_outside_the_layers_is_found(method, sparsity, where):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method, sparsity", METHODS[1:])
-def test_a_wrong_scale_is_found_in_the_logits_too(method, sparsity):
-    cut = Cut(method, sparsity)
-    assert cut.ratio(cut.sparse("wrong scale"), 32)[0] > 1.2
-
-
-@torch.no_grad()
-def test_the_dense_model_itself_is_as_far_off_as_it_is():
-    cut = Cut("teal", 0.9)
-    assert cut.ratio(cut.dense, 32) == (pytest.approx(1 / MARGIN), cut_checks.LEAST)
-
-
-@torch.no_grad()
 def test_logits_that_are_no_number_are_wrong():
     cut = Cut("cats", 0.5)
     sparse = cut.sparse()
@@ -221,58 +159,29 @@ def test_logits_that_are_no_number_are_wrong():
     assert cut.ratio(sparse, 32)[0] == math.inf
 
 
-@torch.no_grad()
-def test_what_too_few_tokens_do_not_say_is_refused(monkeypatch):
-    monkeypatch.setattr(cut_checks, "MOST", 64)
-    monkeypatch.setattr(cut_checks, "ERRORS", 1e6)
-    cut = Cut("teal", 0.9)
-    with pytest.raises(clock.WrongResult, match="64 tokens do not say whether the logits are right"):
-        cut.ratio(cut.sparse(), 32)
-
-
 # ---- forwards ----
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method, sparsity", METHODS)
-@pytest.mark.parametrize("head", [True, False])
-def test_a_forward_of_a_right_model_passes(method, sparsity, head):
+def test_a_forward_of_a_right_model_passes(method, sparsity):
     cut = Cut(method, sparsity)
     given = cut.exact, cut.dense, cut.sparse(), cut.tokens
-    ratio, read = forward_ratio(*given, 2, 24, head=head)
+    ratio, read = forward_ratio(*given, 2, 24)
     assert 0.5 < ratio <= 1 and read >= cut_checks.SEQUENCES[0]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method, sparsity", METHODS[1:])
 @pytest.mark.parametrize("where", ["wrong scale", "attention"])
-def test_a_fault_is_found_in_a_forward(method, sparsity, where):
-    cut = Cut(method, sparsity)
+def test_a_fault_is_found_in_a_forward(where):
+    cut = Cut("teal", 0.9)
     sparse = cut.sparse(where)
     if where == "attention":
         sparse.model.layers[1].attention.out_proj.weight.mul_(1.5)
     assert forward_ratio(cut.exact, cut.dense, sparse, cut.tokens, 2, 24)[0] > 1.2
 
 
-@torch.no_grad()
-def test_no_window_of_a_short_text_is_read_twice():
-    """Twice the same would count as two, and make chance look certain."""
-    tokens = Tokens(64, torch.device("cpu"), torch.arange(60))
-    windows = cut_checks._windows(tokens, 1000, 24)
-    assert windows.shape == (7, 24) and sorted(windows[:, 0].tolist()) == list(range(30, 37))
-    assert cut_checks._windows(Tokens(64, torch.device("cpu")), 50, 24).shape == (50, 24)  # random tokens never end
-
-
 # ---- a model that is to be timed ----
-
-
-class FATReLU(nn.Module):
-    """As MiniCPM-S has it: what is above the threshold stays."""
-
-    threshold = 0.3
-
-    def forward(self, x):
-        return torch.where(x > self.threshold, x, 0.0)
 
 
 def bench(model, monkeypatch, fault="", **changes):
@@ -304,51 +213,13 @@ def test_a_right_model_is_timed_though_a_few_tokens_speak_against_it(method, spa
         if row["path"] != "dense eager":
             assert 0 < row["layer_over_allowed"] <= 1 and 0.5 < row["error_over_allowed"] <= 1
             assert row[f"compared_{what}"] >= (cut_checks.LEAST if what == "tokens" else cut_checks.SEQUENCES[0])
-    if (method, sparsity) == ("teal", 0.9):  # what was asked before
-        monkeypatch.setattr(models, "has_thresholds", lambda layer: False)
-        with pytest.raises(clock.WrongResult, match="forced dense: the logits are off by"):
-            bench(cut.dense.model, monkeypatch, text=text)
 
 
-def test_thresholds_of_a_fatrelu_are_judged_so_too(monkeypatch):
-    torch.manual_seed(0)
-    model = LanguageModel(SIZES).eval().requires_grad_(False)
-    for layer in model.layers:
-        layer.mlp.act_fn = FATReLU().eval()
-        nn.init.normal_(layer.mlp.gate_proj.weight, std=1.5 / 48**0.5)
-    assert all(map(has_thresholds, feed_forwards(model)))
-    record = bench(model.bfloat16(), monkeypatch)
-    assert all(0 < row["layer_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
-    with pytest.raises(clock.WrongResult, match="layers.0.mlp is off by"):
-        bench(model, monkeypatch, "wrong scale")
-
-
-@pytest.mark.parametrize("fault", ["a hidden value more", "another threshold", "an input more", "ties dropped"])
+@pytest.mark.parametrize("fault", ["a hidden value more", "an input more"])
 def test_a_wrong_layer_is_not_timed(fault, monkeypatch):
     said = r"1 x 24 tokens: forced dense: layers.\d.mlp is off by .* times what is allowed: nothing was timed"
     with pytest.raises(clock.WrongResult, match=said):
         bench(Cut("teal", 0.5).dense.model, monkeypatch, fault)
-
-
-def test_a_wrong_model_with_right_layers_is_not_timed(monkeypatch):
-    real = models.Models.follow
-
-    def wrongly(self, name, plan, **how):
-        real(self, name, plan, **how)
-        with torch.no_grad():
-            self.sparse[name].model.layers[1].attention.out_proj.weight.mul_(1.5)
-
-    monkeypatch.setattr(models.Models, "follow", wrongly)
-    with pytest.raises(clock.WrongResult, match="the logits of .* sequences are off by .* on average"):
-        bench(Cut("teal", 0.5).dense.model, monkeypatch)
-
-
-def test_a_float32_model_with_thresholds_is_its_own_yardstick(monkeypatch):
-    model = Cut("teal", 0.9).exact.model
-    record = bench(model, monkeypatch)
-    assert all(row["error_over_allowed"] <= 1 for row in record.rows if row["path"] != "dense eager")
-    with pytest.raises(clock.WrongResult, match="is off by"):
-        bench(model, monkeypatch, "wrong scale")
 
 
 def test_a_relu_model_is_judged_as_before(monkeypatch):

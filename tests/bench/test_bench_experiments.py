@@ -1,12 +1,6 @@
 """The record of adapters and dropout: rows of tiny models, and a verdict computed from them."""
 
-from dataclasses import replace
-
-import pytest
-import torch
-
 from twell_lab.bench import experiments
-from twell_lab.core import DeviceError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 from twell_lab.sparsities import adapters
@@ -19,21 +13,6 @@ TINY = experiments.Shape(
     products=(),
     device="cpu",
 )
-
-
-def test_steps_with_2_4_operands_stand_beside_the_dense_one(monkeypatch):
-    rows = [{"path": "dense step", "ms": 3.0}, {"path": "2:4 input step", "ms": 2.0, "error": 0.001, "dropped": 0.1}]
-    monkeypatch.setattr(experiments, "step_times", lambda *sizes: [dict(row) for row in rows])
-    made = experiments.sections(replace(TINY, products=((64, 128, 64),)))["2:4 in training"][0]()
-    assert [row["x_dense"] for row in made] == [1.0, 1.5] and {row["kind"] for row in made} == {"two_four_training"}
-    Record.new("experiments", "a test's own", made)
-
-    def fails(*_):
-        raise DeviceError("no cuSPARSELt")
-
-    monkeypatch.setattr(experiments, "step_times", fails)
-    with pytest.raises(RuntimeError, match="no cuSPARSELt"):
-        experiments.step_rows((64, 128, 64))
 
 
 def test_rows_and_the_verdict(monkeypatch):
@@ -56,11 +35,3 @@ def test_rows_and_the_verdict(monkeypatch):
     found = experiments.verdicts(made + times)
     assert found["8 tokens"]["with_compress_x"] == 1.25 and found["8 tokens"]["product_x"] == 2
     assert experiments.verdicts([row for row in made if row.get("seed") != 1]) == {}
-
-
-def test_a_step_for_each_share_product_and_seed():
-    made = experiments.sections(replace(TINY, products=((64, 64, 64),), seeds=(0, 1, 2)))
-    lengths = {"adapters": 1, "products": 1, "2:4 in training": 1, "dropout": 3}
-    assert {name: len(steps) for name, steps in made.items()} == lengths
-    assert experiments.small().device == "cpu" and not experiments.small().products
-    assert torch.device(experiments.Shape().device).type == "cuda"

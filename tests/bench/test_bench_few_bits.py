@@ -42,12 +42,6 @@ def test_what_is_too_far_off_is_not_timed(monkeypatch):
         few_bits.few_bits_rows(5, FEW)
 
 
-def test_a_product_that_differs_is_not_timed(monkeypatch):
-    monkeypatch.setattr(few_bits.Bitmap, "dense", lambda held: held.values.new_ones(held.shape))
-    with pytest.raises(WrongResult, match="expanded from a bitmap differs from the same values .*: nothing was timed"):
-        few_bits.few_bits_rows(5, FEW)
-
-
 @torch.no_grad()
 def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
     """A large value in each row makes INT8 far off from the exact result; a wrong scale is told apart from that."""
@@ -60,23 +54,6 @@ def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
     monkeypatch.setattr(few_bits, "PATHS", ("int8",))
     with pytest.raises(WrongResult, match="y of int8 is off by [23]"):
         few_bits.few_bits_rows(5, FEW)
-
-
-def hopper_linear(x, rows, bits=13, step=32, added=4):
-    """x W^T of E4M3 values as an H100 adds them: the products of `step` columns and the sum so far are cut off `bits`
-    below the largest of them, and after `added` such steps the sum goes to a float32."""
-    short = quantise(x, torch.float8_e4m3fn)
-    total = torch.zeros(len(x), len(rows.values))
-    for first in range(0, x.shape[1], step):
-        if first // step % added == 0:
-            part = torch.zeros_like(total)
-        terms = short.values.float()[:, None, first : first + step] * rows.values.float()[None, :, first : first + step]
-        terms = torch.cat([terms, part[..., None]], -1)
-        unit = torch.exp2(terms.abs().amax(-1, keepdim=True).log2().floor() + 1 - bits)
-        part = ((terms / unit).trunc() * unit).nan_to_num(0).sum(-1)
-        if first // step % added == added - 1 or first + step >= x.shape[1]:
-            total += part
-    return (total * short.scale[:, None] * rows.scale).to(x.dtype)
 
 
 def layer_of(linear, gate, up, down):
@@ -95,64 +72,20 @@ def in_e4m3(tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_sums_of_few_bits_are_no_fault(tokens):
-    """They move an h to the next E4M3 number now and then, and with it y by more than the limit: each product is held
-    for itself, and is as near as rounding to bfloat16 lets it be."""
-    layer, x, rows = in_e4m3(tokens)
-    y = layer_of(hopper_linear, *rows)(x)
-    off = few_bits.off_on_rounded(layer, x, y, hopper_linear, E4M3)
-    assert max(off.values()) < 0.004
-    if tokens > 1:  # held against what exact sums make of h, they would be one
-        assert few_bits._worst(y, layer_of(fp8_linear, *rows)(x).double()) > MOST
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("linear, tokens", [(fp8_linear, 1), (fp8_linear, 64), (hopper_linear, 8)])
-@pytest.mark.parametrize("fault", ["gate's scale", "up's scale", "down's scale", "neuron left out", "token's scale"])
-def test_a_fault_of_one_row_is_found(fault, linear, tokens):
+@pytest.mark.parametrize("fault", ["gate's scale", "down's scale", "neuron left out", "token's scale"])
+def test_a_fault_of_one_row_is_found(fault):
     """Of a neuron that fires, an output or a token: a scale that is 20% off, or a neuron that is not there."""
-    layer, x, (gate, up, down) = in_e4m3(tokens)
-    fires = int((torch.relu(linear(x, gate)) * linear(x, up)).abs().sum(0).argmax())
+    layer, x, (gate, up, down) = in_e4m3(64)
+    fires = int((torch.relu(fp8_linear(x, gate)) * fp8_linear(x, up)).abs().sum(0).argmax())
     scaled = lambda rows, at: rows._replace(scale=rows.scale.index_fill(0, torch.tensor(at), 1.2 * rows.scale[at]))  # noqa: E731
     if fault == "gate's scale":
         gate = scaled(gate, fires)
-    elif fault == "up's scale":
-        up = scaled(up, fires)
     elif fault == "down's scale":
-        down = scaled(down, int(layer_of(linear, gate, up, down)(x).abs().sum(0).argmax()))
+        down = scaled(down, int(layer_of(fp8_linear, gate, up, down)(x).abs().sum(0).argmax()))
     elif fault == "neuron left out":
         up = up._replace(scale=up.scale.index_fill(0, torch.tensor(fires), 0))
-    y = layer_of(linear, gate, up, down)(x)
+    y = layer_of(fp8_linear, gate, up, down)(x)
     if fault == "token's scale":
         y[-1] *= 1.2
-    off = few_bits.off_on_rounded(layer, x, y, linear, E4M3)
+    off = few_bits.off_on_rounded(layer, x, y, fp8_linear, E4M3)
     assert off["y"] > MOST > max(off["g"], off["u"])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("wrong, what", [(0, "g"), (1, "u"), (2, "y")])
-def test_a_product_that_is_wrong_in_one_column_is_found(wrong, what):
-    """By its column, though of a token's norm it is little; the other two are as they should be."""
-    layer, x, rows = in_e4m3(64)
-    values = rows[wrong].values.view(torch.uint8)
-
-    def linear(x, given, at=7):
-        y = fp8_linear(x, given)
-        return y.index_fill(1, torch.tensor(at), 0) if torch.equal(given.values.view(torch.uint8), values) else y
-
-    off = few_bits.off_on_rounded(layer, x, layer_of(linear, *rows)(x), linear, E4M3)
-    assert off.pop(what) > MOST > max(off.values())
-
-
-def test_silent_tokens_are_right_as_zeros_and_nan_is_wrong():
-    exact = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
-    assert few_bits._worst(exact.float(), exact) == 0
-    assert few_bits._worst(exact.float() + torch.tensor([[0.0, 0.0], [0.5, 0.0]]), exact) == 0.1
-    assert few_bits._worst(exact.float() + 1e-9, exact) == float("inf")
-    assert not few_bits._worst(exact.float() * float("nan"), exact) <= 1
-
-
-def test_sections_hold_each_number_of_tokens():
-    (steps,) = few_bits.sections(FEW).values()
-    assert [step.args for step in steps] == [(tokens, FEW) for tokens in few_bits.TOKENS]

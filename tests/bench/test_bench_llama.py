@@ -1,22 +1,17 @@
 """The record of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
 
 import copy
-import sys
+import functools
 
 import pytest
 import torch
 
 from twell_lab import records
 from twell_lab.analysis.profile import profile
-from twell_lab.app import recordings
-from twell_lab.app import tables as pages
-from twell_lab.bench import drawn, energy, sizes, workloads
+from twell_lab.bench import drawn, energy, workloads
 from twell_lab.bench import llama as tables
 from twell_lab.bench.causal import Causal
-from twell_lab.core import StackError
-from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import clock as clocks
 
 pytest.importorskip("transformers")
@@ -57,18 +52,13 @@ def stopped(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models():
-    classes, tables.CLASSES = tables.CLASSES, (1, 8)
-    try:
-        return tables.recorded(TINY)
-    finally:
-        tables.CLASSES = classes
-
-
-def test_the_layers_of_the_recorded_model_fire_from_2_to_109_neurons_and_29_on_average():
-    nnzs = drawn.LLAMA.nnzs
-    assert len(nnzs) == 38 and nnzs == sorted(nnzs)
-    assert (nnzs[0], nnzs[-1]) == (2.0, 109.0) and sum(nnzs) / 38 == pytest.approx(29, abs=1e-6)
-    assert len(tables.CLASSES) == 5
+    """In float32, in which a CPU multiplies fast, and planned without a clock; the record's is in bfloat16, and timed."""
+    plan = workloads.planner.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_compile_all", lambda *_: None)
+        patch.setattr(drawn, "fired", functools.partial(drawn.fired, dtype=torch.float32))
+        patch.setattr(workloads.planner, "plan", lambda *given, **how: plan(*given, **how | {"measure": False}))
+        return tables.recorded(TINY, classes=(1, 8))
 
 
 def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
@@ -82,37 +72,17 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     assert all((layer.gate.bias < 0).any() for layer in feed_forwards(model))
 
 
-def test_in_a_deep_model_other_tokens_fire_as_many_neurons():
-    shape = drawn.Shape(
-        layers=24, d_model=64, d_ff=256, heads=2, vocabulary=512, context=256, sequences=1, device="cpu"
-    )
-    model = drawn.llama(shape)
-    drawn.fire(model, torch.randint(0, 512, (4, 256)), nnzs := [10.0] * 24)
-    found = [layer.mean_nnz for layer in profile(model, [torch.randint(0, 512, (4, 256))]).layers]
-    assert found == pytest.approx(nnzs, rel=0.15)
-
-
 def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypatch):
     monkeypatch.setattr(tables, "recorded", lambda shape: models)
     found = {name: [row for step in steps for row in step()] for name, steps in tables.sections(TINY).items()}
     paths = {name: [row["path"] for row in rows] for name, rows in found.items()}
     ways = ["dense eager", "planned", "planned for graphs"]
     replayed = [*ways, *(f"{way} (graph)" for way in ways)]
-    assert (
-        paths["plan"] == ["plan", "plan for graphs"]
-        and found["plan"][0]["classes"] == [1, 8]
-        and found["plan"][0]["ms"] > 0
-    )
+    assert paths["plan"] == ["plan", "plan for graphs"] and found["plan"][0]["classes"] == [1, 8]
     assert paths["one sequence"] == replayed and paths["decode"] == 2 * replayed
     assert paths["many sequences"] == ["dense eager", "planned"]
-    assert (
-        paths["many sequences, compiled"]
-        == paths["one sequence, compiled"]
-        == [
-            "dense compiled",
-            "planned compiled",
-        ]
-    )
+    for name in ("many sequences, compiled", "one sequence, compiled"):
+        assert paths[name] == ["dense compiled", "planned compiled"]
     compiled = ["dense compiled", "planned for graphs compiled"]
     assert paths["decode, compiled"] == 2 * [*compiled, *(f"{way} (graph)" for way in compiled)]
     assert [row["tokens"] for row in found["decode"]] == [1] * 6 + [16] * 6
@@ -123,81 +93,20 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
         assert read == (busy if name.startswith(("many", "decode")) else [])
         assert all(row["mj_per_token"] == 600 / row["tokens"] for row in each if "mj_per_token" in row)
     rows = [row for each in found.values() for row in each]
-    assert {row["workload"] for row in rows} == {
-        "Llama, plan of 2 token classes",
-        "Llama, 1 x 24 tokens",
-        "Llama, 12 x 24 tokens",
-        "Llama, decode step, batch 1",
-        "Llama, decode step, batch 16",
-    }
     for row in rows:
-        assert row["layers"] == 3 and len(row["nnz_layers"]) == 3 and row["dtype"] == "bfloat16"
+        assert row["layers"] == 3 and len(row["nnz_layers"]) == 3 and row["dtype"] == "float32"
         if row["path"] in paths["plan"]:
             assert row["kind"] == "model_plan"
             continue
         decodes = "decode" in row["workload"]
         assert row["kind"] == ("model_decode" if decodes else "model_forward") and row["head"]
-        assert row["tokens_per_s" if decodes else "tokens_per_ms"] == pytest.approx(
-            row["tokens"] / row["wall_ms"] * (1e3 if decodes else 1)
-        )
         assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and 0 < row["host_us"] <= 1e3 * row["wall_ms"]
         assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
-        replays = ways + (compiled if decodes else [])
-        assert ("gpu_ms" in row) == (row["path"] in replays and "12 x" not in row["workload"])
     eager = {row["path"]: row for row in found["one sequence"]}
     assert eager["planned"]["gpu_ms"] == eager["planned (graph)"]["ms"] == 1.5
     assert sum(map(int, eager["planned"]["choice"].replace(",", "").split()[::2])) == 3
     flat = records.flat_rows([records.Record.new("model", "a test's own", rows)])
     assert all(row["wall_ms"] for row in flat if row["path"] not in paths["plan"])
-
-
-def test_the_record_of_a_size_has_what_bench_model_measures(stopped, models, monkeypatch):
-    asked = []
-    named = copy.copy(models)
-    named.about = sizes.model_name("2B")
-    monkeypatch.setattr(tables, "recorded", lambda *given: asked.append(given) or named)
-    rows, notes = recordings._sections(sizes.sections("2B", TINY), 1000.0)
-    assert asked == [(TINY, "drawn 2B Llama", (1, 8, 64, 24, 288))] and "left_out" not in notes
-    ways, compiled = ["dense eager", "planned", "planned for graphs"], ["dense compiled", "planned compiled"]
-    replayed = [*ways, *(f"{way} (graph)" for way in ways)]
-    steps = ["dense compiled", "planned for graphs compiled"]
-    many, one = "drawn 2B Llama, 12 x 24 tokens", "drawn 2B Llama, 1 x 24 tokens"
-    wanted = [(many, True, path) for path in ways[:2] + compiled] + [(many, False, path) for path in ways[:2]]
-    wanted += [(one, True, path) for path in replayed + compiled] + [(one, False, path) for path in replayed]
-    for batch in (1, 8, 64):
-        work = f"drawn 2B Llama, decode step, batch {batch}"
-        wanted += [(work, head, path) for head in (True, False) for path in replayed]
-        wanted += [(work, True, path) for path in [*steps, *(f"{path} (graph)" for path in steps)]]
-    wanted += [("drawn 2B Llama, training step, 1 x 24 tokens", True, path) for path in ways[:2]]
-    found = [(row["workload"], row["head"], row["path"]) for row in rows]
-    assert sorted(found) == sorted(wanted)
-    assert {row["kind"] for row in rows} == {"model_forward", "model_decode", "model_training"}
-    assert all(
-        row["error_over_allowed"] <= 1 for row in rows if row["path"] == "planned" and "training" not in row["kind"]
-    )
-    record = records.Record.new(sizes.RECORD, "a test's own", rows, notes)
-    lines = pages.sizes([record]).splitlines()
-    assert len(lines) > 20 and lines[2].startswith("| forward, 12 x 24 tokens, eager, tokens/ms | ")
-    assert any(line.startswith("| decode step, batch 1, compiled, CUDA graph, tokens/s |") for line in lines)
-
-
-def test_each_of_the_papers_sizes_has_a_record_of_its_own(monkeypatch):
-    assert sizes.SIZES == ("0.5B", "1B", "1.5B", "2B")
-    asked = []
-    monkeypatch.setattr(recordings, "need_gpu", lambda: None)
-    monkeypatch.setattr(sizes, "sections", lambda size: asked.append(size) or {"a": [lambda: []]})
-    for size in sizes.SIZES:
-        assert recordings.RECORDINGS[f"bench-{size}"](seconds=5.0).name == "bench-model"
-    assert asked == [*sizes.SIZES]
-
-
-def test_weights_in_bytes_are_the_same_in_a_sparse_layer(models):
-    dense, swapped = models.dense.model, copy.deepcopy(models.dense.model)
-    block = swapped.model.layers[1]
-    block.mlp = SparseFFN.from_module(block.mlp, plan=Choice("twell"))
-    assert workloads.weight_bytes(swapped) == workloads.weight_bytes(dense)  # nothing is held twice
-    facts = models.facts(1)
-    assert facts["dense eager"]["weight_bytes"] == workloads.weight_bytes(dense) <= facts["planned"]["weight_bytes"]
 
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
@@ -209,9 +118,3 @@ def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
         tables.prefill_rows(wrong, 2)
     with pytest.raises(clocks.WrongResult, match="decode step, batch 2: planned: the logits are off by"):
         tables.decode_rows(wrong, 2, 16)
-
-
-def test_without_transformers_the_error_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(StackError, match="pip install transformers"):
-        drawn.llama(TINY)

@@ -1,7 +1,5 @@
 """tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
 
-import copy
-import itertools
 import json
 import time
 import warnings
@@ -13,11 +11,10 @@ from torch import nn
 import twell_lab as tl
 from twell_lab import core
 from twell_lab.app.bench_command import told
-from twell_lab.bench import drawn, energy, models, rows, workloads
+from twell_lab.bench import drawn, energy, models, workloads
 from twell_lab.bench.causal import Causal
-from twell_lab.core import DeviceError, InputError, RecordError
+from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 
@@ -53,7 +50,6 @@ OTHERS = {
         "eos_token_id": 2,
     },
     "llama": {**LLAMA, "hidden_act": "relu"},
-    "phi3": {**LLAMA, "hidden_act": "relu"},
     "mixtral": {**LLAMA, "hidden_act": "relu", "num_local_experts": 4, "num_key_value_heads": 1},
 }
 
@@ -103,17 +99,6 @@ def test_rows_say_what_was_measured(make):
     assert tl.records.flat_rows([record])[0]["kind"] == "model_forward" and json.loads(record.to_json())
 
 
-def test_a_lossy_path_is_measured_with_its_error():
-    record = tl.bench.model(theirs(), plan="int8", **QUICK)
-    rows = [row for row in record.rows if row["path"] != "dense eager"]
-    assert rows and all(row["path"] == "forced int8 (lossy)" and row["choice"] == "2 int8 (lossy)" for row in rows)
-    assert all(1e-4 < row["error"] < 0.1 for row in rows)
-    dense = next(row for row in record.rows if row["path"] == "dense eager")
-    assert rows[0]["weight_bytes"] > dense["weight_bytes"] and dense["error"] == 0  # in float32 it is the yardstick
-    exact = tl.bench.model(theirs(), plan="twell", **QUICK)
-    assert all(row["error"] < 1e-5 for row in exact.rows) and not any("loss" in row for row in exact.rows)
-
-
 def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss():
     model, text = ours(d_ff=512), torch.arange(600) % 64
     names = ["twell", "hot_cold", "int8", "predicted"]
@@ -146,25 +131,6 @@ def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss
         tl.bench.model(ours(), **QUICK, paths=["hot_cold"])
 
 
-def test_a_plan_is_made_for_these_numbers_of_tokens_and_a_model_is_left_as_it_was():
-    model = theirs()
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    record = tl.bench.model(model, **QUICK)
-    assert {row["path"] for row in record.rows} == {"dense eager", "planned"}
-    assert all(row["choice"] for row in record.rows if row["path"] == "planned")
-    assert not any(isinstance(each, SparseFFN) for each in model.modules()) and not model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_same_plan_may_be_given_or_read_from_a_file(tmp_path):
-    model, tokens = theirs(), torch.randint(64, (4, 32))
-    plan = tl.plan(tl.profile(model, tokens), model, tokens=(1, 16), measure=False)
-    for given in (plan, plan.save(tmp_path / "plan.json"), str(tmp_path / "plan.json")):
-        record = tl.bench.model(model, **QUICK, plan=given)
-        assert {row["path"] for row in record.rows} == {"dense eager", "planned"}
-
-
 def test_the_papers_sizes_are_built_in():
     assert drawn.NAMES[-4:] == ("0.5B", "1B", "1.5B", "2B")
     shapes = [drawn.shape_of(name) for name in drawn.NAMES[-4:]]
@@ -192,26 +158,15 @@ def test_of_a_text_other_parts_are_profiled_planned_on_and_measured():
     assert tl.bench.model(ours(), **QUICK, text=torch.arange(400) % 64).rows
 
 
-def test_what_fires_is_counted_on_the_text():
-    model = ours()
-    with torch.no_grad():
-        model.embedding.weight[7] = -model.embedding.weight[3]
-    text = torch.tensor([3, 7]).repeat_interleave(200)  # what is measured (7) is not what is profiled (3)
-    record = tl.bench.model(model, **QUICK, text=text)
-    alone = tl.profile(model, torch.full((1, 32), 3))
-    assert record.rows[0]["nnz"] == pytest.approx(sum(each.mean_nnz for each in alone.layers) / 2, abs=0.01)
-
-
 def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
     trained = ours(layers=3, d_ff=40)
     with torch.no_grad():
         trained.layers[2].mlp.gate_proj.weight[8:] = 0.0  # 32 of 40 neurons never fire
     profiled = tl.profile(trained, torch.randint(64, (64, 32)))
-    for given in (profiled, profiled.save(tmp_path / "profile.json")):
-        record = tl.bench.model(SIZES, **QUICK, firing=given)
-        assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
-        wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
-        assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
+    record = tl.bench.model(SIZES, **QUICK, firing=profiled.save(tmp_path / "profile.json"))
+    assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
+    wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
+    assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
     rates = drawn.rates_like(profiled, 5, 40)
     assert [each.sum().item() for each in rates[::2]] == pytest.approx([each.mean_nnz for each in profiled.layers])
     assert torch.equal(
@@ -253,36 +208,6 @@ def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
             tl.bench.model(model, **alone, plan="twell")
 
 
-def test_the_yardstick_is_float32_and_the_limit_what_dense_bfloat16_misses_it_by():
-    dense, tokens = Causal(ours().bfloat16()), workloads.Tokens(64, torch.device("cpu"))
-    found, paths = workloads.Models(dense, tokens, "a test's", 16), ["dense eager", "planned"]
-    clocks = workloads.Clocks(found.device)
-    with torch.no_grad():
-        work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
-    found.sparse["planned"] = dense
-    ratio = workloads.workload_rows(found, work, paths, clocks)[1]["error_over_allowed"]
-    assert 0.5 < ratio < 1 / workloads.MARGIN  # as far off as the dense model, which is the dense model
-    off = copy.deepcopy(dense.model)
-    with torch.no_grad():
-        off.head.weight.mul_(1.02)
-    found.sparse["planned"] = Causal(off)
-    with pytest.raises(clock.WrongResult, match="times what is allowed"):
-        workloads.workload_rows(found, work, paths, clocks)
-
-
-def test_a_training_step_with_another_loss_is_not_timed(monkeypatch):
-    def wrongly(model, *_, **__):
-        with torch.no_grad():
-            model.head.weight.mul_(3)
-        return tl.sparsify(model, "twell")
-
-    monkeypatch.setattr(workloads, "sparsify", wrongly)
-    dense = Causal(ours())
-    found = workloads.Models(dense, workloads.Tokens(64, torch.device("cpu")), "a test's", 16)
-    with pytest.raises(clock.WrongResult, match="training: the losses differ"):
-        workloads.training_rows(found, 16, workloads.Clocks(found.device))
-
-
 # ---- what does not run here ----
 
 
@@ -299,32 +224,6 @@ def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
     said = record.notes["left_out"]
     assert said["training, planned compiled"] == "NotImplementedError: no such operator"
     assert {"1 x 16 tokens, dense compiled", "decode step, batch 2, dense compiled"} <= set(said)
-
-
-def test_compiled_rows_stand_beside_the_compiled_dense_model(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
-    record = tl.bench.model(ours(), **QUICK, compiled=True)
-    assert [row["path"] for row in record.rows[:4]] == ["dense eager", "planned", "dense compiled", "planned compiled"]
-    assert record.rows[3]["x_compiled"] == pytest.approx(record.rows[2]["ms"] / record.rows[3]["ms"])
-    assert record.rows[3]["choice"] == record.rows[1]["choice"]
-
-
-def test_a_model_whose_layers_forget_tokens_is_measured_without_decoding():
-    config = {**LLAMA, "hidden_activation": "relu", "sliding_window": 4, "head_dim": 8, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma3_text", **config))
-    record = tl.bench.model(model.eval(), **QUICK)
-    assert {row["kind"] for row in record.rows} == {"model_forward"}
-    assert "static cache" in record.notes["left_out"]["decode step, batch 2"]
-
-
-def test_what_does_not_fit_into_the_gpu_is_left_out(monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB. GPU 0 has ...")
-
-    monkeypatch.setattr(models, "training_rows", full)
-    record = tl.bench.model(ours(), **QUICK, training=True)
-    assert len(record.rows) == 8 and "does not fit" in record.notes["left_out"]["training"]
 
 
 def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
@@ -347,67 +246,6 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
 
 
 # ---- the parts for a GPU, without one ----
-
-
-def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
-    """With clocks that count: energy of what has a head alone, and of graphs too."""
-    seen = []
-
-    def spent(read, calls, wait, samples):
-        seen.append((samples, [*calls]))
-        return {name: [8.0, 16.0, 24.0] for name in calls}
-
-    def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
-        names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= clock.GRAPH_TOKENS)]
-        return {name: [1.0] for name in names}, {name: ([0.5], [2.0]) for name in names}
-
-    monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0, ""))
-    monkeypatch.setattr(energy, "millijoules", spent)
-    monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
-    monkeypatch.setattr(clock, "peak_bytes", lambda call: 1000)
-    monkeypatch.setattr(clock, "graphed", lambda call, inputs: call)
-    dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
-    found = workloads.Models(dense, tokens, "a test's", 16)
-    found.follow("planned", "twell")
-    clocks = workloads.Clocks(torch.device("cuda"), 3.0, watched=True)
-    for head in ("all", "none"):
-        with torch.no_grad():
-            work = workloads.forward(tokens, 2, 16, head).expect(found.exact)
-        made = {row["path"]: row for row in workloads.workload_rows(found, work, ["dense eager", "planned"], clocks)}
-        assert [*made] == ["dense eager", "planned", "dense eager (graph)", "planned (graph)"]
-        assert made["planned"]["peak_bytes"] == 1000 and "peak_bytes" not in made["planned (graph)"]
-        assert made["planned"]["gpu_ms"] == 1.0 and made["planned"]["tokens_per_ms"] == 16
-        for row in made.values():
-            assert row.get("mj_per_token") == (16 / 32 if head == "all" else None)
-            assert row.get("mj_spread") == (8 / 32 if head == "all" else None)
-    assert seen == [(3, ["dense eager", "planned", "dense eager (graph)", "planned (graph)"])]
-    made = workloads.training_rows(found, 16, clocks)  # which is never captured, however few tokens there are
-    assert [row["path"] for row in made] == ["dense eager", "planned"] and made[1]["mj_per_token"] == 1.0
-
-
-NOT_CAPTURED = {
-    "operation not permitted when stream is capturing": RuntimeError,
-    "CUDA out of memory. Tried to allocate 2 TiB.": torch.OutOfMemoryError,
-}
-
-
-@pytest.mark.parametrize("said", NOT_CAPTURED)
-def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch, said):
-    def clock_gpu(calls, tokens, *, rounds, graphs=False, compiled=False):
-        if graphs or tokens <= clock.GRAPH_TOKENS:
-            raise NOT_CAPTURED[said](f"{said}\nand more")
-        return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}
-
-    monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
-    dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
-    found, left_out = workloads.Models(dense, tokens, "a test's", 16), {}
-    with torch.no_grad():
-        work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
-    clocks = workloads.Clocks(torch.device("cuda"))
-    assert [row["tokens"] for row in workloads.workload_rows(found, work, ["dense eager"], clocks, left_out)] == [32]
-    assert left_out == {"2 x 16 tokens, as CUDA graphs": said}
-    with pytest.raises(NOT_CAPTURED[said], match=said):
-        workloads.workload_rows(found, work, ["dense eager"], clocks)
 
 
 class Counter:
@@ -443,29 +281,6 @@ def test_energy_is_read_where_the_counter_moves(monkeypatch, seconds):
     assert made["mj_per_token"] == 12 and made["mj_samples"] == [12, 11, 13]
 
 
-def test_calls_that_are_compared_are_measured_in_turns(monkeypatch):
-    """So that a GPU that takes ever more for the same work takes more for both."""
-    counter = Counter()
-    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    calls = {
-        name: lambda turn, name=name: counter.call(turn, name, 300 + 10 * counter.now) for name in ("dense", "sparse")
-    }
-    found = energy.millijoules(counter.read, calls, lambda: None, samples=4, seconds=0.5)
-    order = [name for name, _ in itertools.groupby(counter.called)]
-    assert order == ["dense", "sparse", "dense", "sparse", "dense"]  # there, back, there and back
-    assert sum(found["sparse"]) == pytest.approx(sum(found["dense"]), rel=0.01)
-    assert found["dense"][-1] > 1.2 * found["dense"][0]
-
-
-def test_a_counter_that_stands_still_gives_no_energy(monkeypatch):
-    counter = Counter()
-    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    assert energy.millijoules(lambda: 5.0, {"one": counter.call}, lambda: None) == {} == energy.facts([], tokens=1)
-    clocks = workloads.Clocks(torch.device("cpu"), 3.0, watched=True)
-    assert clocks.energy(["one"], {"one": counter.call}, 1) == {}
-    assert energy.meter(torch.device("cpu")) == (None, "it is read on an NVIDIA GPU alone")
-
-
 # ---- what is refused ----
 
 
@@ -479,27 +294,15 @@ def quantised():
         return torch.ao.quantization.quantize_dynamic(ours())
 
 
-def of_integers():
-    model = ours()
-    model.head.weight = nn.Parameter(model.head.weight.to(torch.int8), requires_grad=False)
-    return model
-
-
 @pytest.mark.parametrize(
     "make, said",
     [
         (lambda: "SakanaAI/SparseLM2B", r"is a name; accepted: a model, such as tl.load\('SakanaAI/SparseLM2B'\), or"),
-        (lambda: None, "expected a torch.nn.Module, got NoneType"),
         (lambda: nn.Linear(3, 3), "Linear is no causal language model"),
-        (lambda: nn.ReLU(), "has no parameters"),
         (lambda: theirs(hidden_act="silu"), "use SiLU.*relufy.* 100.0% are not zero"),
         (lambda: ours().train(), "is in training mode; accepted: model.eval()"),
-        (lambda: ours().to("meta"), "embedding.weight is on the device meta"),
-        (lambda: ours().double(), "embedding.weight is torch.float64"),
         (half_swapped, "1 feed-forward layers of LanguageModel are swapped already.* tl.densify"),
         (quantised, "is a Linear, a quantised module"),
-        (of_integers, "head.weight is torch.int8"),
-        (lambda: ModelConfig(gated=False), "gated=False.*; a Llama is drawn, so gated=True"),
     ],
 )
 def test_models_that_are_refused(make, said):
@@ -507,57 +310,30 @@ def test_models_that_are_refused(make, said):
         tl.bench.model(make(), **QUICK)
 
 
-def test_a_model_without_feed_forward_layers_is_refused():
-    model = ours()
-    for block in model.layers:
-        block.mlp = nn.Identity().eval()
-    with pytest.raises(InputError, match="no ReLU feed-forward layer in LanguageModel: none of its modules"):
-        tl.bench.model(model, **QUICK)
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
         ({"tokens": (0,)}, "tokens has 0"),
         ({"tokens": (33,)}, "tokens has 33; up to 32 are accepted, or a multiple of it"),
-        ({"tokens": ("many",)}, "tokens has 'many'"),
         ({"batches": (1.5,)}, "batches has 1.5"),
-        ({"batches": True}, "batches has True"),
-        ({"tokens": (), "batches": ()}, "both empty"),
         ({"firing": "profile.json"}, "firing is given, and the model has its own"),
         ({"cached": 1}, "cached is 1; a whole number from 2 to 32"),
-        ({"cached": 33}, "cached is 33"),
         ({"seconds": float("nan")}, "seconds is nan"),
-        ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16, and the model's is torch.float32"),
         ({"device": "cuda:7"}, "device is 'cuda:7'; accepted here"),
-        ({"device": "nonsense"}, "device is 'nonsense'; accepted here"),
         ({"text": "some text"}, "text is str; accepted: token ids"),
-        ({"text": torch.ones(400)}, "text is torch.float32"),
         (
             {"text": torch.zeros(100, dtype=torch.int64)},
             "text has 100 tokens, fewer than one batch needs.* 128 or more",
         ),
         ({"text": torch.full((400,), 64)}, "text has the token 64; accepted: token numbers from 0 to 63"),
-        ({"text": torch.full((400,), -1)}, "text has the token -1"),
         ({"plan": "auto"}, "plan is 'auto'; accepted"),
-        ({"plan": "no/such/plan.json"}, "plan is 'no/such/plan.json'; accepted"),
         ({"plan": tl.Choice("hot_cold", 256)}, "hot is 256 of 64 neurons"),
     ],
 )
 def test_arguments_that_are_refused(arguments, said):
     with pytest.raises((InputError, DeviceError), match=said):
         tl.bench.model(ours(), **{**QUICK, **arguments})
-
-
-def test_plans_that_are_refused(tmp_path):
-    other = ours(layers=3)
-    plan = tl.plan(tl.profile(other, torch.randint(64, (4, 32))), other, tokens=(1,), measure=False)
-    with pytest.raises(InputError, match="the plan has layers"):
-        tl.bench.model(ours(), **QUICK, plan=plan)
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(RecordError, match="plan.json"):
-        tl.bench.model(ours(), **QUICK, plan=tmp_path / "plan.json")
 
 
 def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):

@@ -12,8 +12,6 @@ from twell_lab.bench import drawn, paths, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError, RecordError
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.paths import PATHS
-from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four
@@ -87,28 +85,6 @@ def test_the_trained_model_has_a_loss_on_each_path(made):
     assert not any("loss" in row for row in made[0]["drawn Llama"])
 
 
-def test_no_path_is_without_a_model_in_the_record():
-    assert {path for subject in paths.SUBJECTS for path in subject.paths} == {*PATHS.names()} - {"dense"}
-    in_full = next(subject for subject in paths.SUBJECTS if subject.name == "drawn Llama")
-    trained = next(subject for subject in paths.SUBJECTS if subject.trained)
-    assert {*paths.LOSSY} <= {*in_full.paths} & {*trained.paths}
-    assert {name for name in PATHS.names() if not PATHS[name].exact} == {*paths.LOSSY} - {paths.KEPT}
-
-
-def test_a_path_that_keeps_other_inputs_than_the_thresholds_say_is_left_out(monkeypatch):
-    def keeps_more(model, *given, **how):
-        for layer in feed_forwards(swapped := sparsify(model, *given, **how)):
-            layer.down.weight.mul_(1.05)
-        return swapped
-
-    monkeypatch.setattr(paths, "sparsify", keeps_more)
-    left_out = {}
-    subject = paths.Subject("drawn Llama", ("int8", paths.KEPT))
-    models, _ = paths.Measured(TINY, left_out).of(subject)
-    assert [*models.sparse] == ["forced int8 (lossy)"]
-    assert "is off by" in left_out["drawn Llama, kept_inputs"]
-
-
 def test_pruned_drawn_models_are_so_and_fire_as_asked():
     for subject in paths.SUBJECTS[1:3]:
         model = drawn.fired(TINY, torch.float32, mask=subject.mask)
@@ -137,11 +113,6 @@ def test_a_record_is_made_of_it(made, monkeypatch, tmp_path):
     for key, wrong in (("error", -0.1), ("loss", float("nan")), ("error", "none")):
         with pytest.raises(RecordError, match=rf"rows\[0\].{key} is .*; accepted: a number from 0 up"):
             replace(record, rows=[{**row[0], key: wrong}])
-
-
-def test_a_small_shape_for_a_cpu_has_all_paths():
-    shape = paths.small()
-    assert shape.device == "cpu" and shape.d_ff > 512 and sum(shape.nnzs) / shape.layers == pytest.approx(8)
 
 
 def test_what_is_wrong_or_fails_is_left_out_and_the_others_are_timed(monkeypatch):

@@ -55,15 +55,6 @@ def test_a_row_says_what_was_chosen_and_what_it_cost(trained):
     assert rows["trained with L1, dense"]["loss"] == rows["trained with L1, forced twell"]["loss"]
 
 
-def test_the_loss_is_of_the_second_half(trained):
-    windows, prompts = trained.windows, []
-    found = predictors.second_halves(trained.plain, windows, prompts.append)
-    scores = trained.plain(windows[:, :-1])
-    nats = torch.nn.functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none")
-    torch.testing.assert_close(found.float(), nats[:, windows.shape[1] // 2 - 1 :].mean(1), rtol=1e-4, atol=1e-4)
-    assert [tuple(each.shape) for each in prompts] == [(1, 16)] * 4
-
-
 def test_nothing_is_timed_where_the_lossless_path_is_wrong(trained, monkeypatch):
     def broken(model, *args, **kwargs):
         torch.nn.init.zeros_(model.layers[0].mlp.down_proj.weight)

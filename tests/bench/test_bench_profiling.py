@@ -15,8 +15,3 @@ def test_a_profile_is_timed_beside_a_plain_forward():
     assert counted["times_plain"] == pytest.approx(counted["ms"] / plain["ms"], abs=1e-3)
     assert plain["tokens"] == 2 * 4 * 32 and 16 < counted["nnz"] < 48 and "random weights" in plain["workload"]
     Record.new("profiling", "a test's own", rows)
-
-
-def test_the_model_has_the_papers_shape():
-    sizes = profiling.Shape().config
-    assert (sizes.layers, sizes.d_model, sizes.d_ff, sizes.context) == (38, 2048, 5632, 2048)

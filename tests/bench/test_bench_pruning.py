@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twell_lab.app import tables
 from twell_lab.bench import pruning
 from twell_lab.core import InputError
 from twell_lab.records import Record
@@ -72,50 +71,8 @@ def test_the_zeros_are_where_the_way_has_them_and_stay(name, trained, monkeypatc
             assert (weight == 0).any()
 
 
-def test_the_same_seed_gives_the_same_row(trained, rows):
-    (again,) = pruning.way_rows(trained, WAYS["2:4"])
-    timed = ("ms", "spread", "samples")
-    assert {k: v for k, v in again.items() if k not in timed} == {
-        k: v for k, v in rows["2:4"].items() if k not in timed
-    }
-
-
-def test_a_step_for_each_seed_and_way_and_one_training_a_seed(monkeypatch):
-    made = []
-    monkeypatch.setattr(pruning, "Trained", lambda shape, seed: made.append(seed) or seed)
-    monkeypatch.setattr(pruning, "way_rows", lambda trained, way: [(trained, way.name)])
-    found = pruning.sections(replace(TINY, seeds=(3, 4), ways=pruning.WAYS[:2]))
-    assert not made
-    assert [step() for steps in found.values() for step in steps] == [
-        [(3, "dense")],
-        [(3, "magnitude, 50%")],
-        [(4, "dense")],
-        [(4, "magnitude, 50%")],
-    ]
-    assert made == [3, 4] and [*found] == ["seed 3", "seed 4"]
-
-
 def test_bad_input_is_named():
     with pytest.raises(InputError, match="steps is 2; a whole number from 3"):
         replace(TINY, steps=2)
     with pytest.raises(InputError, match="how is 'random'"):
         pruning.Way("x", "random")
-
-
-def test_the_table_is_made_of_the_newest_record():
-    def record(day, more):
-        rows = [
-            {"kind": "pruning", "device": "CPU", "path": path, "ms": 1.0, "seed": seed, "sparsity": zeros}
-            | {"bits_before": 2.0 + zeros + more, "bits_after": 2.0 + zeros / 2 + seed / 10}
-            for seed in (0, 1)
-            for path, zeros in (("dense", 0.0), ("2:4", 0.5))
-        ]
-        return Record("pruning", "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={})
-
-    assert tables.pruning([record(1, 3.0), record(2, 1.0)]).splitlines() == [
-        "| bits a byte, CPU, 2026-01-02, seeds 0 and 1 | zeros | pruned | and trained on | more than dense |",
-        "| --- | --- | --- | --- | --- |",
-        "| dense | 0% | 3.000, 3.000 | 2.000, 2.100 | +0.000, +0.000 |",
-        "| 2:4 | 50% | 3.500, 3.500 | 2.250, 2.350 | +0.250, +0.250 |",
-    ]
-    assert "nothing is recorded yet" in tables.pruning([])

@@ -39,27 +39,6 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_a
     assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts, compiled=True)[1]] == [*calls, *everything]
 
 
-@pytest.mark.parametrize(
-    "ms, most, count", [(1.0, 50, 5), (0.01, 50, 50), (0.01, 20, 20), (4.0, 50, 1), (900.0, 50, 1)]
-)
-def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_does(
-    clock, monkeypatch, ms, most, count
-):
-    monkeypatch.setattr(clocks, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
-    calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
-    for rounds, bursts in ((None, 5), (20, 20), (3, 3)):
-        rows.clock_gpu(calls, 1000, rounds=rounds, most=most)
-        assert clock.bursts.pop() == ([*calls], bursts, count)
-
-
-def test_of_many_tokens_one_input_is_captured(clock, monkeypatch):
-    asked = []
-    monkeypatch.setattr(clocks, "graphed", lambda call, inputs=clocks.ROTATED: asked.append(inputs) or call)
-    for tokens in (1, rows.LARGE, rows.LARGE + 1):
-        rows.clock_gpu({"dense eager": lambda turn: None}, tokens, graphs=True)
-    assert asked == [3, 3, 1]
-
-
 def test_a_row_says_what_a_plain_call_takes_beside_the_dense_layer_that_was_run_in_the_same_way():
     samples = dict.fromkeys(("dense eager", "twell", "part: pack", "dense eager (graph)", "twell (graph)"), [1.0])
     bursts = {

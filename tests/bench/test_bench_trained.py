@@ -1,19 +1,14 @@
 """The record of a trained model and its dense twin, tiny and on the CPU."""
 
 import math
-import os
-import signal
 import time
 from dataclasses import replace
 
 import pytest
 
-from twell_lab.app import cli, recordings, tables
-from twell_lab.bench import trained, workloads
-from twell_lab.models.tiny import LanguageModel
+from twell_lab.app import recordings, tables
+from twell_lab.bench import trained
 from twell_lab.ops import clock
-from twell_lab.records import Record, load_all
-from twell_lab.training import presets
 
 BASE = trained.small()
 CONFIG = replace(BASE.config, d_model=32, d_ff=300, context=32, batch=8, steps=60, log_every=3, eval_every=60)
@@ -96,13 +91,6 @@ def test_its_own_firing_is_timed_beside_the_twin(record):
     assert all(row["loss"] > 0 for row in rows if row["kind"] == "model_forward")
 
 
-def test_nothing_was_left_out_and_the_notes_say_what_such_a_model_is_worth(record):
-    assert "left_out" not in record.notes and "refused" not in record.notes
-    assert 1 < record.notes["compressors"]["xz"] < 2 and record.notes["text"]["name"].startswith("Python")
-    assert record.notes["validation_size"] + record.notes["training_size"] == record.notes["text"]["size"]
-    Record.new("trained", "a test's own", record.rows, record.notes)
-
-
 def test_the_tables(record):
     lines = tables.trained([record]).splitlines()
     assert lines[0].endswith("| with L1 | planned | every layer on TwELL | dense twin |")
@@ -120,17 +108,6 @@ def test_the_tables(record):
     assert "| steps of 256 tokens | 60 | 30 (cut short) |" in tables.trained([replace(record, rows=[run, short])])
     energy = [dict(row, mj_per_token=2.5, peak_bytes=2**21) for row in record.rows if "workload" in row]
     assert "| mJ a token | 2.5 | 2.5 |" in tables.trained_speed([replace(record, rows=energy)])
-
-
-def test_the_shape_of_the_gpu_is_the_papers_and_the_issues():
-    config, paper = trained.Shape().config, presets.named("0.5B")
-    for name in ("d_model", "d_ff", "layers", "heads", "lr", "weight_decay", "clip", "dtype", "compile"):
-        assert getattr(config, name) == paper[name]
-    assert config.steps >= 1000 and config.batch * config.context == 32_768 and config.l1 > 0
-    assert config.kernels == "auto" and config.device == "cuda"
-    shape = trained.Shape()
-    assert all(count * config.context >= 2048 for count in shape.forwards) and shape.batches == (1, 16)
-    assert shape.questions[0] >= 500 and sum(shape.questions[1:]) - 1 <= config.context
 
 
 # ---- when time is short, or something fails ----
@@ -162,13 +139,6 @@ def test_the_twin_is_cut_where_time_is_short_and_says_so(begun):
         made.train_twin()
 
 
-def test_without_the_training_there_is_no_record(monkeypatch):
-    made = trained.Trained(TINY, 100.0)
-    monkeypatch.setattr(trained.sweep, "run", lambda *_: 1 / 0)
-    with pytest.raises(trained.TrainingFailed, match="ZeroDivisionError"):
-        recordings._sections(made.sections(), 100.0)
-
-
 def test_a_section_that_fails_costs_no_other(monkeypatch):
     made = trained.Trained(TINY, 100.0)
     row = {"kind": trained.RUN, "ratio": math.inf, "nested": [{"x": math.nan, "y": 1.0}]}
@@ -182,43 +152,3 @@ def test_a_section_that_fails_costs_no_other(monkeypatch):
     assert notes["left_out"]["training step"] == "1 of 1 steps: LeftOut: WrongResult: off by 7"
     for name in ("loss and answers", "forward"):
         assert "it was not trained" in notes["left_out"][name]
-
-
-def test_a_path_that_cannot_be_planned_keeps_no_other(record, monkeypatch):
-    made = trained.Trained(TINY, 100.0)
-    made.models[trained.DENSE] = LanguageModel(TINY.config.model()).eval().requires_grad_(False)
-    monkeypatch.setattr(workloads.planner, "plan", lambda *_, **__: 1 / 0)
-    assert list(made.sparse.sparse) == ["forced twell"]
-    assert made.left_out == {"trained with L1, planned": "ZeroDivisionError: division by zero"}
-    with pytest.raises(trained.LeftOut, match="planned: ZeroDivisionError"):
-        made.quality_rows("planned")
-    assert [row["path"] for row in made.decode_rows(1)] == ["dense eager", "forced twell"]
-
-
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_record_keeps_its_finished_rows(number, monkeypatch, tmp_path):
-    row = {"kind": trained.RUN, "device": "CPU", "dtype": "float32", "path": "L1", "ms": 1.0, "spread": 0.0}
-
-    def interrupted(made):
-        assert made.shape == TINY
-        os.kill(os.getpid(), getattr(signal, number))
-        time.sleep(10)
-        pytest.fail("nobody was interrupted")
-
-    monkeypatch.setattr(trained, "small", lambda: TINY)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(trained.Trained, "train", lambda made: [row])
-    monkeypatch.setattr(trained.Trained, "train_twin", interrupted)
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        assert cli.main(["record", "trained", "--out", str(tmp_path)]) == 0
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    (made,) = load_all(tmp_path)
-    assert made.rows == [row] and made.notes["text"]["name"].startswith("Python")
-    rest = [name for name in trained.Trained(TINY, 1.0).sections() if name != "training with L1"]
-    assert [*made.notes["left_out"]] == rest
-    assert {said.partition(": ")[2] for said in made.notes["left_out"].values()} == {"interrupted"}

@@ -84,18 +84,6 @@ def test_the_exact_gradients_are_autograds():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_exact_gradients_of_many_tokens_are_those_of_all_at_once(monkeypatch):
-    for wide in (weights(), weights(gated=False)):
-        x, dy = torch.randn(9, 32).bfloat16(), torch.randn(9, 32).bfloat16()
-        at_once = training.exact(wide, x, dy)
-        with monkeypatch.context() as small:
-            small.setattr(training, "TOKENS", 4)
-            by_parts = training.exact(wide, x, dy)
-        assert len(at_once) == len(by_parts) == 5 - (wide[0] is None)
-        for a, b in zip(at_once, by_parts):
-            torch.testing.assert_close(a, b)
-
-
 def drawn(tokens, d_model, d_ff, nnz, kind="lognormal"):
     """As bench.inference draws a layer, small and on the CPU."""
     layer, inputs = clock.workload(min(tokens, 40), 16, 512, 8, kind, torch.bfloat16, "cpu")
@@ -135,21 +123,14 @@ def test_tables_of_heavy_rows(tiny, tables, monkeypatch):
         *((heavy, 5632) for heavy in (1, 8, 64, 512)),
     ]
     nnz = {}
-    for heavy, firing in ((0, 300), (8, 300), (8, 512)):
+    for heavy, firing in ((0, 300), (8, 512)):
         rows = module.heavy_rows(heavy, firing)
         called = f"heavy rows: {heavy}" + (", all neurons" if firing == 512 else "")
         assert {row["workload"] for row in rows} == {called}
         assert {(row["heavy_rows"], row["heavy_nnz"]) for row in rows} == {(heavy, firing if heavy else None)}
         assert {"dense eager", "forced twell", "planned"} <= {row["path"] for row in rows}
         nnz[heavy, firing] = rows[0]["nnz"]
-    assert nnz[8, 300] - nnz[0, 300] == pytest.approx(8 / 40 * 300, rel=0.1)
     assert nnz[8, 512] - nnz[0, 300] == pytest.approx(8 / 40 * 512, rel=0.1)
-
-
-def test_gates_are_lowered_to_what_was_asked_for():
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=64))
-    assert 10 < training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
 
 
 def test_the_planned_path_follows_the_density(stopped, monkeypatch):
@@ -188,11 +169,3 @@ def test_how_far_two_models_gradients_are_apart():
         other.layers[0].mlp.up_proj.weight[3] *= 1.5
     assert training.gradients_apart(other, dense, windows) > 1e-2
     assert all(p.grad is None for p in (*same.parameters(), *dense.parameters()))
-
-
-def test_a_step_of_a_model_leaves_it_as_it_was():
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=16))
-    before, step = copy.deepcopy(model), training._model_step(model, torch.randint(0, 64, (3, 4, 17)), False)
-    assert float(step(0)) == float(step(3)) != float(step(1))
-    assert all(map(torch.equal, model.parameters(), before.parameters()))

@@ -1,14 +1,12 @@
 """The comparison of products: patterns, checks, rows, and where a method begins to win; on this CPU."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from twell_lab.bench import comparison
 from twell_lab.bench.comparison import (
-    CHECKPOINTS,
     LAYERS,
     MET,
     NESTED,
@@ -22,7 +20,6 @@ from twell_lab.bench.comparison import (
     Shape,
     crossings,
     patterned,
-    proportions,
 )
 from twell_lab.core import DeviceError, InputError
 from twell_lab.ops.clock import WrongResult
@@ -43,19 +40,6 @@ def test_a_pattern_keeps_whole_pieces_equally_many_in_each_band(pattern, sparsit
     assert a.abs()[a != 0].min() >= 0.09 and not torch.equal(
         a, patterned(pattern, 96, 320, 0, dtype=a.dtype, device="cpu", seed=1)
     )
-
-
-def test_two_four_is_two_of_four():
-    a = patterned(TWO_FOUR, 8, 64, 0.5, dtype=torch.float16, device="cpu")
-    assert ((a.view(8, 16, 4) != 0).sum(-1) == 2).all()
-
-
-@pytest.mark.parametrize(("sparsity", "stay"), [(0.5, 4), (0.75, 2), (0.9, 1), (0.999, 1)])
-def test_two_four_in_blocks_keeps_twice_as_many_blocks_of_half_as_many_values(sparsity, stay):
-    a = patterned(NESTED, 256, 512, sparsity, dtype=torch.bfloat16, device="cpu")
-    assert ((a.view(256, 128, 4) != 0).sum(-1) <= 2).all()
-    values = (a != 0).view(2, 128, 4, 128).transpose(1, 2).flatten(2).sum(-1)
-    assert ((values == 0) | (values == 128 * 64)).all() and ((values > 0).sum(1) == stay).all()
 
 
 @pytest.mark.parametrize(
@@ -117,26 +101,6 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
     assert made[0]["left_out"].keys() == {"missing", "uncompiled", "wrong", "nan"}
     assert made[0]["left_out"]["missing"] == "DeviceError: no such unit"
     assert made[0]["left_out"]["wrong"].startswith("wrong: a row is off by")
-
-
-def test_two_four_on_a_cpu_is_left_out_by_name():
-    (row,) = comparison.product_rows(TWO_FOUR, 0.5, SMALL)
-    assert all("on a CPU" in why for why in row["left_out"].values()) and len(row["left_out"]) == 6
-
-
-def test_a_result_that_is_turned_apart_is_the_same(monkeypatch):
-    asked = []
-
-    def product(packed, dense, transpose_result):
-        asked.append(transpose_result)
-        return packed @ dense
-
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
-    (method,) = (each for each in comparison.METHODS if each.name == comparison.APART)
-    a, x = patterned(TWO_FOUR, 32, 64, 0.5, dtype=torch.float32, device="cpu"), torch.randn(16, 64)
-    made = method.multiply(SimpleNamespace(packed=a), x)
-    assert made.is_contiguous() and asked == [False] and method.turned
-    torch.testing.assert_close(made, x @ a.t())
 
 
 def test_two_four_in_blocks_is_multiplied_as_blocks_and_pruned_weights_as_layers():
@@ -201,15 +165,6 @@ def test_activations_of_a_trained_model_times_its_down_projection():
     assert {*MET} <= {each.name for each in comparison.METHODS}
 
 
-def test_a_wheel_has_the_smallest_model_alone(monkeypatch, tmp_path):
-    assert {*comparison.shipped()} == {*CHECKPOINTS}
-    folder = tmp_path / "checkpoints" / "small"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"layers": 4}')
-    monkeypatch.setattr(comparison.core, "data_dir", lambda: tmp_path)
-    assert comparison.shipped() == {"small": 4}
-
-
 FEW = Batch(4, 16, 32, 64, (4,), 48, 2, torch.float32, "cpu", 0.01)
 
 
@@ -231,48 +186,12 @@ def test_what_padding_puts_wrong_is_not_timed(monkeypatch):
         comparison.padding_rows(0.5, 2, FEW)
 
 
-def test_how_proportional_times_are():
-    def row(layers, real, path, ms):
-        return {"kind": "padding", "layers": layers, "real": real, "tokens": 4, "path": path, "ms": ms}
-
-    dense = [row(layers, real, "dense eager", 8.0) for layers in (1, 8) for real in (1, 2, 4)]
-    one = [row(1, real, "padding removed", 1 + 2 * real) for real in (1, 2, 4)]
-    many = [row(8, real, "padding removed", 2.2 * real) for real in (1, 2, 4)]
-    alone = [row(1, real, comparison.ALONE, ms) for real, ms in ((1, 2.5), (2, 4.0), (4, 8.0))]
-    fixed, pure = proportions([*dense, *many, *one, *alone, {"kind": "experts"}])
-    assert fixed.own == pytest.approx(0.25) and pure.own is None  # where it is farthest off: 1 of 4
-    assert (fixed.layers, fixed.fixed, fixed.each) == (1, pytest.approx(1), pytest.approx(8))
-    assert fixed.fitted == pytest.approx((12 - 9) / (12 + 9)) and fixed.beside_dense == pytest.approx(0.5)
-    assert (pure.layers, pure.fitted, pure.fixed) == (8, 0, pytest.approx(0, abs=1e-9))
-    assert pure.beside_dense == pytest.approx(0.1)
-
-
 def test_ways_of_experts_beside_the_loop():
     made = comparison.experts_rows(4, FEW)
     Record.new("comparison", "a test", made)
     assert [row["path"] for row in made] == ["dense eager", "grouped", "padded", comparison.WHOLE]
     assert all(row["kind"] == "experts" and row["experts"] == 4 and row["d_ff"] == 48 for row in made)
     assert all(row["density"] == 0.5 for row in made)
-
-
-def test_where_experts_are_as_fast_as_all_their_neurons():
-    def row(density: float, path: str, ms: float) -> dict:
-        return {"kind": "experts", "density": density, "path": path, "ms": ms, "samples": [ms]}
-
-    whole = [row(density, comparison.WHOLE, 8.0) for density in (1.0, 0.5, 0.125)]
-    ways = [row(density, "grouped", 16.0 * density) for density in (1.0, 0.5, 0.125)]
-    ways += [row(density, "dense eager", 9.0) for density in (1.0, 0.5, 0.125)]
-    old = {"kind": "experts", "path": "grouped", "ms": 1.0}
-    grouped, loop = comparison.of_experts([*whole, *ways, {"kind": "padding"}])
-    assert grouped.density == pytest.approx(0.5) and grouped.best == 4.0 and grouped.best_density == 0.125
-    assert loop.density is None and loop.best < 1 and comparison.of_experts([old]) == []
-
-
-def test_kernels_have_rows_of_their_own_on_a_gpu_alone():
-    here = {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.99, "cpu")}
-    there = {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.99, "cuda")}
-    assert here < there and {"csr_v1", "csr_v4", "coo_v3", "ell_v3", "blocks_v2", "TwELL"} <= there - here
-    assert "csr_v1" not in {each.name for each in comparison.METHODS if each.measured(SCATTERED, 0.9, "cuda")}
 
 
 def test_kernels_of_this_package_give_the_product_in_the_simulator(monkeypatch):

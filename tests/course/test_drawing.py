@@ -2,7 +2,6 @@
 
 import operator
 
-import plotly.graph_objects as go
 import pytest
 from plotly.colors import unlabel_rgb
 
@@ -21,23 +20,6 @@ def test_a_row_that_is_not_there_is_refused_by_name(index):
     assert drawing.row_at("abc", 2) == "c"
     with pytest.raises(InputError, match=f"index is {index}; there are cuts 0 to 2"):
         drawing.row_at("abc", index, "cuts")
-
-
-def test_an_empty_figure_says_so():
-    figure = drawing.nothing("a title")
-    assert figure.layout.annotations[0].text.startswith("nothing is recorded") and figure.layout.title.text == "a title"
-
-
-def test_a_drawing_is_boxes_texts_and_arrows_on_a_sheet():
-    figure = go.Figure()
-    drawing.box(figure, 1, 2, 4, 6, "red", "in it", size=9)
-    drawing.say(figure, 0, 0, "beside", "left")
-    drawing.arrow(figure, (1, 2), (3, 4), "blue")
-    drawing.sheet(figure, "a title", 10, 20, 300)
-    (box,), (text, beside, arrow) = figure.layout.shapes, figure.layout.annotations
-    assert (box.x0, box.x1, box.y0, box.y1) == (1, 5, 2, 8) and (text.x, text.y, text.font.size) == (3, 5, 9)
-    assert beside.xanchor == "left" and (arrow.ax, arrow.ay, arrow.x, arrow.y) == (1, 2, 3, 4)
-    assert figure.layout.xaxis.range == (0, 10) and figure.layout.yaxis.range == (0, 20) and figure.layout.height == 300
 
 
 def test_numbers_of_lanes_can_be_read():

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -71,51 +69,6 @@ def test_an_address_draws_the_badge_and_is_installed_from(first_cell):
     assert again == notebook
     first_cell.put(again, "00-start-here.ipynb", "")
     assert again["cells"][:-1] == read("00-start-here.ipynb")["cells"][:-1]
-
-
-def test_pages_have_the_words_of_the_badge_alone(first_cell):
-    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
-    pages = importlib.util.module_from_spec(spec)
-    pytest.importorskip("mkdocs")
-    spec.loader.exec_module(pages)
-    picture = re.search(r"\((\S+svg)\)", first_cell.BADGE)[1]
-    html = f'<a href="https://colab"><img alt="Open in Colab" src="{picture}"></a>'
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="notebooks/00-start-here.ipynb"))
-    assert pages.on_page_content(html, page, None, None) == '<a href="https://colab">Open in Colab</a>'
-
-
-def test_a_notebook_with_a_first_cell_of_its_own_gives_up_its_guard(first_cell):
-    said = {"output_type": "stream", "name": "stdout", "text": ["This machine: a toaster\n", "Ready.\n"]}
-    own = """try:
-    import twell_lab as tl
-except ModuleNotFoundError:
-    raise SystemExit("twell-lab is missing.") from None
-
-import torch
-
-from twell_lab.course import notebook
-
-device = notebook.setup()
-torch.set_num_threads(1)"""
-    notebook = {
-        "cells": [
-            {"cell_type": "markdown", "id": "t", "source": ["# 05"]},
-            {
-                "cell_type": "code",
-                "id": "own",
-                "execution_count": 1,
-                "outputs": [dict(said)],
-                "source": own.splitlines(True),
-            },
-        ]
-    }
-    first_cell.put(notebook, "05.ipynb", "")
-    first, second = code(notebook)
-    assert first["outputs"] == [said | {"text": ["This machine: a toaster\n"]}]
-    assert second["outputs"] == [said | {"text": ["Ready.\n"]}] and second["id"] == "own"
-    assert first_cell._text(second) == (
-        "import torch\n\nimport twell_lab as tl\nfrom twell_lab.course import notebook\n\ntorch.set_num_threads(1)"
-    )
 
 
 def run(first_cell, folder: Path, before: str) -> str:

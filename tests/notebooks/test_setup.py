@@ -57,18 +57,6 @@ def test_what_runs_depends_on_the_gpu(monkeypatch, capability, natively, recorde
     assert said.startswith(f"Natively: {natively} In the simulator: ") and said.endswith(f" Recorded: {recorded}")
 
 
-@pytest.mark.parametrize(
-    ("fault", "builds", "why"),
-    [(None, [], "CuPy is not installed"), (("two builds", "pip"), ["cupy-cuda12x", "cupy-cuda13x"], "two builds")],
-)
-def test_without_a_fitting_cupy_no_kernel_runs_natively(monkeypatch, fault, builds, why):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for name, said in {"gpu": "H100", "stack_fault": fault, "cupy_packages": builds}.items():
-        monkeypatch.setattr(notebook_module.core, name, lambda said=said: said)
-    assert notebook_module.what_runs().startswith(f"Natively: torch, no kernel ({why}). ")
-
-
 def test_without_a_compiler_nothing_is_simulated(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "In the simulator: nothing, for want of a C++ compiler" in notebook_module.what_runs()
@@ -86,24 +74,12 @@ def test_an_older_gpu_gets_the_16_bits_that_it_has(capability, dtype, monkeypatc
     assert notebook_module.dtype_for(torch.device("cuda", 0)) == dtype
 
 
-def test_a_test_is_no_notebook(monkeypatch):
-    assert not notebook_module.is_running()
-    monkeypatch.setattr(notebook_module, "_shell", object)
-    assert notebook_module.is_running()
-
-
 @pytest.mark.parametrize(
     ("before", "after"), [("plotly_mimetype+notebook", "plotly_mimetype"), ("colab", "colab"), ("vscode", "vscode")]
 )
 def test_a_host_keeps_its_renderer_and_no_script_is_written_into_a_notebook(before, after):
     pio.renderers.default = before
     assert notebook_module.use_renderer() == after == pio.renderers.default
-
-
-def test_a_chosen_renderer_stays(monkeypatch):
-    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype+notebook")
-    pio.renderers.default = "plotly_mimetype+notebook"
-    assert notebook_module.use_renderer() == "plotly_mimetype+notebook"
 
 
 def test_storing_adds_pictures(monkeypatch):

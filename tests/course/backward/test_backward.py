@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
-from twell_lab import formats
 from twell_lab.core import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
 from twell_lab.course.roofline.data import Rates
-from twell_lab.ops import survivors
 
 CASE = backward.drawn()
 FIRED = CASE.x @ CASE.gate.T > 0
@@ -43,16 +40,6 @@ def test_whatever_fits_the_gradients_are_the_same(capacity):
     assert (not lost) == (capacity >= FIRED.sum())
 
 
-def test_rooms_by_hand():
-    assert backward.rooms([2, 0, 3, 1], 5) == ([(0, 2), (2, 0), (2, 3), (-1, 0)], [3])
-    assert backward.rooms([2, 9, 1], 5) == ([(0, 2), (-1, 0), (-1, 0)], [1, 2])
-
-
-def test_rows_read_by_hand():
-    assert backward.rows_read([2, 3], [], d_ff=10) == (35, 0)
-    assert backward.rows_read([2, 3], [1], d_ff=10) == (14, 20 + 21)
-
-
 def test_the_sweep_loses_fewer_rows_with_more_room():
     sweep = backward.capacity_sweep(CASE, 0.05, [0, 60, 140])
     assert [len(row["lost"]) for row in sweep] == [24, 13, 0]
@@ -60,23 +47,6 @@ def test_the_sweep_loses_fewer_rows_with_more_room():
     assert sweep[2]["stored_rows"] == 7 * int(FIRED.sum()) and sweep[2]["lost_rows"] == 0
     with pytest.raises(InputError, match="-1"):
         backward.capacity_sweep(CASE, 0.05, [-1])
-
-
-def test_what_is_full_is_not_zero_where_the_gate_is_silent():
-    values = {"g": FIRED.double(), "u": torch.ones(FIRED.shape), "zero": torch.zeros(FIRED.shape)}
-    assert backward.full(values, FIRED) == ["u"]
-
-
-def test_lists_of_neurons_are_the_transpose():
-    small = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    assert backward.by_row(small) == [[0, 2], [2]] and backward.by_neuron(small) == [[0], [], [0, 1]]
-
-
-def test_the_order_of_a_sum_decides_over_its_last_bits():
-    numbers = torch.randn(300, generator=torch.Generator().manual_seed(1))
-    assert backward.different_sums(numbers, 50) > 5
-    assert backward.different_sums(numbers, 50, shuffle=False) == 1
-    assert backward.different_sums(torch.ones(300), 50) == 1
 
 
 def test_what_torch_saves_of_a_dense_layer_is_what_the_formula_says():
@@ -89,20 +59,6 @@ def test_what_torch_saves_of_a_dense_layer_is_what_the_formula_says():
     assert layer.up_proj.weight.grad.abs().sum() > 0
 
 
-def test_parameters_and_second_sights_are_not_counted():
-    module = nn.Linear(4, 4)
-    x = torch.randn(3, 4, requires_grad=True)
-    with backward.saved_tensors(module) as saved:
-        (module(x) * x).sum()
-    assert sorted(tensor["bytes"] for tensor in saved) == [48, 48]  # x once, the product's other factor
-
-
-def test_the_sparse_sizes_are_those_of_the_lists():
-    sizes = backward.sparse_saved(16384, 2048, 5632)
-    room = survivors.capacity_for(16384, 5632)
-    assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
-
-
 def test_seven_rows_for_each_kept_value():
     parts = backward.parts(tokens=10, d_model=8, d_ff=100, nnz=3)
     assert sum(part["l2"] for part in parts) == backward.ROWS_A_VALUE * 10 * 3 * 16
@@ -113,8 +69,3 @@ def test_every_sparse_part_is_limited_by_the_l2_cache():
     floors = backward.floors(backward.parts(nnz=29), RATES)
     assert floors[0]["limit"] == "tensor cores" and {part["limit"] for part in floors[1:]} == {"L2 cache"}
     assert backward.dense_floor(RATES) == pytest.approx(9 * floors[0]["ms"])
-
-
-def test_hybrid_judges_rows_alone_and_a_common_room_does_not():
-    heavy = formats.Hybrid.from_dense(FIRED.double(), 8).heavy.tolist()
-    assert heavy and not backward.rooms(FIRED.sum(1).tolist(), 8 * len(FIRED))[1]

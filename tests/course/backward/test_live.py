@@ -5,17 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twell_lab.analysis import switching
-from twell_lab.core import InputError
 from twell_lab.course import training
 from twell_lab.course.backward import live
-from twell_lab.course.roofline.data import Rates
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.layers.terms import layer_terms
-from twell_lab.training.objective import cross_entropy
-
-RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +45,6 @@ def test_both_paths_have_the_same_gradients_and_leave_the_model_alone(begun):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_average_of_some_steps_decides(begun):
-    _, model, _, windows = begun
-    recent = []
-    for _ in range(2):
-        with layer_terms(model) as terms:
-            cross_entropy(model, next(windows))
-        recent.append(terms)
-    mean = live.averaged(recent)
-    assert [term.name for term in mean] == [term.name for term in recent[0]]
-    assert float(mean[1].nnz) == pytest.approx((float(recent[0][1].nnz) + float(recent[1][1].nnz)) / 2)
-    assert set(switching.switch(model, mean, below=1000.0).values()) == {"twell"}
-    for layer in feed_forwards(model):
-        layer.module.learn("dense")
-    with pytest.raises(InputError, match="empty"):
-        live.averaged([])
-
-
 @pytest.mark.parametrize(("limit", "path"), [(0.0, "dense"), (1e9, "twell")])
 def test_a_run_changes_layers_over_at_the_limit(begun, limit, path):
     config = replace(begun[0], steps=5)
@@ -77,15 +53,3 @@ def test_a_run_changes_layers_over_at_the_limit(begun, limit, path):
     assert history[-1]["paths"] == [path, path] == [layer.module.learning for layer in feed_forwards(model)]
     assert all(0 < nnz <= 32 for nnz in history[0]["nnz"]) and next(windows).shape == (2, 17)
     assert not torch.equal(next(model.parameters()), next(begun[1].parameters()))  # it learned
-
-
-def test_the_break_even_is_the_librarys_as_a_share():
-    share = live.break_even_share(RATES)
-    assert 0.005 < share < 0.05
-    assert live.break_even_share(Rates(RATES.tensor, RATES.memory, 2 * RATES.l2, "a test")) == pytest.approx(2 * share)
-
-
-def test_a_cpu_needs_no_autocast_and_layers_are_drawn_alike():
-    with live.sixteen_bits("cpu"):
-        assert not torch.is_autocast_enabled("cpu")
-    assert torch.equal(live.small_layer(8, 16).up_proj.weight, live.small_layer(8, 16).up_proj.weight)

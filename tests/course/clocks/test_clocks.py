@@ -3,18 +3,14 @@
 import math
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from twell_lab.bench.density import scattered
 from twell_lab.core import InputError
 from twell_lab.course.clocks import data as clocks
-from twell_lab.course.measure.data import relative_error
-from twell_lab.formats import CSR
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -29,23 +25,6 @@ def case():
 def layers(case):
     """(dense, exact) of the case."""
     return (lambda x: linear(x, case.weight)), (lambda x: linear(x, case.weight.double()))
-
-
-def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
-    a, b = scattered(9, 20, 6), torch.randn(20, 7)
-    ones = (a != 0).float()
-    assert torch.equal(clocks.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
-    wrong = clocks.without_multiplying(CSR.from_dense(a), b)
-    assert wrong.shape == (9, 7) and relative_error(wrong, a @ b) > 0.3
-    assert torch.equal(wrong, clocks.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
-
-
-def test_a_case_holds_one_layer_in_all_its_forms(case):
-    assert torch.equal(case.stored.to_dense(), case.weight) and torch.equal(case.b, case.x.T)
-    assert (case.weight != 0).sum() == 96 * 4  # 95% of 80 are zero
-    assert relative_error(case.x @ case.weight.T, case.exact) < 1e-5
-    left = clocks.left_behind(case.weight)(case.x)
-    assert left.dtype == torch.float64 and relative_error(left, case.exact) < 1e-12
 
 
 # ---- the number ----
@@ -96,54 +75,6 @@ def test_an_error_in_the_queue_is_not_lost():
     queue.launch(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         queue.synchronize()
-
-
-def test_turns_are_taken():
-    log = []
-    samples = clocks.in_turns(
-        {name: (lambda name=name: log.append(name)) for name in "ab"}, clocks.Queue("cpu"), 3, cold=False
-    )
-    assert "".join(log) == "ab" + "ababab" and {name: len(each) for name, each in samples.items()} == {"a": 3, "b": 3}
-
-
-def test_the_same_call_twice_is_disturbed_from_a_third_on_and_left_in_peace_afterwards(monkeypatch):
-    busy, log = [False], []
-
-    class Recorded:
-        def __enter__(self):
-            busy[0] = True
-
-        def __exit__(self, *_):
-            busy[0] = False
-
-    monkeypatch.setattr(clocks, "disturbed", lambda device: Recorded())
-    found = clocks.same_call_twice(lambda: log.append(busy[0]), "cpu", 9)
-    once = [False] * 6 + [True] * 12
-    assert log == [False, *once, *once]
-    assert {order: [len(each) for each in samples.values()] for order, samples in found.items()} == {
-        "one after the other": [9, 9],
-        "in turns": [9, 9],
-    }
-
-
-def test_the_disturbance_ends_also_where_the_call_fails():
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), clocks.disturbed("cpu"):
-        raise ZeroDivisionError
-    assert threading.active_count() <= before  # a pool of another test may have ended
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "clear"),
-    [
-        ([1, 1, 1, 1, 9], [2, 2, 2, 2], True),
-        ([2, 2, 2, 2], [1, 1, 1, 1], True),
-        ([1, 2, 3, 4], [2, 3, 4, 5], False),
-        ([1, 1, 1], [1, 1, 1], False),
-    ],
-)
-def test_apart(one, other, clear):
-    assert clocks.apart([float(each) for each in one], [float(each) for each in other]) == clear
 
 
 # ---- what ran ----
@@ -240,38 +171,3 @@ def test_claims_that_did_not_wait_are_named(case):
     assert "waited" not in failing(slow)
     with pytest.raises(InputError, match="claimed is"):
         clocks.verdict(sparse, dense, case.x, exact, claimed=(0.0, 1.0))
-
-
-def test_three_lines_say_what_the_numbers_say():
-    claims = clocks.Claims()
-    claims.add("claimed", 100.0, 0.1)
-    claims.add("the clock waits", 100.0, 50.0)
-    effects = {"warm cache": "0.5x (0.4 to 0.6)", "first call": "1.5x"}
-    for dense, sparse, words in (
-        ([9.0, 9.0, 9.1], [3.0, 3.0, 3.1], "repaired 3x (2.95 to 3.02): faster."),
-        ([3.0, 3.0, 3.1], [6.0, 6.0, 6.1], "repaired 0.5x (0.496 to 0.508): slower."),
-        ([3.0, 4.0, 5.0], [3.1, 4.1, 5.1], ": no clear difference."),
-    ):
-        x = clocks.ratio({"dense": dense, "sparse": sparse}, "dense", "sparse")
-        first, second, third = clocks.three_lines(
-            claims, clocks.Verdict([], x, {"dense": dense, "sparse": sparse}), effects
-        )
-        assert first.startswith("Claimed 1,000x") and words in first
-        assert second == '"the clock waits" changed it most, by 500x.'
-        assert third == "Honest mistakes: warm cache 0.5x (0.4 to 0.6), first call 1.5x."
-
-
-def test_a_call_is_told_at_the_fewest_tokens_of_each_run():
-    shared = {"where": "there", "ms": 0.02, "wall_ms": 0.05, "wall_samples": [0.04, 0.05, 0.06]}
-    rows = [shared | {"tokens": tokens, "d_model": 2048, "d_ff": 5632} for tokens in (16, 1, 4096)]
-    there, yours = clocks.calls_sentence([*rows, shared | {"where": "yours, now", "tokens": 2}]).splitlines()
-    assert there == "SparseFFN of 2,048 x 5,632, 1 token: the GPU works 20 us, a call takes 45 to 55 us."
-    assert yours.startswith("This product, 2 tokens: the GPU works 20 us, a call takes 45 to")
-    assert "No plain calls" in clocks.calls_sentence([]) == clocks.calls_sentence([{**rows[0], "wall_ms": None}])
-
-
-@pytest.mark.parametrize("mib, side", [(4, 1024), (40, 2048), (48, 4096), (50, 4096), (0, 1024)])
-def test_a_weight_that_is_timed_warm_fits_into_the_cache(monkeypatch, mib, side):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=mib << 20))
-    assert clocks.cached_side("cuda") == side and clocks.cached_side("cpu") == 1024
-    assert not mib or 2 * side**2 < mib << 20

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from twell_lab import records
-from twell_lab.core import InputError, TwellError
 from twell_lab.course import conversion
 from twell_lab.course.conversion import data
 from twell_lab.course.training import held_out, some_text
@@ -71,11 +70,6 @@ def test_l1_leaves_fewer_firing(text, smooth, windows, judged):
     assert pressed["density"] < 0.8 * alone["density"] and (pressed["way"], pressed["steps"]) == ("convert", 30)
 
 
-def test_l1_wants_a_relu(text, smooth):
-    with pytest.raises(InputError, match="relufy"):
-        conversion.further(copy.deepcopy(smooth), text, replace(TINY, l1=0.1))
-
-
 def test_a_conversion_is_a_copy_with_the_same_weights_and_no_warning(smooth, recwarn):
     relu = conversion.to_relu(smooth)
     assert not any(isinstance(module, nn.SiLU) for module in relu.modules()) and not recwarn.list
@@ -92,33 +86,9 @@ def test_cuts_leave_what_was_asked_for_and_the_model_as_it_was(judged):
     assert not lossy_parts(judged.model) and all(map(torch.equal, before, weights(judged.model)))
 
 
-def test_a_cut_is_the_librarys(judged):
-    chosen = judged.calibration.at(0.9)
-    cost = chosen.loss(judged.model, judged.windows)
-    (found,) = conversion.cut(judged, (0.9,))
-    assert found["change"] == pytest.approx(100 * cost.change / cost.dense)
-    assert found["low"] == pytest.approx(100 * cost.low / cost.dense)
-
-
 @pytest.mark.parametrize("density", (0.9, 0.3, 0.02))
 def test_a_cut_to_a_density_has_it(judged, density):
     assert conversion.cut_to(judged, density)["density"] == pytest.approx(density, rel=0.01)
-
-
-@pytest.mark.parametrize("density", (0, -0.1, 1.5, float("nan")))
-def test_a_density_that_no_cut_gives_is_refused(judged, density):
-    with pytest.raises(InputError, match="accepted: above 0"):
-        conversion.cut_to(judged, density)
-
-
-def test_a_model_that_is_cut_is_left_alone_where_its_loss_cannot_be_measured(judged, monkeypatch):
-    def broken(*_):
-        raise TwellError("no")
-
-    monkeypatch.setattr(data, "losses", broken)
-    with pytest.raises(TwellError):
-        conversion.cut(judged, (0.9,))
-    assert not lossy_parts(judged.model)
 
 
 def test_what_is_exact_is_said(judged):
@@ -139,11 +109,6 @@ def test_recorded_points_are_those_of_the_sweeps():
     assert {each["steps"] for each in points} == {1900, 1200}
 
 
-def test_without_records_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr(data.records, "load_all", lambda: [])
-    assert conversion.recorded() == []
-
-
 def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypatch):
     assert conversion.trained(judged, "") == []  # no model of data/checkpoints
     free = replace(judged, what="l1-free")
@@ -158,44 +123,7 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
     assert conversion.trained(free, "prose") == []
 
 
-def test_a_table_has_a_line_a_point_and_the_cut_beside_it():
-    lines = conversion.table([point("convert", 0.1), point("convert", 0.3)], [point(change=2.0)]).splitlines()
-    assert max(map(len, lines)) <= 40  # what a telephone shows of a line
-    assert len(lines) == 3 and "+0.5..+1.5" in lines[1] and "+1.5..+2.5" in lines[1] and "+1.5..+2.5" not in lines[2]
-
-
-def test_a_cut_takes_nothing_from_a_layer_that_is_sparser_by_itself(judged):
-    silent = copy.deepcopy(judged.calibration)
-    site = silent.layers[0].sites["activation"]
-    site.counts[0] += 99 * site.total  # zeros: 1% fires
-    first, second = conversion.by_layer(silent, 0.9)
-    assert first == pytest.approx(0.01, rel=0.05) and second == pytest.approx(0.1, rel=0.05)
-
-
-def test_a_cut_is_cheap_by_the_end_of_its_interval():
-    points = [
-        point(density=0.3, change=0.2),
-        point(density=0.1, change=0.8),
-        point("train", 0.01, 0.1, what=data.THEN_CUT),
-    ]
-    cheap, _, train = conversion.three_lines(points)
-    assert "leaves 30.0% of m." in cheap and "nothing" in train
-
-
 @pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "unclear")))
 def test_intervals_decide(change, said):
     lines = conversion.three_lines([point(density=0.1, change=5.0), point("convert", 0.1, change, steps=60)])
     assert lines[1] == f"Convert (60 steps) or cut: {said} at 10.0%." and len(lines) == 3
-
-
-def test_the_lines_say_how_far_a_cut_is_cheap_and_leave_records_out():
-    points = [point(density=0.3, change=0.2), point(density=0.1, change=0.8), point("train", 0.1, 0.1, where="rec")]
-    first, convert, train = conversion.three_lines(points)
-    assert "30.0% of m" in first and "nothing" in convert and "nothing" in train
-    assert "none of m" in conversion.three_lines([point(change=3.0)])[0]
-    assert "nothing" in conversion.three_lines([point("train", 0.2, 0.5), point()])[2]  # no cut to as few
-
-
-def test_the_learning_rates_by_which_the_notebook_explains_that_losses_first_rise():
-    assert data.learning_rate(conversion.MODEL, conversion.MODEL.steps) == pytest.approx(0.001, rel=0.01)
-    assert (conversion.ON.lr, conversion.ON.warmup) == (0.005, 10)

@@ -1,7 +1,6 @@
 """What the notebook on kernels computes: workloads, sources, altered copies, recorded times and predictions."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,11 +118,6 @@ def test_recorded_times_are_the_newest_of_the_wanted_gpu(keep):
     assert kernels.recorded(64)["pack_v1"]["where"] == "recorded on NVIDIA H100, 2026-01-02"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_timed():
-    assert kernels.yours() == {}
-
-
 def counted(lines: int, requests: int = 1000, unique: int = 300) -> Counts:
     return Counts(
         global_reads=Traffic(requests=requests, bytes=64 * requests, sectors=2 * requests, lines=lines),
@@ -141,55 +135,3 @@ def test_predictions_stand_beside_the_times():
     assert [row["yours_ms"] for row in rows] == [7.0, None, None] and rows[0]["yours"] == "yours, now"
     assert kernels.times_predicted(rows) == "took/predicted: 1.1, 3.0"  # nothing is predicted for the reader's GPU
     assert kernels.times_predicted(kernels.against_time(counts, {})) == "no time is recorded"
-
-
-def test_three_lines_are_made_of_the_times():
-    def row(version: str, predicted: float, measured: float | None) -> dict:
-        found = {"version": version, "predicted_ms": {"a": predicted, "b": 0.1}, "measured_ms": measured}
-        return found | {
-            "recorded": "recorded on a GPU, today",
-            "yours_ms": 2 * predicted,
-            "yours": "yours, now, on my GPU",
-        }
-
-    pack = [row("pack_v1", 1.0, 1.2), row("pack_v2", 1.0, 0.3), row("pack_v3", 1.0, 0.4)]
-    gated = [row("gated_v1", 2.0, 4.0), row("gated_v2", 1.0, 0.8)]
-    assert kernels.three_lines(pack, gated).splitlines() == [
-        "pack: 1.200 to 0.300 ms (4.0x)",
-        "gated: 4.000 to 0.800 ms (5.0x)",
-        "Within 1.25x of prediction: 2 of 5; recorded on a GPU, today",
-    ]
-    assert kernels.own_lines(pack, gated).splitlines() == [
-        "yours, now, on my GPU:",
-        "pack: 2.000 to 2.000 ms (1.0x)",
-        "gated: 4.000 to 2.000 ms (2.0x)",
-    ]
-    assert kernels.own_lines([each | {"yours_ms": None, "yours": ""} for each in pack]) == ""
-    gated[0]["measured_ms"] = None
-    assert kernels.three_lines(gated) == "Within 1.25x of prediction: 1 of 1; recorded on a GPU, today"
-
-
-def test_the_readers_gpu_has_a_prediction_of_its_own(monkeypatch):
-    counts = {"pack_v1": counted(lines=10, unique=10**6)}  # what memory delivers is the limit
-    own = {"pack_v1": {"ms": 7.0, "where": "yours, now, on Tesla T4"}}
-    weights = Footprint(read_sectors=2**19, block_read_sectors=2**26, bytes=5632 * 4096)
-    rereading = Counts(footprints={"up": weights, "down_t": weights})
-    here = SimpleNamespace(name="Tesla T4", multi_processor_count=40, clock_rate=1_590_000)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
-    gpu = kernels.gpu_here()
-    assert (gpu.multiprocessors, gpu.clock_hz) == (40, 1.59e9) and 250e9 < gpu.memory_bytes_per_s < 320e9
-    (row,) = kernels.against_time(counts, {}, own, gpu)
-    assert row["yours_predicted_ms"] > 5 * max(row["predicted_ms"].values())
-    said = f"yours, now, on Tesla T4, took/predicted: pack_v1 {7.0 / row['yours_predicted_ms']:.1f}"
-    assert kernels.times_predicted([row]).splitlines() == ["no time is recorded", said]
-    (kept,) = kernels.against_time({"gated_v2": rereading}, {}, {"gated_v2": own["pack_v1"]}, gpu)
-    assert kept["predicted_ms"]["device memory"] < kept["predicted_ms"]["L2 cache"]  # an H100 keeps the rows that fire
-    once = 1e3 * simulator.predicted_time(rereading, gpu).bounds["device memory"]
-    assert kept["yours_predicted_ms"] > 5 * once  # a T4 keeps 4 MiB
-    (row,) = kernels.against_time(counts, {}, own)
-    assert "yours" not in kernels.times_predicted([row])
-    here.name = "a GPU of next year"
-    assert kernels.gpu_here() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernels.gpu_here() is None

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.course.recorded_rows import record, row
-from twell_lab.course.hopper import calls, figures
+from twell_lab.course.hopper import calls
 
 
 def call(tokens, path, ms, wall, workload="forward"):
@@ -32,19 +32,6 @@ def test_the_newest_calls_without_gradients_are_read(keep):
     )
     found = calls.recorded()
     assert len(found) == 4 and {each["where"][:36] for each in found} == {"recorded on NVIDIA H100, 2026-01-02;"}
-
-
-def test_the_summary_has_the_hosts_share():
-    assert calls.summary(ROWS) == "TwELL's call returns after 80% of its time (1 token), 25% (16,384)."
-    assert "twell-lab record host-time" in calls.summary([])
-
-
-def test_the_figure_shows_the_share_of_both_layers():
-    figure = figures.host_share(ROWS)
-    dense, twell = figure.data
-    assert list(dense.x) == [1, 16384] and [round(y, 1) for y in dense.y] == [90.9, 12.5]
-    assert twell.name == "TwELL" and list(twell.y) == [80.0, 25.0]
-    assert "nothing is recorded" in figures.host_share([]).layout.annotations[0].text
 
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 90), min_size=1, max_size=12))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from twell_lab import formats, simulator
 from twell_lab.core import InputError
 from twell_lab.course.hopper import tile
-from twell_lab.formats import packed_and_pool
 
 
 def test_the_sizes_are_those_that_the_kernel_needs():
@@ -30,11 +29,6 @@ def test_the_sizes_are_those_that_the_kernel_needs():
         tile.sizes(4)
 
 
-def test_pairs_of_blocks_fetch_all_of_x_and_half_of_the_weights():
-    alone, pairs = (tile.l2_bytes(16384, 2048, 5632, cluster) for cluster in (1, 2))
-    assert alone == 2816 * 2 * 2048 * 384 and pairs * 3 == alone * 2
-
-
 def test_every_sum_has_one_place_and_every_register_one_sum():
     for columns in (8, 64, 256):
         warp, lane, register = tile.sums(columns)
@@ -45,13 +39,6 @@ def test_every_sum_has_one_place_and_every_register_one_sum():
             tile.sums(wrong)
 
 
-def test_a_tensor_map_reads_the_weights_in_this_order():
-    order = torch.tensor([tile.neuron_at(place) for place in range(256)])
-    assert torch.equal(torch.arange(256).view(4, 32, 2).transpose(0, 1).flatten(), order)
-    lanes = order[tile.sums()[1][0].argsort(stable=True)].view(4, 64)
-    assert torch.equal(lanes, torch.arange(256).view(4, 64))
-
-
 @given(st.integers(0, 2**31), st.sampled_from([-3.0, -1.5, 0.0, 3.0]), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_a_row_is_packed_as_the_library_packs_it(seed, shift, dtype):
     gate = (torch.randn(256, generator=torch.Generator().manual_seed(seed)) + shift).to(dtype)
@@ -60,12 +47,6 @@ def test_a_row_is_packed_as_the_library_packs_it(seed, shift, dtype):
     assert packed.words == formats.TwELL.from_gate(gate[None]).packed[0, 0, : len(packed.words)].tolist()
     assert packed.words[0] == sum(map(len, packed.held)) and len(packed.words) == 1 + min(31, packed.words[0])
     assert packed.before == [sum(map(len, packed.held[:q])) for q in range(4)]
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(255, dtype=torch.bfloat16), torch.zeros(256)])
-def test_another_row_is_refused(wrong):
-    with pytest.raises(InputError, match=r"16-bit values \[256\]"):
-        tile.pack_row(wrong)
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -86,11 +67,6 @@ def test_nobody_works_on_a_stage_that_is_not_theirs(beside):
         assert busy == (beside and part["tile"] < 2)
 
 
-def test_packing_beside_saves_the_packing_of_all_tiles_but_the_last():
-    ends = [max(part["end"] for part in tile.schedule(beside, tiles=5, pack=2)) for beside in (False, True)]
-    assert ends[0] - ends[1] == pytest.approx(4 * 2)
-
-
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lost_rows_are_listed_and_the_others_right(dtype):
@@ -98,15 +74,3 @@ def test_lost_rows_are_listed_and_the_others_right(dtype):
     lost, error = tile.overflow(counts, dtype)
     assert lost == [10, 14] and error < 0.01
     assert tile.overflow([0] * 15 + [256], dtype)[0] == [15]
-
-
-@pytest.mark.parametrize("counts", [[1] * 15, [257] + [0] * 15])
-def test_counts_that_are_no_group_are_refused(counts):
-    with pytest.raises(InputError, match="counts is"):
-        tile.overflow(counts, torch.bfloat16)
-
-
-def test_the_lost_rows_are_those_of_the_reference():
-    gate = torch.full((16, 256), -1.0, dtype=torch.bfloat16)
-    gate[3, :40], gate[5, :90] = 1, 1
-    assert packed_and_pool(gate)[2].nonzero().flatten().tolist() == [5]

@@ -8,8 +8,7 @@ import torch
 from tests.course import recorded_rows as made
 from twell_lab import records
 from twell_lab.bench import density as bench_density
-from twell_lab.bench.density import DENSITY, scattered
-from twell_lab.core import InputError
+from twell_lab.bench.density import DENSITY
 from twell_lab.course.measure import data as measure
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -38,29 +37,6 @@ def test_where_it_turns_is_said_by_the_densities_measured(speeds, words):
     assert measure.turning(table(CSR=speeds), "CSR") == words
 
 
-def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
-    assert "no such kernel" in measure.turning(table(CSR=(1, 1, 1)), "COO")
-    assert measure.turning([], "CSR") == "not recorded in this checkout"
-
-
-def test_times_as_fast_with_what_the_quartiles_make_of_it():
-    samples = {"new": [1.0, 2.0, 4.0, 5.0, 9.0], "old": [6.0, 7.0, 8.0, 10.0, 30.0]}
-    assert measure.as_fast(samples, "new", "old") == "2x (1.4 to 5)"
-
-
-@pytest.mark.parametrize(
-    ("new", "old", "words"),
-    [
-        ([1.0, 1.1, 0.9], [4.0, 4.1, 3.9], "4.0x as fast"),
-        ([8.0, 8.1, 7.9], [4.0, 4.1, 3.9], "2.0x as slow"),
-        ([4.0, 2.0, 7.0], [4.4, 2.2, 7.6], "no clear difference: the samples spread as on a busy machine."),
-        ([4.0] * 3, [4.1] * 3, "no clear difference."),
-    ],
-)
-def test_compare_says_what_the_samples_say(new, old, words):
-    assert words in measure.compare({"a": new, "b": old}, "a", "b")
-
-
 def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, keep, tmp_path):
     monkeypatch.setattr(bench_density, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
     monkeypatch.setattr(bench_density, "DENSITIES", [0.1, 0.5])
@@ -79,20 +55,6 @@ def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypa
     )
 
 
-def test_without_records_the_sentences_say_so(keep):
-    keep()
-    assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
-    assert measure.recorded_zeros([]) == "no GPU's is recorded in this checkout"
-
-
-def test_of_layers_timed_twice_the_newest_counts(keep):
-    layer = {"kind": "ffn_forward", "path": "twell", "workload": "independent, lognormal", "device": "Some GPU"}
-    timed = [made.row(**layer | {"tokens": 64, "ms": 1.0}), made.row(**layer | {"tokens": 1, "ms": 0.1})]
-    again = [made.row(**layer | {"tokens": 64, "ms": 0.5})]
-    keep(made.record("old", "2026-01-01T00:00:00Z", timed), made.record("new", "2026-01-02T00:00:00Z", again))
-    assert [(row["tokens"], row["ms"]) for row in measure.recorded_layers(2048, 5632, 29)] == [(1, 0.1), (64, 0.5)]
-
-
 def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the_same_gpu(keep):
     old = {"kind": "ffn_forward", "path": "twell", "workload": "independent, lognormal"}
     kept = [made.row(**old | {"tokens": tokens, "ms": 1.0, "device": each}) for tokens in (1, 8) for each in ("A", "B")]
@@ -105,59 +67,7 @@ def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the
     assert sorted(found) == [("A", 1, 0.02, "twell"), ("B", 1, 1.0, "twell"), ("B", 8, 1.0, "twell")]
 
 
-WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
-
-
-def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
-    kept = [
-        made.row(**LAYER | WALL),
-        made.row(**LAYER | WALL | {"tokens": 16384, "ms": 0.9, "dense": 1.8, "wall_ms": 1.0, "dense_wall_ms": 1.9}),
-        made.row(**LAYER | {"tokens": 4}),  # not timed as a plain call
-    ]
-    others = [
-        made.row(**LAYER | each)
-        for each in (
-            {"nnz": 8.0},
-            {"d_ff": 1024},
-            {"path": "forced twell (graph)"},
-            {"device": "CPU"},
-            {"workload": "overflow: no overflow"},
-            {"kind": "plan"},
-        )
-    ]
-    keep(made.record("inference", "2026-01-01T00:00:00Z", [*reversed(kept), *others], kernels=()))
-    rows = measure.recorded_calls(2048, 5632, 29)
-    assert [each["tokens"] for each in rows] == [1, 4, 16384]
-    assert measure.plain_calls(rows) == (
-        "Plain calls, TwELL: 0.75x (1 token) to 1.90x (16,384 tokens) as fast; recorded on NVIDIA H100, 2026-01-01."
-    )
-
-
-def test_without_wall_times_no_number_stands_for_them(keep):
-    keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
-    own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
-    told = measure.plain_calls(own + measure.recorded_calls(2048, 5632, 29))
-    assert told == "Plain calls, TwELL: 0.75x (1 token) to 0.75x (1 token) as fast; yours, now."
-    assert measure.plain_calls(measure.recorded_calls(2048, 5632, 29)).startswith("No times of plain calls")
-
-
-def test_prune_keeps_the_largest():
-    weight = torch.tensor([[3.0, -1.0], [0.5, -4.0]])
-    assert torch.equal(measure.prune(weight, 0.5), torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
-    assert torch.equal(measure.prune(weight, 0.0), weight)
-    with pytest.raises(InputError, match="share is 1"):
-        measure.prune(weight, 1)
-
-
-def test_pruned_weights_err_and_skipped_neurons_do_not():
-    torch.manual_seed(0)
-    hidden, down = scattered(1, 200, 4), torch.randn(30, 200)
-    rows, samples = measure.weights_or_activations(hidden, down, [0.5, 0.9], "cpu", seconds=0.0)
-    assert [row["path"] for row in rows] == list(samples)
-    dense, half, most, skipped = rows
-    assert dense["bytes"] == 4 * 30 * 200 and skipped["bytes"] == 4 * 30 * 4 and skipped["zeros"] == 0.98
-    assert dense["error"] < 1e-5 and skipped["error"] < 1e-5 < half["error"] < most["error"]
 
 
 def test_threshold_sweep_counts_what_it_says():

@@ -5,11 +5,9 @@ import torch
 
 import twell_lab as tl
 from twell_lab.analysis import costs, predict
-from twell_lab.analysis.plan import Plan
 from twell_lab.core import InputError
 from twell_lab.course import own_model
-from twell_lab.course.own_model import data
-from twell_lab.layers.choice import DENSE, Candidate, LayerPlan
+from twell_lab.layers.choice import DENSE
 from twell_lab.layers.paths.cost import Firing
 
 SAID = "def "
@@ -49,13 +47,6 @@ def test_a_folder_of_transformers_says_the_same(small, tmp_path):
     assert own_model.never_sparse(theirs) is theirs
 
 
-def test_a_model_without_a_relu_does_not_fire(small):
-    silent = tl.models.tiny.LanguageModel(small.model.config)
-    for layer in tl.feed_forwards(silent):
-        layer.module.act_fn = torch.nn.SiLU()
-    assert not data.Own("mine", False, silent, 8, small.encode, small.decode).fires
-
-
 def test_the_text_is_prose_and_its_windows_do_not_meet(text, small, halves):
     assert len(text) > 20_000 and not set(text) - {*map(chr, range(32, 127)), "\n"}
     first, second = halves
@@ -80,33 +71,6 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
     assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
 
 
-def test_how_far_off_predictions_are_is_that_of_the_records(monkeypatch):
-    monkeypatch.setattr(
-        predict, "errors", lambda: [{"gpu": "L4", "layers": 7, "least": 0.5, "median": 1.0, "most": 2.0}]
-    )
-    assert own_model.off() == "L4, 7 recorded layers: predicted over measured time 0.50 to 2.00, median 1.00"
-    monkeypatch.setattr(predict, "errors", list)
-    assert "no recorded layer" in own_model.off()
-
-
-def test_without_its_twin_a_shipped_model_is_its_own(small, monkeypatch):
-    monkeypatch.setattr(data, "checkpoints", lambda: ["small"])
-    assert own_model.never_sparse(small) is small
-
-
-def layer(name, **classes):
-    candidates = tuple(Candidate(int(most[1:]), path, 0, 1.0, None, True, "") for most, path in classes.items())
-    return LayerPlan(name, 8, 4, True, 1, (0, 0, 0, 0), candidates)
-
-
-def test_a_plan_says_how_many_layers_stay_dense_at_each_number_of_tokens():
-    plan = Plan(
-        [layer("a", _1="twell", _64="dense"), layer("b", _64="dense"), layer("c", _8="dense", _64="twell")], "", "", {}
-    )
-    assert own_model.planned(plan, (1,)) == "left dense of 3 layers: 2 with 1 token"
-    assert own_model.planned(plan, (8, 9, 500)).endswith(": 3 with 8 tokens, 2 with 9 tokens, 2 with 500 tokens")
-
-
 HERE = {"what": "decode step, batch 1", "low": 1.1, "times": 1.2, "high": 1.3}
 PREDICTED = [
     {"gpu": "A", "tokens": 1, "x_dense": 1.5},
@@ -121,14 +85,6 @@ CUTS = [
 TRAINED = [{"density": 0.02, "change": 1.0, "low": 0.5, "high": 1.5}]
 
 
-def test_three_lines_say_what_to_do():
-    here, gpus, cut = own_model.decide(HERE, PREDICTED, CUTS, TRAINED)
-    assert here == "Here, decode step, batch 1: 1.20 times as fast (1.10 to 1.30): swap."
-    assert gpus.endswith(": 1.50 to 2.50 with 1 token, 1.00 to 1.05 with 64 tokens.")
-    assert cut.startswith("For 1% of the loss l1-free may be cut to 10.0% of its neurons; at 2.1%, +7.0 to +9.0%")
-    assert cut.endswith("with L1 +0.5 to +1.5%: train.")
-
-
 @pytest.mark.parametrize(
     "low, high, said", [(0.5, 0.9, ": stay dense."), (0.9, 1.1, ": stay dense."), (1.01, 1.2, ": swap.")]
 )
@@ -140,23 +96,3 @@ def test_what_is_slower_or_the_same_here_stays_dense(low, high, said):
 @pytest.mark.parametrize("low, high, said", [(0, 1, "train."), (10, 11, "cut."), (8, 9.5, "either will do.")])
 def test_a_cut_is_compared_by_its_interval(low, high, said):
     assert own_model.decide(HERE, PREDICTED, CUTS, [TRAINED[0] | {"low": low, "high": high}])[2].endswith(said)
-
-
-def test_times_of_a_model_whose_layers_all_stayed_dense_are_called_noise():
-    here = HERE | {"layers": "5 dense"}
-    assert own_model.noise(here) == ": no layer swapped, just noise"
-    assert own_model.decide(here, PREDICTED, CUTS, [])[0].endswith("batch 1: no layer swapped, stay dense.")
-    assert own_model.noise(HERE | {"layers": "4 dense, 1 twell"}) == own_model.noise(HERE) == ""
-
-
-def test_no_cut_may_be_cheap_and_no_twin_be_here():
-    assert (
-        own_model.decide(HERE, PREDICTED, CUTS[1:], [])[2] == "No cut of l1-free surely costs at most 1% of the loss."
-    )
-
-
-def test_the_figure_has_a_bar_for_each_gpu_and_number_of_tokens():
-    rows = [row | {"dense_us": 10.0, "us": 5.0, "launches": 40.0, "paths": "2 twell"} for row in PREDICTED]
-    one, many = own_model.figures.gains(rows).data
-    assert (one.name, many.name) == ("1 token", "64 tokens") and list(one.x) == list(many.x) == ["A", "B"]
-    assert list(one.y) == [1.5, 2.5] and one.text[0] == "1.50<br>launches<br>40%"

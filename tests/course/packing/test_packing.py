@@ -31,12 +31,6 @@ def test_same_bits_tells_zeros_apart_and_takes_nan_for_itself():
     assert not packing.same_bits(a, a.double()) and not packing.same_bits(a, a[:2])
 
 
-@pytest.mark.parametrize("firing", [0, 1, 31, 32, 256])
-def test_one_tile_has_as_many_positives_as_asked_for(firing):
-    made = packing.one_tile(firing)
-    assert int((made > 0).sum()) == firing and int((made < 0).sum()) == 256 - firing
-
-
 def test_the_toy_loses_exactly_what_the_tail_holds():
     x = gate()
     packed = TwELL.from_gate(x, 64, 8)
@@ -44,12 +38,6 @@ def test_the_toy_loses_exactly_what_the_tail_holds():
     assert lost.tolist() == packed.tail_pointer.diff().tolist() and lost.sum() > 0
     sparse = packing.one_tile(31)
     assert packing.same_bits(packing.toy_unpack(sparse), sparse.relu())
-
-
-def test_row_errors_by_hand():
-    want = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
-    got = torch.tensor([[3.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
-    assert packing.row_errors(got, want).tolist() == [0.8, 0.0, torch.inf]
 
 
 def test_geometries_are_what_packing_gives():
@@ -69,13 +57,6 @@ def test_the_smallest_geometry_keeps_to_the_overflow_allowed():
     assert packing.smallest(table, 0.01)["bytes"] == 20
     assert packing.smallest(table, 1.0)["bytes"] == 10
     assert packing.smallest(table[:1], 0.1) is None
-
-
-def test_the_usual_geometry_is_that_of_the_kernels():
-    usual, wide = {"tile": 256, "words": 32}, {"tile": 256, "words": 64}
-    assert packing.usual([wide, usual]) is usual
-    with pytest.raises(InputError, match="no tile 256 with 32"):
-        packing.usual([wide])
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -126,30 +107,3 @@ def test_a_threshold_takes_values_and_says_what_that_costs():
 def test_views_that_do_not_exist_are_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         packing.view(gate(), **wrong)
-
-
-def test_other_wrong_arguments_are_refused():
-    with pytest.raises(InputError, match="firing is 257"):
-        packing.one_tile(257)
-    with pytest.raises(InputError, match="32 lanes"):
-        packing.warp_slots(torch.zeros(31, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("errors", "words"),
-    [
-        ([0.0, 0.0, 0.5], ["1 of 3 wrong", "worst by 50%", "the median passes"]),
-        ([0.2, 0.0, 0.5, 0.1], ["3 of 4 wrong", "even the median shows it"]),
-        ([0.0, 0.0, 0.0], ["No row is wrong here", "only made-up tiles"]),
-    ],
-)
-def test_which_checks_find_a_lossy_packing(errors, words):
-    text = packing.found_by(torch.tensor(errors))
-    assert all(word in text for word in words)
-
-
-def test_the_framed_geometry_is_said_to_take_more_or_less_than_dense():
-    row = {"tile": 128, "words": 64, "bytes": 1034.0, "overflow": 0.004}
-    assert packing.framed([row], dense=1024) == "Framed: 1,034 bytes a row, more than dense (1,024)."
-    assert "less than dense" in packing.framed([row], dense=2048)
-    assert packing.framed([row | {"overflow": 0.5}], dense=1024).startswith("None framed")

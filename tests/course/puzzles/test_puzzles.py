@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
-from twell_lab import simulator
-from twell_lab.core import CompileError, InputError, StackError
+from twell_lab.core import CompileError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.puzzles import data, gpu
 from twell_lab.cuda import compile as compiler
@@ -42,7 +41,6 @@ WRONG = {
         lambda: changed("map", ("out[threadIdx.x]", "out[threadIdx.x + 1]")),
         "thread 31 wrote out[32], out of bounds: there are 32.",
     ),
-    ("map", "not doubled"): (lambda: changed("map", ("2 * ", "")), "out[0] should be"),
     ("map", "shortcut"): (
         lambda: with_body("map", "if (threadIdx.x == 0) for (int i = 0; i < 32; ++i) out[i] = 2 * x[i];"),
         "thread 0 writes 32 places of out by itself",
@@ -51,11 +49,6 @@ WRONG = {
         lambda: changed("guard", ("if (i < n) ", "")),
         "thread 5 of block 1 (number 37) read x[37], out of bounds: there are 37.",
     ),
-    ("guard", "one too many"): (lambda: changed("guard", ("i < n", "i <= n")), "x[37], out of bounds: there are 37."),
-    ("guard", "block forgotten"): (
-        lambda: changed("guard", ("blockIdx.x * blockDim.x + ", "")),
-        "both write out[0]; each place is one thread's. Is i the number in the whole grid?",
-    ),
     ("guard", "shortcut"): (
         lambda: with_body("guard", "if (blockIdx.x + threadIdx.x == 0) for (int i = 0; i < n; ++i) out[i] = 2 * x[i];"),
         "2 warps store 37 times; each thread has one place of out, to be written once.",
@@ -63,14 +56,6 @@ WRONG = {
     ("grid_stride", "step of a block"): (
         lambda: changed("grid_stride", ("i += threads", "i += blockDim.x")),
         "both write out[32]; each place is one thread's. Is i the number in the whole grid?",
-    ),
-    ("grid_stride", "no loop"): (
-        lambda: with_body("grid_stride", HEAD + "if (i < n) out[i] = 2 * x[i];"),
-        "out[64] was never written; it should be",
-    ),
-    ("grid_stride", "step of 64"): (
-        lambda: changed("grid_stride", ("i += threads", "i += 64")),
-        "3 blocks of 64 threads: thread",
     ),
     ("grid_stride", "shortcut"): (
         lambda: with_body(
@@ -84,14 +69,6 @@ WRONG = {
         lambda: changed("neighbours", ("__syncthreads();", "")),
         "a barrier is missing: thread",
     ),
-    ("neighbours", "barrier for some"): (
-        lambda: changed("neighbours", ("__syncthreads();", "if (t < 40) __syncthreads();")),
-        "a barrier is missing: thread 40",
-    ),
-    ("neighbours", "edge"): (
-        lambda: changed("neighbours", ("if (t < 63) ", "")),
-        "tile",
-    ),
     ("neighbours", "shortcut"): (
         lambda: with_body(
             "neighbours",
@@ -99,34 +76,6 @@ WRONG = {
             "out[i] = x[i] + (t > 0 ? x[i - 1] : 0.0f) + (t < 63 ? x[i + 1] : 0.0f);",
         ),
         "a block reads x 190 times, and its row has 64 values",
-    ),
-    ("neighbours", "shortcut by one thread"): (
-        lambda: changed(
-            "neighbours",
-            ("tile[t] = x[i];", "if (t == 0) for (int k = 0; k < 64; ++k) tile[k] = x[i + k];"),
-        ),
-        "touch 64 sectors, and a row lies in 8",
-    ),
-    ("block_sum", "shortcut by four threads"): (
-        lambda: with_body(
-            "block_sum",
-            "__shared__ float part[4];\nfloat sum = 0;\nconst int t = threadIdx.x;\n"
-            "for (int k = 16 * t; t < 4 && k < 16 * t + 16; ++k) sum += x[blockIdx.x * 64 + k];\n"
-            "if (t < 4) part[t] = sum;\n__syncthreads();\n"
-            "if (t == 0) out[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
-        ),
-        "thread 0 reads 20 values while the others wait",
-    ),
-    ("gemm_tile", "shortcut by one thread"): (
-        lambda: changed(
-            "gemm_tile",
-            (
-                "tile_a[ty][tx] = a[row * depth + k + tx];",
-                "if (ty + tx == 0) for (int e = 0; e < 256; ++e) tile_a[e / 16][e % 16] = "
-                "a[(row + e / 16) * depth + k + e % 16];",
-            ),
-        ),
-        "let neighbouring threads read along a row",
     ),
     ("block_sum", "no barrier"): (
         lambda: changed("block_sum", ("__syncthreads();", "")),
@@ -144,7 +93,6 @@ WRONG = {
         lambda: with_body("block_sum", "atomicAdd(&out[blockIdx.x], x[blockIdx.x * 64 + threadIdx.x]);"),
         "out does not begin at 0: write it, do not add to it.",
     ),
-    ("block_sum", "starts too low"): (lambda: changed("block_sum", ("half = 32", "half = 16")), "out[0] should be"),
     ("block_sum", "shortcut"): (
         lambda: with_body(
             "block_sum",
@@ -162,21 +110,6 @@ WRONG = {
         ),
         "atomics wait for each other",
     ),
-    ("ballot_count", "lanes past the row"): (
-        lambda: changed("ballot_count", ("lane < width && ", "")),
-        "out of bounds",
-    ),
-    ("ballot_count", "every lane writes"): (
-        lambda: changed("ballot_count", ("if (lane == 0) ", "")),
-        "both write counts[0]; each place is one thread's.\n",
-    ),
-    ("ballot_count", "added to the output"): (
-        lambda: with_body(
-            "ballot_count",
-            "if (threadIdx.x < width && x[blockIdx.x * width + threadIdx.x] > 0) atomicAdd(&counts[blockIdx.x], 1);",
-        ),
-        "counts does not begin at 0: write it, do not add to it.",
-    ),
     ("ballot_count", "ballot of the lanes with a value"): (
         lambda: with_body(
             "ballot_count",
@@ -186,11 +119,6 @@ WRONG = {
         ),
         "lanes 27 to 31 are named in the mask of __ballot_sync and never come to it: let them vote no.",
     ),
-    ("ballot_count", "a return before the ballot"): (
-        lambda: changed("ballot_count", ("const bool fires", "if (lane >= width) return;\n    const bool fires")),
-        "lanes 27 to 31 are named in the mask",
-    ),
-    ("ballot_count", "zeros too"): (lambda: changed("ballot_count", ("] > 0", "] >= 0")), "counts[0] should be"),
     ("ballot_count", "shortcut"): (
         lambda: with_body(
             "ballot_count",
@@ -212,14 +140,6 @@ WRONG = {
         lambda: changed("prefix_sum", ("if (lane >= distance) ", "")),
         "out[0][0] should be",
     ),
-    ("prefix_sum", "shuffle for some"): (
-        lambda: with_body(
-            "prefix_sum",
-            "const int lane = threadIdx.x, i = blockIdx.x * 32 + lane;\nint sum = x[i];\n"
-            "for (int d = 1; d < 32; d *= 2) if (lane >= d) sum += __shfl_up_sync(0xffffffffu, sum, d);\nout[i] = sum;",
-        ),
-        "",
-    ),
     ("prefix_sum", "shortcut"): (
         lambda: with_body(
             "prefix_sum",
@@ -238,14 +158,6 @@ WRONG = {
         "the warp comes to 32 shuffles",
     ),
     ("vector_loads", "no guard"): (lambda: changed("vector_loads", ("if (4 * i >= n) return;", "")), "out of bounds"),
-    ("vector_loads", "off by one float"): (
-        lambda: changed("vector_loads", ("((const float4*)x)[i]", "*(const float4*)(x + 4 * i + 1)")),
-        "",
-    ),
-    ("vector_loads", "four loads a lane"): (
-        lambda: with_body("vector_loads", HEAD + "for (int k = 4 * i; k < 4 * i + 4 && k < n; ++k) out[k] = 2 * x[k];"),
-        "4 times as often as needed",
-    ),
     ("vector_loads", "shortcut"): (
         lambda: with_body(
             "vector_loads", HEAD + "for (int k = i; k < n; k += gridDim.x * blockDim.x) out[k] = 2 * x[k];"
@@ -256,18 +168,9 @@ WRONG = {
         lambda: changed("neuron_counts", ("atomicAdd(&counts[fired[i]], 1)", "counts[fired[i]] += 1")),
         "one of them writes, and without an atomic nothing says which comes first.",
     ),
-    ("neuron_counts", "no guard"): (lambda: changed("neuron_counts", ("if (i < n) ", "")), "fired[300], out of bounds"),
-    ("neuron_counts", "place, not neuron"): (
-        lambda: changed("neuron_counts", ("&counts[fired[i]], 1", "&counts[i % 40], fired[i]")),
-        "should be",
-    ),
     ("neuron_counts", "shortcut"): (
         lambda: with_body("neuron_counts", HEAD + "if (i == 0) for (int k = 0; k < n; ++k) counts[fired[k]] += 1;"),
         "entries of fired; one for each thread is asked",
-    ),
-    ("gather_rows", "one column a lane"): (
-        lambda: changed("gather_rows", ("for (int c = threadIdx.x; c < width; c += 32)", "const int c = threadIdx.x;")),
-        "was never written",
     ),
     ("gather_rows", "index of the row forgotten"): (
         lambda: changed("gather_rows", ("index[blockIdx.x] * width", "blockIdx.x * width")),
@@ -285,11 +188,6 @@ WRONG = {
         lambda: changed("pack_words", ("words[0] = count", "words[0] = count < 7 ? count : 7")),
         "packed[3][0] should be 8; yours is 7",
     ),
-    ("pack_words", "no slots left"): (lambda: changed("pack_words", (" && slot < 8", "")), "packed["),
-    ("pack_words", "halves swapped"): (
-        lambda: changed("pack_words", ("(unsigned)value << 16 | (base + lane)", "value | (base + lane) << 16")),
-        "yours is 0x00",
-    ),
     ("pack_words", "NaN lost"): (
         lambda: changed(
             "pack_words",
@@ -299,20 +197,6 @@ WRONG = {
             ),
         ),
         "packed[6][0] should be 5; yours is 0",
-    ),
-    ("pack_words", "ballot of those that fire"): (
-        lambda: changed(
-            "pack_words",
-            (
-                "const unsigned votes = __ballot",
-                "if (!fires(value)) continue;\n        const unsigned votes = __ballot",
-            ),
-        ),
-        "Lanes come to __ballot_sync 0, 1 or 2 times: all that the mask names have to come to each.",
-    ),
-    ("pack_words", "own lane counted"): (
-        lambda: changed("pack_words", ("(1u << lane) - 1", "(2u << lane) - 1")),
-        "packed[",
     ),
     ("pack_words", "shortcut"): (
         lambda: changed(
@@ -330,14 +214,6 @@ WRONG = {
         lambda: changed("gemm_tile", ("column];\n        __syncthreads();", "column];")),
         "a barrier is missing: thread x 1, y 0 of block x 0, y 0 writes tile_a[0][1] and thread x 0, y 0 of block",
     ),
-    ("gemm_tile", "second barrier"): (
-        lambda: changed("gemm_tile", ("[tx];\n        __syncthreads();", "[tx];")),
-        "thread x 1, y 14 of block x 0, y 0 reads tile_a[14][0] and thread x 0, y 14 of block x 0, y 0 writes it",
-    ),
-    ("gemm_tile", "row and column"): (
-        lambda: changed("gemm_tile", ("tile_a[ty][j]", "tile_a[tx][j]")),
-        "c[0][1] should be",
-    ),
     ("gemm_tile", "shortcut"): (
         lambda: with_body(
             "gemm_tile",
@@ -347,24 +223,10 @@ WRONG = {
         ),
         "each 16 times",
     ),
-    ("gemm_tile", "columns of a"): (
-        lambda: changed(
-            "gemm_tile",
-            ("tile_a[ty][tx] = a[row * depth + k + tx]", "tile_a[tx][ty] = a[(row - ty + tx) * depth + k + ty]"),
-        ),
-        "let neighbouring threads read along a row",
-    ),
 }
 
 # Right answers that are written another way.
 OTHERS = {
-    ("map", "numbered in the grid"): lambda: with_body("map", HEAD + "out[i] = x[i] + x[i];"),
-    ("guard", "early return"): lambda: with_body("guard", HEAD + "if (i >= n) return;\nout[i] = x[i] * 2;"),
-    ("grid_stride", "while"): lambda: with_body(
-        "grid_stride",
-        "int i = threadIdx.x + blockIdx.x * blockDim.x;\nwhile (i < n) { out[i] = 2 * x[i]; "
-        "i += gridDim.x * blockDim.x; }",
-    ),
     ("neighbours", "with zeros around"): lambda: with_body(
         "neighbours",
         "__shared__ float tile[66];\nconst int t = threadIdx.x;\ntile[t + 1] = x[blockIdx.x * 64 + t];\n"
@@ -383,21 +245,11 @@ OTHERS = {
         "const unsigned v = __ballot_sync(all, x[blockIdx.x * width + threadIdx.x] > 0);\n"
         "if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);",
     ),
-    ("ballot_count", "written by another lane"): lambda: with_body(
-        "ballot_count",
-        "bool yes = false;\nif (threadIdx.x < width) yes = x[blockIdx.x * width + threadIdx.x] > 0;\n"
-        "const int n = __popc(__ballot_sync(0xffffffffu, yes));\nif (threadIdx.x == 31) counts[blockIdx.x] = n;",
-    ),
     ("prefix_sum", "unrolled"): lambda: with_body(
         "prefix_sum",
         "const int lane = threadIdx.x;\nint s = x[blockIdx.x * 32 + lane], b;\n"
         + "\n".join(f"b = __shfl_up_sync(0xffffffffu, s, {d}); s += lane < {d} ? 0 : b;" for d in (1, 2, 4, 8, 16))
         + "\nout[blockIdx.x * 32 + lane] = s;",
-    ),
-    ("vector_loads", "made anew"): lambda: with_body(
-        "vector_loads",
-        HEAD + "if (i < n / 4) {\n    const float4 v = reinterpret_cast<const float4*>(x)[i];\n"
-        "    reinterpret_cast<float4*>(out)[i] = make_float4(2 * v.x, 2 * v.y, 2 * v.z, 2 * v.w);\n}",
     ),
     ("neuron_counts", "counted in the block first"): lambda: with_body(
         "neuron_counts",
@@ -405,11 +257,6 @@ OTHERS = {
         + HEAD
         + "if (i < n) atomicAdd(&mine[fired[i]], 1);\n__syncthreads();\n"
         "if (mine[threadIdx.x]) atomicAdd(&counts[threadIdx.x], mine[threadIdx.x]);",
-    ),
-    ("gather_rows", "by a copy of the index"): lambda: with_body(
-        "gather_rows",
-        "const int r = blockIdx.x, from = index[r];\n"
-        "for (int c = threadIdx.x; c < width; c += blockDim.x) out[r * width + c] = table[from * width + c];",
     ),
     ("pack_words", "two ballots"): lambda: with_body(
         "pack_words",
@@ -420,9 +267,6 @@ OTHERS = {
         "const int a = 1 + __popc(first & below), b = 1 + __popc(first) + __popc(second & below);\n"
         "if (fires(low) && a < 8) out[a] = low << 16 | lane;\nif (fires(high) && b < 8) out[b] = high << 16 | (lane + 32);\n"
         "if (lane == 0) out[0] = __popc(first) + __popc(second);",
-    ),
-    ("gemm_tile", "padded"): lambda: changed(
-        "gemm_tile", ("tile_a[16][16], tile_b[16][16]", "tile_a[16][17], tile_b[16][17]")
     ),
 }
 
@@ -440,9 +284,9 @@ def test_there_is_an_exercise_for_each_puzzle():
 
 
 @pytest.mark.parametrize("name", puzzles.PUZZLES)
-def test_each_has_two_typical_mistakes_and_a_shortcut(name):
+def test_each_has_a_typical_mistake_and_a_shortcut(name):
     mine = [what for puzzle, what in WRONG if puzzle == name]
-    assert len(mine) >= 3 and any("shortcut" in what for what in mine)
+    assert len(mine) >= 2 and any("shortcut" in what for what in mine)
 
 
 @needs_a_compiler
@@ -472,14 +316,6 @@ def test_what_is_wrong_is_named(name, what, tmp_path):
 
 
 @needs_a_compiler
-def test_a_place_that_is_written_again_and_again_is_told(tmp_path):
-    text = changed("neighbours", ("float sum = tile[t];", "out[i] = tile[t];"), ("out[i] = sum;", "")).replace(
-        "sum +=", "out[i] +="
-    )
-    assert "6 warps store 18 times" in judged("neighbours", text, tmp_path).said
-
-
-@needs_a_compiler
 def test_a_loop_that_never_ends_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SECONDS", 1.0)
     verdict = judged("map", with_body("map", "for (volatile int i = 0; ; ) i = 0;"), tmp_path)
@@ -500,45 +336,11 @@ def test_what_cannot_be_launched_is_told(text, words, tmp_path):
     assert not verdict.right and words in verdict.said
 
 
-@needs_a_compiler
-def test_what_the_compiler_says_of_the_simulator_itself_is_left_out(tmp_path):
-    text = changed("neuron_counts", ("&counts[", "counts["))
-    said = judged("neuron_counts", text, tmp_path).said
-    assert "invalid conversion from 'int' to 'int*'" in said and "cuda_on_cpu.h" not in said
-
-
 def test_without_a_compiler_the_check_says_what_to_install_and_nothing_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "apt install g++" in judged("map", in_the_notebook()["map"][1], tmp_path).said
     assert puzzles.trace_of("map", tmp_path / "map.cu") is None
     assert puzzles.figures.yours("map", tmp_path / "map.cu") is None
-
-
-def test_another_puzzle_is_refused():
-    with pytest.raises(InputError, match="'nothing'; there are map, guard"):
-        puzzles.judge("nothing", "nothing.cu")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    if simulator.available():
-        assert "nothing.cu" in puzzles.judge("map", tmp_path / "nothing.cu").said
-
-
-@needs_a_compiler
-def test_every_launch_is_made_anew(tmp_path):
-    """An answer that knows the numbers of one launch fails the next."""
-    first, second = puzzles.PUZZLES["map"].cases()[0], puzzles.PUZZLES["map"].cases()[0]
-    assert not torch.equal(first.arguments["x"], second.arguments["x"])
-    assert first.arguments["out"].isnan().all()
-
-
-def test_three_lines_say_where_one_stands():
-    none = data.summary(dict.fromkeys(puzzles.PUZZLES, False)).splitlines()
-    assert none == ["Right: 0 of 12.", "Open: all, some 145 minutes.", "Next: exercise 1, map."]
-    some = data.summary({name: name not in ("guard", "gemm_tile") for name in puzzles.PUZZLES}).splitlines()
-    assert some == ["Right: 10 of 12.", "Open: 2, 12, some 30 minutes.", "Next: exercise 2, guard."]
-    every = data.summary(dict.fromkeys(puzzles.PUZZLES, True)).splitlines()
-    assert len(every) == 3 and every[1] == "Open: none." and "notebook 08" in every[2]
 
 
 @needs_a_compiler
@@ -570,34 +372,13 @@ def test_what_a_gpu_says_is_part_of_the_verdict(on_my_gpu, tmp_path):
     assert not other.right and "on the My GPU, with 32 values: your kernel writes nothing" in other.said
 
 
-@needs_a_compiler
-def test_a_gpu_without_cupy_is_no_fault_of_the_kernel(on_my_gpu, tmp_path):
-    def refused(text, name, cases):
-        raise StackError("it needs CuPy, which is not installed")
-
-    on_my_gpu(refused)
-    verdict = judged("map", in_the_notebook()["map"][1], tmp_path)
-    assert verdict.right and verdict.said.endswith("(Not run on the My GPU: it needs CuPy, which is not installed)")
-
-
-@needs_a_compiler
-def test_a_gpu_gets_the_inputs_as_they_were(on_my_gpu, tmp_path):
-    def untouched(text, name, cases):
-        assert all(case.arguments["counts"].eq(0).all() for case in cases)
-        return [case.wanted for case in cases]
-
-    on_my_gpu(untouched)
-    assert judged("neuron_counts", in_the_notebook()["neuron_counts"][1], tmp_path).right
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_cuda_takes_every_answer_and_all_that_is_handed_out(arch):
+def test_cuda_takes_every_answer_and_all_that_is_handed_out():
     try:
         compiler.compiler()
     except StackError as missing:
         pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():
         for text in texts:
-            assert name.encode() in gpu.compiled(text, name, arch)
+            assert name.encode() in gpu.compiled(text, name, "sm_75")
     with pytest.raises(CompileError, match="identifier"):
-        gpu.compiled("int a = b;", "map", arch)
+        gpu.compiled("int a = b;", "map", "sm_75")

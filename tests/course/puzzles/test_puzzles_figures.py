@@ -1,37 +1,10 @@
 """The puzzles' pictures: what is asked agrees with what the answers do, and the reader's kernel is drawn."""
 
-import re
-
 import pytest
 
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
 from twell_lab.course import puzzles
 from twell_lab.course.puzzles import figures, pictures
-
-
-def texts(figure) -> str:
-    return " ".join(each.text or "" for each in figure.layout.annotations)
-
-
-def test_the_hierarchy_says_which_number_its_lane_has():
-    said = texts(figures.hierarchy())
-    numbers = re.search(r"= (\d+) \* (\d+) \+ (\d+) = <b>(\d+)</b>", said)
-    block, size, thread, own = map(int, numbers.groups())
-    assert own == block * size + thread and f"threadIdx.x = {thread}, blockIdx.x = {block}" in said
-    assert "gridDim.x = 6" in said and f"blockDim.x = {size}" in said
-
-
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
-def test_every_puzzle_has_a_picture_that_fits_a_page(name):
-    figure = figures.asked(name)
-    assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
-    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))
-
-
-def test_every_line_has_its_label():
-    for name in puzzles.PUZZLES:
-        for panel in pictures.picture(name)[1]:
-            assert len(panel.labels) == len(panel.lines)
 
 
 def panel_of(name: str, word: str) -> list[int | None]:
@@ -59,17 +32,6 @@ def test_the_prefix_sums_drawn_are_prefix_sums():
     assert [int(cell.text) for cell in pictures.picture("prefix_sum")[1][1].lines[0]] == last  # what is written
 
 
-def test_the_count_drawn_is_that_of_the_bits():
-    _, bits, counts = pictures.picture("ballot_count")[1]
-    assert int(counts.lines[0][0].text[3:-4]) == sum(int(cell.text) for cell in bits.lines[0])
-
-
-def test_the_counts_drawn_are_those_of_the_list():
-    counts = pictures.picture("neuron_counts")[1][1].lines[0]
-    threads = [[int(thread) for thread in cell.text.split(", ") if thread] for cell in counts]
-    assert [len(each) for each in threads] == [pictures.FIRED.count(neuron) for neuron in range(8)]
-
-
 @needs_a_compiler
 @pytest.mark.parametrize("name", puzzles.PUZZLES)
 def test_the_answer_is_drawn_and_what_is_handed_out_touches_nothing(name, tmp_path):
@@ -80,10 +42,3 @@ def test_the_answer_is_drawn_and_what_is_handed_out_touches_nothing(name, tmp_pa
     assert figure.layout.title.text.startswith("Yours: ") and len(figure.data) >= 4
     file.write_text(given)
     assert figures.yours(name, file) is None
-
-
-@needs_a_compiler
-def test_a_launch_that_was_stopped_is_not_drawn(tmp_path):
-    file = tmp_path / "map.cu"
-    file.write_text(in_the_notebook()["map"][1].replace("out[threadIdx.x]", "out[threadIdx.x + 1]"))
-    assert figures.yours("map", file) is None

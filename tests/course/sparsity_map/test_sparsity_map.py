@@ -1,14 +1,10 @@
 """The notebook on other sparsities: its patterns, what pruning costs, its times, and what a threshold leaves."""
 
-import math
-
 import pytest
 import torch
 
-from twell_lab import records
 from twell_lab.bench.comparison import APART, FUSED
-from twell_lab.core import InputError
-from twell_lab.course.sparsity_map import data, figures, widget
+from twell_lab.course.sparsity_map import data
 from twell_lab.course.sparsity_map.data import pays_after
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
@@ -43,13 +39,6 @@ ROWS = [
     row("CSR", "blocks 32 x 32", 0.25, density=0.5),
     row("part: CSR, conversion", "blocks 32 x 32", 0.1, density=0.5),
 ]
-
-
-def test_the_patterns_that_are_drawn():
-    masks = data.patterns(0.5)
-    assert [*masks] == [*data.DRAWN] and all(mask.shape == (data.SEEN, data.SEEN) for mask in masks.values())
-    assert all(0.3 < mask.double().mean() < 0.7 for mask in masks.values())
-    assert len(figures.patterns(masks).data) == len(masks)
 
 
 def test_when_a_conversion_pays():
@@ -115,31 +104,11 @@ def test_pruning_costs_a_model_its_loss(subject):
     assert all(torch.equal(each, before[name]) for name, each in subject.model.state_dict().items())
 
 
-def test_nothing_pruned_costs_nothing(subject):
-    (made,) = data.pruned_losses(subject, (0.0,), {"none": lambda w, sparsity: torch.ones_like(w, dtype=torch.bool)})
-    assert made["sparsity"] == 0 and made["more"] == 0
-
-
 def test_the_study_of_a_shipped_model():
     found = data.study(windows=3, layer=1)
     up = found.model.layers[1].mlp.up_proj
     assert torch.equal(found.weight, up.weight) and found.inputs.shape[1] == up.in_features
     assert not up._forward_pre_hooks
-
-
-def test_times_are_looked_up_between_what_was_measured(subject):
-    made = data.weigh(subject.weight, subject.inputs, seconds=0.001)
-    assert {*made.times} == {"dense", "CSR", "blocks 16", "blocks 32"} and made.where == "CPU"
-    assert all(len(times) == len(made.densities) and min(times) > 0 for times in made.times.values())
-
-
-def test_a_format_that_a_machine_has_no_product_for_is_left_out(subject, monkeypatch):
-    monkeypatch.setattr(
-        data.blocks, "to_bsr", lambda weight, size: weight[:, :-size]
-    )  # a product of other widths fails
-    made = data.weigh(subject.weight, subject.inputs, seconds=0.001)
-    assert {*made.times} == {"dense", "CSR"}
-    assert data.view(made, 0.01)["ms"]["blocks 16"] is None
 
 
 @pytest.mark.parametrize("density", [0.01, 0.02, 0.1, 0.55, 1.0])
@@ -170,105 +139,3 @@ def test_the_ends_of_the_slider(weighed):
     assert nothing["density"] == 0 and nothing["error"] == 1 and nothing["filled"] == {16: 0.0, 32: 0.0}
     assert nothing["bytes"]["2:4"] == weighed.weight.numel() + weighed.weight.numel() // 8
     assert "least time as CSR" in data.sentence(nothing) and "fewest bytes as dense" in data.sentence(everything)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
-def test_no_share_is_refused(share):
-    with pytest.raises(InputError, match="a share from 0 to 1"):
-        data.threshold_for(torch.randn(3, 4), share)
-
-
-def test_three_lines_say_what_the_numbers_say(weighed):
-    lost = [
-        {"method": name, "sparsity": share, "more": more}
-        for name, share, more in (("2:4", 0.5, 0.07), ("smallest weights", 0.5, 0.04), ("smallest weights", 0.75, 0.3))
-    ]
-    weighed.times["CSR"] = [0.1, 0.5, 0.9, 3.0, 0.5]
-    first, second, third = data.three_lines(lost, weighed, ROWS)
-    assert first == "Loss, half gone: smallest weights +4%, 2:4 +7%."
-    assert second == "Here CSR wins at 90% zeros, not 70%." and third == data.begins_sentence(ROWS)
-    weighed.times["CSR"] = [9.0] * 5
-    assert "nowhere faster" in data.three_lines(lost, weighed, ROWS)[1]
-    weighed.times["CSR"] = [0.5] * 5
-    assert data.three_lines(lost, weighed, ROWS)[1] == "Here CSR wins at 0% zeros."
-
-
-def test_fewer_bits_beside_fewer_weights(subject):
-    full, int8, pairs, half = data.few_bits(subject)
-    assert full["bytes"] == 2 * subject.weight.numel() and int8["bytes"] == subject.weight.numel() + 4 * 64
-    assert half["bytes"] == 6 * subject.weight.numel() // 2 + 4 * 65
-    assert pairs["bytes"] == subject.weight.numel() * 9 // 8
-    assert full["error"] < int8["error"] < 0.02 < half["error"] < pairs["error"] < 1
-
-
-def test_what_training_on_wins_back_is_read_from_the_newest_record(monkeypatch):
-    def row(path, seed, before, after):
-        shared = {"kind": "pruning", "device": "CPU", "ms": 1.0, "steps": 9, "sparsity": 0.5}
-        return shared | {"path": path, "seed": seed, "bits_before": before, "bits_after": after}
-
-    def made(day, after):
-        rows = [
-            row("dense", 0, 3.0, 2.5),
-            row("dense", 1, 3.5, 2.5),
-            row("2:4", 0, 4.0, after),
-            row("2:4", 1, 4.0, after),
-        ]
-        return records.Record("pruning", "a test", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={})
-
-    monkeypatch.setattr(data.records, "load_all", lambda: [made(1, 9.0), made(2, 2.75)])
-    found = data.retrained()
-    assert [(each["before"], each["after"]) for each in found] == [(1.0, 0.25), (0.5, 0.25)]
-    assert found[0]["where"] == "recorded on CPU, 2026-01-02"
-    drawn = figures.after_training(found)
-    assert [line.x for line in drawn.data] == [(1.0, 0.25), (0.5, 0.25)] and "2026-01-02" in drawn.layout.title.text
-    monkeypatch.setattr(data.records, "load_all", list)
-    assert data.retrained() == [] and "nothing is recorded" in figures.after_training([]).layout.annotations[0].text
-
-
-def test_figures_of_rows():
-    beside = figures.beside_dense(ROWS)
-    assert {(bar.name, bar.x, bar.y) for bar in beside.data} == {
-        ("CSR", ("scattered", "blocks 32 x 32"), (2.0, 4.0)),
-        ("ELL", ("scattered",), (0.5,)),
-    }
-    assert "no bar: not timed" in beside.layout.title.text  # ELL, of blocks
-    full = [row for row in ROWS if row["pattern"] == "scattered"]
-    assert "not timed" not in figures.beside_dense(full).layout.title.text
-    shown = figures.by_zeros(ROWS)
-    assert [line.name for line in shown.data if line.showlegend] == ["CSR"]  # ELL is nowhere faster
-    assert len(shown.data) == 2
-    assert "yours, now" in shown.layout.title.text
-    row = next(row for row in ROWS if row["path"] == "ELL")
-    odd = figures.by_zeros([row | {"pattern": pattern} for pattern in "abc"], ["ELL"]).layout
-    assert {odd[name].title.text for name in ("xaxis", "xaxis2", "xaxis3")} == {"zeros (log scale of the rest)"}
-    assert "nothing is recorded" in figures.by_zeros([]).layout.annotations[0].text
-    assert [line.name for line in figures.by_zeros(ROWS, ["ELL"]).data] == ["ELL"]
-    lost = [{"method": "m", "sparsity": 0.5, "more": 0.1}]
-    assert figures.loss_by_sparsity(lost).data[0].y == (10.0,)
-    with pytest.raises(InputError, match="no rows"):
-        figures.loss_by_sparsity([])
-
-
-def test_the_widget_draws_what_the_view_says(weighed):
-    explorer = widget.WeightExplorer(weighed, 0.5)
-    assert explorer.view["density"] == pytest.approx(0.5, abs=0.01)
-    for share in (0.9, 0.0, 1.0):
-        explorer.slider.value = data.threshold_for(weighed.weight, share)
-        corner, rows, broken, size, took = explorer.figure.data
-        assert explorer.view["threshold"] == explorer.slider.value
-        assert sum(map(sum, corner.z)) == int(explorer.view["kept"].sum())
-        assert [*rows.y] == pytest.approx([100 * each for each in explorer.view["by_row"]])
-        assert took.y[1] == explorer.view["ms"]["CSR"] and broken.y[-1] == pytest.approx(100 * explorer.view["error"])
-        for bars in (broken, size, took):  # each number stands with its name
-            shown = explorer.figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext
-            assert len(shown) == len(bars.x) and all(map(str.startswith, shown, (f"{text}<br>" for text in bars.text)))
-        assert size.text[0] == "100%" and explorer.figure.layout.title.text.startswith(
-            data.sentence(explorer.view)[:10]
-        )
-    with pytest.raises(InputError, match="weigh returned"):
-        widget.WeightExplorer(weighed.weight)
-
-
-def test_a_move_is_light(light, weighed):
-    explorer = widget.WeightExplorer(weighed, 0.5)
-    light(explorer, [lambda at=at: setattr(explorer.slider, "value", at * explorer.slider.max) for at in (0.1, 0.3)])

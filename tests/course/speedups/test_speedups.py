@@ -91,19 +91,6 @@ def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(ke
     )
 
 
-def test_rows_of_earlier_releases_are_read(keep):
-    old = [row | {"kind": "model", "cached": 512} for row in MODEL[:2]]
-    forward = [
-        of_model(path, 8.0, kind="model", label="1 x 64 tokens", tokens=64) for path in ("dense eager", "planned")
-    ]
-    step = [row | {"kind": "training", "workload": "whole step, 4 layers", "tokens": 64} for row in MODEL[:2]]
-    rows = [{key: each[key] for key in each if key != "head"} for each in (*old, *forward, *step)]
-    plan = rows[0] | {"path": "plan", "dense_ms": None}
-    keep(record([*rows, plan]))
-    names = [step.name for step in speedups.steps(speedups.recorded(), [])]
-    assert names == ["1 x 64 tokens, eager", "decode step, batch 1, eager", "training step, 64 tokens, nnz 8, eager"]
-
-
 def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep):
     newer = [row | {"wall_ms": 2 * row["wall_ms"]} for row in MODEL[:2]]
     small = [row | {"parameters": 10, "workload": "Small, decode step, batch 1"} for row in MODEL[:2]]
@@ -114,42 +101,6 @@ def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep)
     assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
 
 
-def test_the_papers_largest_size_is_the_model_of_the_record_and_joins_it(keep):
-    def named(rows, model):
-        return [{**row, "workload": f"{model}, {row['workload'].partition(', ')[2]}"} for row in rows]
-
-    forward = [of_model(path, 3.0, kind="model_forward", label="1 x 8 tokens") for path in ("dense eager", "planned")]
-    newer = [of_model("dense eager", 10.0), of_model("planned", 6.0)]
-    keep(
-        record([*MODEL, *forward], "2026-01-01T00:00:00Z"),
-        record(named(newer, "drawn 2B Llama"), "2026-01-02T00:00:00Z"),
-    )
-    rows = speedups.recorded()
-    assert {row["model"] for row in rows} == {"drawn Llama"}
-    assert {row["what"] for row in rows} == {"decode step, batch 1", "1 x 8 tokens"}
-    steps = {row["path"]: row["wall_ms"] for row in rows if row["what"].startswith("decode")}
-    before = {row["path"]: row["wall_ms"] for row in MODEL if row["workload"].endswith("decode step, batch 1")}
-    assert (steps.pop("dense eager"), steps.pop("planned")) == (10.0, 6.0)
-    # What the newer record does not time, graphs, stays.
-    assert steps and steps == {path: ms for path, ms in before.items() if path.endswith("(graph)")}
-
-
-def test_a_newer_record_of_forced_paths_alone_hides_no_planned_layers(keep):
-    forced = [row | {"path": row["path"].replace("planned", "forced twell")} for row in MODEL[:2]]
-    keep(record([*MODEL[:2], *LAYER]), record(forced, "2026-02-02T03:04:05Z"))
-    (step,) = speedups.steps(rows := speedups.recorded(), speedups.layers_of(rows))
-    assert "2026-01-02" in step.dense["where"] and step.ours["path"] == "planned"
-
-
-def test_a_model_whose_layers_were_recorded_comes_before_a_larger_one(keep):
-    larger = [row | {"parameters": 10**6, "d_model": 128} for row in MODEL[:2]]
-    keep(record(larger), record(MODEL[:2]), record(LAYER))
-    rows = speedups.recorded()
-    assert {row["parameters"] for row in rows} == {1000}
-    layers = speedups.layers_of(rows)
-    assert speedups.alike([*layers, layers[0] | {"d_ff": 9}], speedups.steps(rows, layers)) == layers
-
-
 def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
     for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
         keep(record([*MODEL, *(row | other for row in LAYER)]))
@@ -157,59 +108,7 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
         assert {step.share for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
-def test_nothing_recorded_is_said_and_drawn(keep):
-    keep(record([{"attack": "no row of a device"}]))
-    rows = speedups.recorded()
-    layers = speedups.layers_of(rows)
-    found = speedups.steps(rows, layers)
-    assert found == layers == [] and speedups.about(found) == data.NOTHING and speedups.compared(found) == data.ALONE
-    assert speedups.three_lines(found, [])[0] == data.NOTHING and len(speedups.three_lines(found, [])) == 3
-    figures = speedups.figures
-    panels = {"forward": speedups.by_nnz(layers, "inference", speedups.most_measured(layers))}
-    empty = [figures.beside_layers([]), figures.law([]), figures.pieces([]), figures.times([]), figures.by_tokens([])]
-    for figure in (*empty, figures.by_nnz(panels, None, ""), figures.costs([])):
-        assert "nothing is recorded" in figure.layout.annotations[0].text
-
-
 # ---- what lies between ----
-
-
-def test_the_time_of_a_call_is_told_apart(kept):
-    rows, layers = kept
-    head = [row | {"head": False, "gpu_ms": row["gpu_ms"] - 1} for row in rows if "gpu_ms" in row]
-    dense, planned = speedups.pieces([*rows, *head], layers)
-    more = [{**row, "tokens": 4, "what": "decode step, batch 4"} for row in rows]
-    four = [{**row, "tokens": 4} for row in layers]
-    drawn = speedups.pieces([*more, *rows], [*layers, *four])
-    assert [(each["tokens"], each["path"]) for each in drawn] == [
-        (tokens, path) for tokens in (1, 4) for path in ("dense eager", "planned")
-    ]
-    assert {key: dense[key] for key in ("layers", "head", "rest", "wait")} == pytest.approx(
-        {"layers": 2.0, "head": 1.0, "rest": 2.0, "wait": 5.0}
-    )
-    assert (planned["layers"], planned["wait"]) == (1.0, 8.0)
-    assert {piece["head"] for piece in speedups.pieces(rows, layers)} == {0.0}
-
-
-@pytest.mark.parametrize(
-    "planned, gpu, said",
-    [(8.0, 4.0, "as predicted"), (12.0, 4.0, "host"), (12.0, 12.0, "less"), (6.0, 4.0, "more")],
-)
-def test_what_lies_between_prediction_and_measurement(keep, planned, gpu, said):
-    keep(record([of_model("dense eager", 10.0, gpu_ms=5.0), of_model("planned", planned, gpu_ms=gpu), *LAYER]))
-    rows = speedups.recorded()
-    (step,) = speedups.steps(rows, speedups.layers_of(rows))
-    assert step.predicted == 1.25 and data.between(step) == said and f"| {said} |" in speedups.compared([step])
-
-
-def test_turns_that_differ_more_say_so(keep):
-    turns = {"wall_samples": [5.0, 9.0, 16.0]}
-    dense = of_model("dense eager", 10.0, gpu_ms=5.0) | {"wall_samples": [10.0] * 3}
-    keep(record([dense, of_model("planned", 9.0, gpu_ms=4.0) | turns, *LAYER]))
-    rows = speedups.recorded()
-    (step,) = speedups.steps(rows, speedups.layers_of(rows))
-    low, high = step.span
-    assert low < 1.0 < 1.25 < high and data.between(step) == "within spread"
 
 
 # ---- where a layer's gain stops, memory, energy ----
@@ -230,48 +129,6 @@ def test_a_layer_by_tokens_and_by_nnz():
     assert said == "forward: between nnz 8 and 60; training step: nowhere up to 8"
     assert speedups.stops({"forward": {"forced twell": [(8.0, 0.9), (29.0, 0.8)]}}) == "forward: at nnz 8, 29"
     assert speedups.stops({"forward": {"planned": [(8.0, 0.9)]}}) == ""
-
-
-def test_costs_are_in_percent_of_dense(kept):
-    rows, layers = kept
-    found = speedups.costs(speedups.steps(rows, layers))
-    assert [(cost["of"], cost["percent"]) for cost in found if "eager" in cost["what"]] == [
-        ("time", 120),
-        ("weights", 101),
-    ]
-    watched = [row | {"mj_per_token": 3.0, "peak_bytes": 2**20} for row in rows]
-    assert {cost["of"] for cost in speedups.costs(speedups.steps(watched, layers))} == {
-        "time",
-        "weights",
-        "peak memory",
-        "energy",
-    }
-
-
-def test_the_figures_show_what_was_measured(kept):
-    rows, layers = kept
-    found = speedups.steps(rows, layers)
-    bars, alone, law = speedups.figures.beside_layers(found).data
-    assert list(bars.x) == [step.x for step in found] and list(alone.x) == [2, 2] and list(law.x) == [1.25, 1.25]
-    points = [trace for trace in speedups.figures.law(found, found).data if trace.name]
-    assert [list(trace.y) for trace in points] == [[step.x, step.predicted] for step in found] * 2
-    assert sum("yours, now" in trace.name for trace in points) == 2
-    stacked = speedups.figures.pieces(speedups.pieces(rows, layers)).data
-    assert sum(trace.x[0] for trace in stacked) == pytest.approx(100) and "LM head and" in stacked[1].name
-    assert [list(trace.x) for trace in speedups.figures.times(found).data] == [[12, 10], [4, 5]]
-    shown = speedups.figures.costs(speedups.costs(found)).data
-    assert {trace.name for trace in shown} == {"time", "weights"}
-    assert "energy" not in speedups.figures.costs(speedups.costs(found)).layout.title.text.lower()
-
-
-def test_three_lines_are_about_the_numbers(kept):
-    found = speedups.steps(*kept)
-    models, law, here = speedups.three_lines(found, found[1:])
-    assert "Layers 2.00 to 2.00 times as fast make models 0.83 to 1.25; best of all: 1.25 (" in models
-    assert law == "Amdahl's law is within 3% in 1 of 2, within the spread in 0; the host explains 1."
-    assert here == "Here: 1.25 times (1.25 predicted), decode step, batch 1, CUDA graph: swap."
-    assert speedups.three_lines(found, [])[2] == "Nothing was timed here."
-    assert speedups.three_lines(found, found[:1])[2].endswith("stay dense.")
 
 
 # ---- this machine ----

@@ -5,10 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 
 import twell_lab as tl
-from tests.models.thresholds.models_of import answer, llama, ours, tokens
+from tests.models.thresholds.models_of import answer, llama, tokens
 from twell_lab.analysis.predict import by_choice, rates_of
 from twell_lab.core import InputError
 from twell_lab.course import thresholds as shown
@@ -125,33 +124,6 @@ def test_a_step_is_timed_with_thresholds_on_the_twell_path_and_without_in_turn(c
     assert seen[-1][0]["ms"].shape == (1, 3, 64)
 
 
-def test_the_layers_with_thresholds_are_on_the_path_that_the_step_names(counted, monkeypatch):
-    given, swap = [], shown.data.sparsify
-    monkeypatch.setattr(shown.data, "sparsify", lambda model, path: given.append(path) or swap(model, path))
-    stepping(monkeypatch, [])
-    shown.clock(dataclasses.replace(counted, steps={}), 0.5)
-    assert given == ["twell"]
-
-
-def test_with_teal_a_step_is_computed_densely_and_says_so(model, monkeypatch):
-    found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), method="teal", **HOW)
-    stepping(monkeypatch, [])
-    assert shown.clock(found, 0.6).path == "dense"
-    assert "took 4 ms computed densely instead of 2" in shown.sentence(shown.view(found, 0.6))
-
-
-def test_a_step_of_one_token_is_decoding_with_what_came_before(model, monkeypatch):
-    own = shown.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=())
-    seen = []
-    stepping(monkeypatch, seen)
-    with torch.no_grad():
-        expected = model(own.windows[:1]).logits[:, -1:]
-    assert shown.clock(own, 0.9).what == "decoding a token"
-    for gave, *_ in seen:
-        assert torch.allclose(gave["dense_ms"], expected, atol=1e-5)
-        assert not torch.allclose(gave["ms"], expected, atol=1e-5)
-
-
 def test_a_clock_that_fails_leaves_no_thresholds(counted, model, monkeypatch):
     monkeypatch.setattr(shown.data.clocks, "time_bursts", lambda *_, **__: 1 / 0)
     own = dataclasses.replace(counted, steps={})
@@ -164,15 +136,6 @@ def test_a_clock_that_fails_leaves_no_thresholds(counted, model, monkeypatch):
     tl.Thresholds.remove(model)
 
 
-def test_greedy_shares_are_those_of_the_library(model):
-    found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), greedy=True, **HOW | {"sparsities": ()})
-    view = shown.view(found, 0.43)
-    expected = tl.thresholds(model, tokens(10), 0.43, greedy=True)
-    assert view["density"]["activation"] == [layer.density["activation"] for layer in expected.layers]
-    assert view["loss"] is None and view["points"] == [(0.0, 0.0, 0.0, 0.0)]
-    assert shown.view(found, 0.0)["loss"] == 0
-
-
 def test_teal_shows_both_places_and_no_time(model):
     found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), method="teal", **HOW)
     view = shown.view(found, 0.6)
@@ -182,37 +145,6 @@ def test_teal_shows_both_places_and_no_time(model):
     assert view["error"] == pytest.approx([layer.error for layer in expected.layers])
     assert view["us"] == view["dense_us"] == view["path"] == [] and max(view["overflow"]) > 0
     assert " us " not in shown.sentence(view)
-
-
-def test_the_sentence_says_what_it_is_of_and_that_it_is_lossy(counted):
-    said = shown.sentence(shown.view(counted, 0.4))
-    assert said.startswith("a Llama of random weights, CATS, sparsity 40% (lossy): loss ") and "(measured)" in said
-    assert "(between measured points)" in shown.sentence(shown.view(counted, 0.5))
-    assert "not measured beyond" in shown.sentence(shown.view(counted, 0.9))
-    assert "2 layers together should take" in said
-
-
-def test_the_sentence_tells_what_thresholds_save_from_what_they_do_not(counted):
-    view = shown.view(counted, 0.4)
-    times = [f"{sum(view[name]):,.0f}" for name in ("us", "dense_us", "plain_us")]
-    assert view["plain_us"] == shown.view(counted, 0.0)["us"]
-    wanted = "should take {} us if zeros are skipped instead of {}, and {} without a threshold"
-    assert shown.sentence(view).endswith(wanted.format(*times))
-    said = shown.sentence(shown.view(counted, 0.0))
-    assert "on the best path instead of" in said and "by fewer launches" in said
-    assert "skip" not in said
-    slow = view | {"us": view["dense_us"]}
-    assert shown.sentence(slow).endswith(
-        f"no path should be faster than dense, with which 2 layers together should take {times[1]} us"
-    )
-
-
-def test_for_one_token_a_wide_layer_should_be_faster():
-    model = ours(nn.SiLU(), d_model=1024, d_ff=4096, layers=1, heads=8)
-    found = shown.count("random weights", model, tokens(10), tokens(2), gpu="L4", sparsities=())
-    none, most = shown.view(found, 0.0), shown.view(found, 0.95)
-    assert most["us"][0] < none["us"][0] <= none["dense_us"][0] == most["dense_us"][0]
-    assert most["path"] == ["twell"] and most["us"][0] < 0.6 * most["dense_us"][0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twell_lab.analysis.profile import profile
 from twell_lab.core import InputError
 from twell_lab.course.training import data as training
 from twell_lab.training.loop import train
@@ -46,10 +45,3 @@ def test_dead_are_counted_over_more_and_more_tokens():
     fired[0, 0] = fired[3, 1] = fired[7, 2] = True
     assert training.dead_seen_in(fired, parts=4) == [(1, 3), (2, 3), (4, 2), (8, 1)]
     assert training.dead_seen_in(fired[:1]) == [(1, 3)]
-
-
-def test_sentences_follow_the_numbers(small):
-    layer = profile(small[1].model, [torch.randint(256, (2, 8))]).layers[0]
-    said = training.skew_sentence(layer)
-    assert f"{training.firing_share(layer.neuron_counts):.0%} of the neurons do 80%" in said
-    assert (f"{layer.dead} never fire" in said) == (layer.dead > 0)

@@ -1,0 +1,247 @@
+"""The figures of the course: their traces hold the numbers that they were given, and they say where there are none."""
+
+import pytest
+import torch
+
+from tests.course.backward import test_measured as steps
+from tests.course.recorded_rows import everything, gates
+from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
+from twell_lab.core import InputError
+from twell_lab.course import (
+    backward,
+    choosing,
+    clocks,
+    conversion,
+    measure,
+    packing,
+    puzzles,
+    speedups,
+    sweep,
+    training,
+)
+from twell_lab.course.conversion.data import HERE
+from twell_lab.course.hopper import data as hopper
+from twell_lab.course.hopper import figures as hopper_figures
+from twell_lab.course.packing.data import smallest
+from twell_lab.course.roofline import data as roofline
+from twell_lab.course.roofline import figures as roofline_figures
+from twell_lab.course.sparsity_map import figures as sparsity_figures
+from twell_lab.course.thresholds import figures as threshold_figures
+
+
+def point(way, model, density, change, where=HERE):
+    interval = (change - 1, change + 1) if where == HERE else (None, None)
+    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "steps": 0, "where": where}
+    return made | dict(zip(("low", "high"), interval))
+
+
+CUTS = [point("cut", "a", 0.1, 1.0), point("cut", "a", 0.01, 20.0), point("convert", "b", 0.2, 2.0)]
+RUNS = {
+    name: {
+        "config": {"d_ff": 100},
+        "mean_nnz": 100 * share,
+        "validation_bits_per_byte": bits,
+        "density": [share] * 2,
+        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}],
+    }
+    for name, share, bits in (("no L1", 0.5, 3.0), ("seed", 0.5, 3.1), ("L1", 0.02, 2.9))
+}
+VIEW = {
+    "what": "made-up numbers",
+    "method": "cats",
+    "greedy": False,
+    "gpu": "L4",
+    "tokens": 64,
+    "sparsity": 0.5,
+    "layers": ["layer 0", "layer 1"],
+    "density": {"activation": [0.5, 0.25]},
+    "error": [0.125, 0.0625],
+    "overflow": [1.0, 0.5],
+    "path": ["dense", "twell"],
+    "us": [20.0, 8.0],
+    "dense_us": [20.0, 21.0],
+    "plain_us": [20.0, 15.0],
+    "loss": 0.02,
+    "measured": False,
+    "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
+    "step": {"what": "decoding a token", "device": "CPU", "path": "twell", "ms": 2.5, "dense_ms": 2.25},
+    "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
+}
+DENSITIES = [
+    {"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0}
+    for path in ("dense", "CSR")
+    for density in (0.1, 0.01)
+]
+
+
+def whole_steps() -> dict:
+    rows = steps.compared() + steps.compared(29.2, "trained, L1 0.0001, layer 0")
+    return backward.measured.series(steps.placed(rows))
+
+
+# name -> (the figure, {name of a trace: its y, or its x where that says more})
+SHOWN = {
+    "training steps": (
+        lambda: backward.figures.paths(whole_steps()),
+        {
+            "sparse: a few neurons fire often": [3.0],
+            "sparse: layers of a trained model": [3.0],
+            "torch, dense eager": [6.0, 6.0],
+            "torch, dense compiled": [5.4, 5.4],
+        },
+    ),
+    "claims": (
+        lambda: clocks.figures.ladder({"claimed": 2000.0, "waits": 30.0, "fair": 0.25}),
+        {None: [2000, 30, 0.25]},
+    ),
+    "cuts": (
+        lambda: conversion.figures.picture([*CUTS, point("train", "a", 0.02, 0.5, "recorded on G, 2026-01-01")]),
+        {"cut: a": [20.0, 1.0], "convert: b": [2.0], "train with L1: twin of a, recorded": [0.5]},
+    ),
+    "parts": (
+        lambda: hopper_figures.parts(hopper.parts(everything())),
+        {"torch's dense layer": [2.0, 2.0, 2.0], "planned, and what sparsity adds": [1.0, 1.2, 1.8]},
+    ),
+    "against nnz": (lambda: hopper_figures.against_nnz(everything()), {"TwELL": [1.0, 1.2, 3.0]}),
+    "bars": (
+        lambda: measure.figures.bars({"dense": [4.0, 4.0, 4.4], "sparse": [1.0, 2.0, 9.0]}, "", base="dense"),
+        {None: [4.0, 2.0]},
+    ),
+    "against density": (
+        lambda: measure.figures.against_density(DENSITIES, "", []),
+        {"CSR, yours, now": [2.0, 2.0]},
+    ),
+    "versions": (
+        lambda: roofline_figures.versions(roofline.versions(gates()), 0.38),
+        {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},
+    ),
+    "products": (lambda: sparsity_figures.beside_dense(PRODUCTS), {"CSR": [2.0, 4.0], "ELL": [0.5]}),
+    "thresholds": (
+        lambda: threshold_figures.picture(VIEW),
+        {
+            "kept behind the gate": [50, 25],
+            "error": [12.5, 6.25],
+            "overflow": [100, 50],
+            "the dense layer": [20, 21],
+            "measured": [0, 0.03],
+            "with thresholds": [3, 2.5],
+            "without": [2, 2.25],
+        },
+    ),
+    "runs": (lambda: training.figures.density_against_loss(RUNS, again="seed"), {None: [3.0, 3.1, 2.9]}),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_traces_hold_the_numbers_given(name):
+    draw, wanted = SHOWN[name]
+    figure = draw()
+    for trace, values in wanted.items():
+        drawn = [list(each[axis] or ()) for each in figure.data if each.name == trace for axis in "yx"]
+        assert values in drawn, (trace, drawn)
+    assert figure.layout.title.text is not None
+
+
+NOTHING = {
+    "steps": lambda: backward.figures.steps([], []),
+    "paths": lambda: backward.figures.paths({}),
+    "models": lambda: backward.figures.models([]),
+    "micro-tiles": lambda: choosing.figures.products([]),
+    "firing": lambda: choosing.figures.firing(torch.ones(4), None),
+    "winners": lambda: choosing.figures.winners([]),
+    "guesses": lambda: choosing.figures.chosen_neurons([]),
+    "parts": lambda: hopper_figures.parts([]),
+    "against nnz": lambda: hopper_figures.against_nnz([]),
+    "cells": lambda: hopper_figures.loss_map([]),
+    "host's share": lambda: hopper_figures.host_share([]),
+    "roofline": lambda: roofline_figures.roofline([], roofline.datasheet()),
+    "versions": lambda: roofline_figures.versions([], 0.4),
+    "zeros": lambda: sparsity_figures.by_zeros([]),
+    "trained on": lambda: sparsity_figures.after_training([]),
+    "beside layers": lambda: speedups.figures.beside_layers([]),
+    "law": lambda: speedups.figures.law([]),
+    "pieces": lambda: speedups.figures.pieces([]),
+    "times": lambda: speedups.figures.times([]),
+    "tokens": lambda: speedups.figures.by_tokens([]),
+    "nnz": lambda: speedups.figures.by_nnz({"forward": {}}, None, ""),
+    "costs": lambda: speedups.figures.costs([]),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_figure_without_rows_says_so(name):
+    assert " is recorded" in " ".join(note.text for note in NOTHING[name]().layout.annotations)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
+        (lambda: backward.figures.product([[True]], 16), "one of them"),
+        (lambda: backward.figures.switching([], 32, 6.0), "empty"),
+        (lambda: clocks.figures.timeline(2.0, 1.0, "a queue"), "in this order"),
+        (lambda: clocks.figures.ladder({}), "one ratio or more"),
+        (lambda: clocks.figures.readings([(0.5, 9.0)]), "two or more"),
+        (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
+        (lambda: packing.figures.geometries([]), "empty"),
+        (lambda: sparsity_figures.loss_by_sparsity([]), "no rows"),
+        (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
+        (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
+        (lambda: training.figures.density_against_loss({}), "nothing to draw"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(draw, words):
+    with pytest.raises(InputError, match=words):
+        draw()
+
+
+def test_readings_are_of_one_loop():
+    assert clocks.figures.readings([(0.5, 9.0), (0.1, 1.0), (0.2, 2.0), (0.3, 6.0)]) == {
+        "median": [1.0, 2.0, 6.0],
+        "mean": [3.0],
+        "best": [1.0],
+        "worst": [6.0],
+        "first call": [9.0],
+        "stopped at the return": [0.2],
+    }
+
+
+def test_the_recorded_sweep_is_drawn_with_every_run_once():
+    rows = sweep.recorded().rows
+    figure = sweep.figures.loss_against_nnz(rows, "recorded somewhere")
+    drawn = sorted((x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True))
+    assert drawn == sorted((row["mean_nnz"], row["validation_bits_per_byte"]) for row in rows)
+    assert "recorded somewhere" in figure.layout.title.text
+
+
+def test_the_smallest_geometry_is_framed():
+    torch.manual_seed(1)
+    table = packing.geometries(torch.randn(3, 300).to(torch.bfloat16), [8, 64], [9, 33])
+    figure = packing.figures.geometries(table, overflow=0.0)
+    best = smallest(table, 0.0)
+    x, y = [8, 64].index(best["tile"]), [9, 33].index(best["words"])
+    framed = {(frame.x0, frame.x1, frame.y0, frame.y1) for frame in figure.layout.shapes}
+    assert framed == {(x - 0.5, x + 0.5, y - 0.5, y + 0.5)}
+
+
+def test_the_map_holds_every_cell():
+    cells = hopper.cells(everything())
+    figure = hopper_figures.loss_map(cells)
+    shown = [text for panel in figure.data for line in panel.text for text in line if text]
+    assert sorted(shown) == sorted(f"{cell['x']:.2f}" for cell in cells)
+
+
+def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
+    gpu, found = roofline.datasheet(), roofline.points(everything())
+    figure = roofline_figures.roofline(found, gpu)
+    points = [trace for trace in figure.data if trace.mode == "markers"]
+    assert [trace.name for trace in points] == [roofline_figures.VERSIONS.get(p["name"], p["name"]) for p in found]
+    roof = figure.data[0]
+    assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
+
+
+@pytest.mark.parametrize("name", puzzles.PUZZLES)
+def test_every_puzzle_has_a_picture_that_fits_a_page(name):
+    figure = puzzles.figures.asked(name)
+    assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
+    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))

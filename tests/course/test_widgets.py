@@ -1,0 +1,345 @@
+"""The widgets without a browser: wherever their sliders are, what is shown is the figure drawn anew for that place."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from tests.models.thresholds.models_of import llama, tokens
+from tests.simulator import modelled
+from twell_lab.core import InputError
+from twell_lab.course import (
+    backward,
+    first_kernels,
+    measure,
+    packing,
+    sparsity_map,
+    sweep,
+    thresholds,
+    training,
+    widgets,
+)
+from twell_lab.course.backward import widget as backward_widget
+from twell_lab.course.first_kernels.widget import StepExplorer
+from twell_lab.course.measure import widget as measure_widget
+from twell_lab.course.packing.widget import TileExplorer
+from twell_lab.course.sparsity_map.widget import WeightExplorer
+from twell_lab.course.sweep import widget as sweep_widget
+from twell_lab.course.thresholds.widget import ThresholdExplorer
+from twell_lab.course.training import widget as training_widget
+from twell_lab.ops.reference import GatedFeedForward
+from twell_lab.simulator.trace import Trace
+from twell_lab.training.sweep import pressed
+
+MOST = 40_000  # bytes to the page for one move: several times what the largest of these widgets sends
+
+
+@cache
+def gate_thresholds() -> dict:
+    torch.manual_seed(0)
+    return measure.threshold_sweep(GatedFeedForward(32, 64), torch.randn(20, 32), [0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+@cache
+def capacities() -> list[dict]:
+    return backward.capacity_sweep(backward.drawn(), 0.05, [0, 60, 140])
+
+
+RUNS = {
+    name: {
+        "config": {"d_ff": 100},
+        "mean_nnz": 50 * share,
+        "validation_bits_per_byte": 3 - share,
+        "density": [share, share / 2],
+        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 50 * share}],
+    }
+    for name, share in (("no L1", 0.5), ("L1 1e-3", 0.1), ("L1 1e-2", 0.0))
+}
+
+
+@cache
+def recorded_sweep() -> list[dict]:
+    return sweep.recorded().rows
+
+
+def trace(barriers: bool = True) -> Trace:
+    silent = -np.ones((1, 256), np.float32)
+    block = modelled.block_sum(np.arange(64.0)) if barriers else modelled.pack_v2(silent, 256, 32)
+    raw = block.raw()
+    return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1))
+
+
+def gate(dtype=torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(6, 300) - torch.linspace(-1.5, 1.5, 6)[:, None]).to(dtype)
+
+
+def tile_drawn(shown: TileExplorer) -> go.Figure:
+    places = [slider.value for slider in (shown.row, shown.part, shown.tile, shown.words, shown.threshold)]
+    return packing.figures.tile_view(packing.view(shown.gate, *places))
+
+
+@cache
+def weighed() -> sparsity_map.data.Weighed:
+    torch.manual_seed(0)
+    times = {name: [1.0, 2.0, 3.0, 4.0, 5.0] for name in ("dense", "CSR", "blocks 16", "blocks 32")}
+    return sparsity_map.data.Weighed(torch.randn(64, 32), torch.randn(20, 32), "CPU", times=times)
+
+
+@cache
+def once() -> thresholds.data.Counted:
+    model = llama(intermediate_size=300, num_hidden_layers=2)
+    return thresholds.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=(0.3, 0.6))
+
+
+def counted() -> thresholds.data.Counted:
+    """With nothing measured yet but the losses at 0.3 and 0.6."""
+    return dataclasses.replace(once(), losses=dict(once().losses), steps={})
+
+
+class Case(NamedTuple):
+    """make: the widget; drawn: what it should show; moves: sliders and where to."""
+
+    make: object
+    drawn: object
+    moves: list
+
+
+def places(*values, slider="slider") -> list:
+    return [(slider, value) for value in values]
+
+
+WIDGETS = {
+    "threshold": Case(
+        lambda: measure_widget.threshold_explorer(gate_thresholds()),
+        lambda shown: measure.figures.threshold(gate_thresholds(), shown.index),
+        places(0.5, 1.0, 0.0),
+    ),
+    "capacity": Case(
+        lambda: backward_widget.capacity_explorer(capacities()),
+        lambda shown: backward.figures.capacity(capacities(), shown.index),
+        places(140, 60, 0),
+    ),
+    "run": Case(
+        lambda: training_widget.run_explorer(RUNS),
+        lambda shown: training.figures.picked_run(RUNS, shown.index),
+        places("L1 1e-2", "no L1", "L1 1e-3"),
+    ),
+    "recorded run": Case(
+        lambda: sweep_widget.run_explorer(recorded_sweep(), "recorded somewhere"),
+        lambda shown: sweep.figures.picked(recorded_sweep(), shown.index, "recorded somewhere"),
+        places(*[row["config"]["l1"] for row in pressed(recorded_sweep())][2::-1]),
+    ),
+    "steps": Case(
+        lambda: StepExplorer(trace()),
+        lambda shown: first_kernels.figures.step_view(shown.trace, shown.step),
+        places(7, 0, len(trace()) - 1, 3),
+    ),
+    "steps of one warp": Case(
+        lambda: StepExplorer(trace(), [step.index for step in trace() if step.warp == 0], page=32),
+        lambda shown: first_kernels.figures.step_view(shown.trace, shown.step, page=32),
+        places(*[step.index for step in trace() if step.warp == 0][-3:]),
+    ),
+    "tile": Case(
+        lambda: TileExplorer(gate()),
+        tile_drawn,
+        [
+            *places(3, 5, slider="row"),
+            *places(1, 0, slider="part"),
+            *places(2, 9, 200, slider="words"),
+            *places(64, 512, 32, slider="tile"),
+            *places(0.5, 0.0, slider="threshold"),
+        ],
+    ),
+    "tile of float32": Case(lambda: TileExplorer(gate(torch.float32), words=5), tile_drawn, places(2, slider="row")),
+    "weight": Case(
+        lambda: WeightExplorer(weighed(), 0.5),
+        lambda shown: sparsity_map.figures.picture(sparsity_map.view(weighed(), shown.slider.value)),
+        places(0.1, 0.0, 3.0),
+    ),
+    "sparsity": Case(
+        lambda: ThresholdExplorer(counted()),
+        lambda shown: thresholds.figures.picture(thresholds.view(shown.counted, shown.slider.value)),
+        places(0.3, 0.47, 0.9, 0.0),
+    ),
+}
+
+
+def shows(figure: go.Figure) -> dict:
+    """What a figure says: its traces, title, shapes and texts, but for names that plotly gives."""
+    said = json.loads(go.Figure(figure).to_json())
+    layout = {name: said["layout"].get(name) for name in ("title", "shapes", "annotations")}
+    return layout | {"data": [{key: each[key] for key in each if key != "uid"} for each in said["data"]]}
+
+
+@pytest.mark.parametrize("way", ["in place", "drawn anew"])
+@pytest.mark.parametrize("name", WIDGETS)
+def test_the_figure_follows_the_sliders(name, way, monkeypatch):
+    if way == "drawn anew":
+        monkeypatch.setattr(widgets, "on_colab", lambda: True)
+    else:
+        pytest.importorskip("anywidget")
+    case = WIDGETS[name]
+    shown = case.make()
+    assert isinstance(shown.figure, go.FigureWidget) == (way == "in place") == (shown._canvas is None)
+    for slider, value in case.moves:
+        getattr(shown, slider).value = value
+        assert shows(shown.figure) == shows(case.drawn(shown)), (slider, value)
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_a_move_is_light(name, monkeypatch):
+    """One message of at most MOST bytes to the page, and no figure made: what took most of a move's time."""
+    pytest.importorskip("anywidget")
+    shown, sent = WIDGETS[name].make(), []
+    shown.figure.observe(lambda change: sent.append(change.new), ["_py2js_update", "_py2js_restyle", "_py2js_relayout"])
+    monkeypatch.setattr(go.Figure, "__init__", lambda *_, **__: pytest.fail("a move makes a figure"))
+    for slider, value in WIDGETS[name].moves:
+        sent.clear()
+        getattr(shown, slider).value = value
+        messages = [message for message in sent if message is not None]
+        # Arrays; and plotly's mark for what stays as it was, an object of no kind.
+        said = json.dumps(messages, default=lambda value: value.tolist() if hasattr(value, "tolist") else "")
+        assert len(messages) == 1 and len(said) < MOST
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: widgets.Explorer(go.Figure(), lambda figure, index: None, [], "nothing"), "choices"),
+        (lambda: training_widget.run_explorer({}), "nothing to draw"),
+        (lambda: StepExplorer(trace(), [3, 2]), "ascending"),
+        (lambda: StepExplorer(trace(), [10_000]), "ascending"),
+        (lambda: TileExplorer([[1.0]]), "list"),
+        (lambda: TileExplorer(torch.zeros(0, 4)), r"\[0, 4\]"),
+        (lambda: TileExplorer(torch.zeros(2, 4, dtype=torch.int32)), "int32"),
+        (lambda: TileExplorer(gate(), part=2), "part is 2"),
+        (lambda: TileExplorer(gate(), threshold=-1.0), "threshold is -1"),
+        (lambda: WeightExplorer(torch.randn(4, 4)), "weigh returned"),
+        (lambda: ThresholdExplorer({}), "counted is a dict"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def test_without_anywidget_the_figure_is_drawn_anew(monkeypatch):
+    def refuse(*_):
+        raise ImportError("Please install anywidget to use the FigureWidget class")
+
+    monkeypatch.setattr(go, "FigureWidget", refuse)
+    shown = measure_widget.threshold_explorer(gate_thresholds())
+    shown.slider.value = 0.75
+    assert shown._canvas is not None and shown.index == 3
+
+
+def test_without_ipywidgets_a_sentence_says_what_to_install():
+    hide = "import sys; sys.modules['ipywidgets'] = None; from twell_lab.course import widgets"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
+    assert done.returncode and "StackError: widgets need ipywidgets" in done.stderr
+
+
+def test_plotly_need_not_measure_what_stands_beside_numbers():
+    """It would at each move. Names, which are longer and may overlap, are measured."""
+    figure = go.Figure(go.Bar(x=["a long name", "another"], y=[1, 2]))
+    figure.add_scatter(x=[1, 2], y=[3, 4], xaxis="x2", yaxis="y2")
+    figure.update_layout(xaxis={"domain": [0, 0.4]}, xaxis2={"domain": [0.6, 1]}, yaxis2={"anchor": "x2"})
+    shown = widgets.Explorer(figure, lambda figure, index: None, [("one", 1)], "choice").figure.layout
+    assert shown.xaxis.automargin is None
+    assert all(axis.automargin is False for axis in (shown.yaxis, shown.xaxis2, shown.yaxis2))
+
+
+def test_the_button_goes_from_barrier_to_barrier():
+    shown = StepExplorer(trace())
+    for barrier in shown.trace.barriers:
+        assert not shown.button.disabled
+        shown.button.click()
+        assert shown.step == barrier
+    assert shown.button.disabled
+    shown.slider.index = 0
+    assert not shown.button.disabled
+    few = StepExplorer(trace(), [step.index for step in trace() if step.warp == 0])
+    few.next_barrier()  # the last warp arrives in a step that is left out: the next stop
+    assert few.step == min(stop for _, stop in few.slider.options if stop >= few.trace.barriers[0])
+    assert StepExplorer(trace(barriers=False)).button.disabled
+
+
+def test_sliders_of_a_tile_that_do_not_go_together_are_brought_along():
+    shown = TileExplorer(gate(), tile=32, words=8, part=9)
+    assert shown.part.max == 9 and shown.words.max == 33
+    shown.words.value = 33
+    shown.tile.value = 512  # one tile is left
+    assert (shown.part.value, shown.part.max, shown.words.max) == (0, 0, 513)
+    shown.words.value = 300
+    shown.tile.value = 64
+    assert shown.words.value == 65 and shows(shown.figure) == shows(tile_drawn(shown))
+
+
+def test_odd_gates_have_their_tile():
+    nothing_finite = TileExplorer(torch.full((2, 40), torch.nan, dtype=torch.bfloat16), tile=32, words=4)
+    assert list(nothing_finite.figure.data[0].y) == [3, 3] and list(nothing_finite.figure.data[1].y) == [29, 5]
+    silent = TileExplorer(torch.full((1, 40), -1.0, dtype=torch.bfloat16))
+    assert sum(silent.figure.data[0].y) == 0 and silent.threshold.max > 0
+    trained = gate().requires_grad_()
+    assert not TileExplorer(trained).gate.requires_grad and trained.grad is None
+
+
+# ---- the button that measures ----
+
+
+def test_a_move_runs_no_model_and_the_button_measures_here_once():
+    shown, ran = ThresholdExplorer(counted()), []
+    hook = shown.counted.model.register_forward_pre_hook(lambda module, args: ran.append(module))
+    shown.slider.value = 0.45
+    assert not ran and not shown.view["measured"] and shown.button.description == "measure here"
+    shown.button.click()
+    assert ran and shown.view["measured"] and shown.view["step"]["ms"] > 0
+    measured = next(line for line in shown.figure.data if line.name == "measured")
+    assert list(measured.x) == [0, 30, 45, 60]
+    view = shown.view
+    ran.clear()
+    shown.button.click()
+    hook.remove()
+    assert not ran and shown.view == view and shown.button.description == "measured here"
+    shown.slider.value = 0.46
+    assert shown.button.description == "measure here"
+
+
+def test_a_press_while_it_measures_does_nothing_and_a_move_is_drawn(monkeypatch):
+    """As a second thread of the kernel would have it; and the button keeps the keyboard's focus, so is not disabled."""
+    shown, measured = ThresholdExplorer(counted()), []
+
+    def measure(counted, sparsity):
+        measured.append(sparsity)
+        assert shown.button.description == "measuring ..." and not shown.button.disabled
+        shown.button.click()
+        shown.slider.value = 0.2
+        assert shown.view["sparsity"] == 0.2 and shown.button.description == "measuring ..."
+        counted.losses[sparsity] = counted.losses[0.3]
+
+    monkeypatch.setattr(thresholds.data, "measure", measure)
+    shown.slider.value = 0.5
+    shown.button.click()
+    assert measured == [0.5] == [*shown.counted.steps]
+    assert shown.view["sparsity"] == 0.2 and shown.button.description == "measure here"
+
+
+@pytest.mark.parametrize("verb", ["measure", "clock"])
+def test_a_measurement_that_fails_leaves_the_button_as_it_was(monkeypatch, verb):
+    shown = ThresholdExplorer(counted())
+    with monkeypatch.context() as patch:
+        patch.setattr(thresholds.data, verb, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shown.measure()
+    assert not shown.button.disabled and shown.button.description == "measure here"
+    assert shown.view["measured"] == (verb == "clock")  # what was measured before it is drawn
+    shown.measure()
+    assert shown.button.description == "measured here"
