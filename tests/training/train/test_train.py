@@ -219,45 +219,6 @@ def test_a_diverging_run_stops_and_says_where(some_text):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("l1", -1e-9),
-        ("l1", float("nan")),
-        ("l1", "0.1"),
-        ("l1", None),
-        ("steps", 0),
-        ("steps", 1.5),
-        ("batch", -1),
-        ("context", 0),
-        ("d_model", 0),
-        ("layers", 0),
-        ("heads", 0),
-        ("heads", 3),
-        ("d_ff", 0),
-        ("d_ff", 12.5),
-        ("gated", "yes"),
-        ("lr", 0),
-        ("lr", float("inf")),
-        ("warmup", -1),
-        ("weight_decay", -0.1),
-        ("clip", 0),
-        ("seed", -1),
-        ("seed", True),
-        ("seed", 2**64),
-        ("device", "gpu"),
-        ("device", 3.5),
-        ("text", 7),
-        ("log_every", 0),
-        ("eval_every", 0),
-        ("eval_windows", 0),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name_before_anything_runs(name, value):
-    with pytest.raises(InputError, match=name):
-        tiny(**{name: value})
-
-
 def test_a_missing_device_is_named():
     missing = "cuda:99" if torch.cuda.is_available() else "cuda"
     with pytest.raises(DeviceError, match=missing):
@@ -266,7 +227,7 @@ def test_a_missing_device_is_named():
 
 def test_too_little_text_names_what_it_needs():
     short = Text("short", "", torch.zeros(100, dtype=torch.uint8))
-    with pytest.raises(TextError, match="a batch of 8 windows of 16 needs at least 129"):
+    with pytest.raises(TextError, match="8 windows of 16 need at least 129"):
         train(tiny(text=short, batch=8), progress=False)
     with pytest.raises(TextError, match="at least 2"):
         train(tiny(text=Text("two", "", torch.zeros(1, dtype=torch.uint8))), progress=False)
