@@ -156,9 +156,9 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
-    """Say whether the next backward pass averages gradients over processes: only the last part of a step has to.
+    """Set whether the next backward pass averages gradients over processes: only the last part of a step has to.
 
-    module: the Objective, inside DDP where that is used. model: the model in it. For one process it does nothing."""
+    module: the Objective, inside DDP where that is used. model: the model in it."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module.require_backward_grad_sync = on  # what DDP's context no_sync sets
     elif hasattr(model, "set_requires_gradient_sync"):

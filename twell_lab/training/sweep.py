@@ -81,13 +81,10 @@ SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr
 class Plan:
     """Which runs a sweep makes.
 
-    base: what all runs share, the text, sizes and first seed included.
-    lrs: learning rates tried without L1.
-    l1: coefficients, each run at the best of these learning rates. 0 is not among them: it is that rate's own run.
-    reinit: those of the coefficients that also run with dead gate rows re-initialised: every `every` steps, `share` of
-        fresh numbers is mixed into the row of a neuron that was silent for `window` tokens.
-    seeds: further seeds, of the twin without L1 and of the coefficients `again`.
-    """
+    base: what all runs share, the text, sizes and first seed included. lrs: learning rates tried without L1. l1:
+    coefficients, each run at the best of these rates. reinit: those of the coefficients that also run with dead gate
+    rows re-initialised: every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent
+    for `window` tokens. seeds: further seeds, of the twin without L1 and of the coefficients `again`."""
 
     base: TrainConfig = MODEL
     lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
@@ -99,40 +96,30 @@ class Plan:
     seeds: tuple[int, ...] = (1,)
     again: tuple[float, ...] = (1e-4, 2e-4)
 
-    def learning_rates(self) -> dict[str, TrainConfig]:
-        """The runs that choose the learning rate, by label."""
-        return {f"lr {lr:g}": replace(self.base, lr=lr, l1=0.0) for lr in self.lrs}
-
-    def others(self, lr: float) -> dict[str, TrainConfig]:
-        """All further runs, by label, at the learning rate chosen: the most important first, should time run out."""
+    def runs(self, lr: float) -> dict[str, TrainConfig]:
+        """Return the runs at the learning rate chosen, by label: the most important first, should time run out."""
         base = replace(self.base, lr=lr)
-        runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1}
-        runs |= {
-            f"L1 {l1:g}, seed {seed}" if l1 else f"seed {seed}": replace(base, l1=l1, seed=seed)
-            for seed in self.seeds
-            for l1 in (0.0, *self.again)
+        renewed = replace(base, reinit=self.share, dead_every=self.every, dead_window=self.window)
+        again = [(l1, seed) for seed in self.seeds for l1 in (0.0, *self.again)]
+        return {
+            **{f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1},
+            **{f"L1 {l1:g}, seed {n}" if l1 else f"seed {n}": replace(base, l1=l1, seed=n) for l1, n in again},
+            **{f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in self.reinit},
         }
-        runs |= {
-            f"L1 {l1:g}, dead rows renewed": replace(
-                base, l1=l1, reinit=self.share, dead_every=self.every, dead_window=self.window
-            )
-            for l1 in self.reinit
-        }
-        return runs
 
 
 def sweep(plan: Plan) -> Iterator[dict]:
     """Make the runs of a plan, one after the other, and yield the row of each (see `run`)."""
     rows = []
-    for label, config in plan.learning_rates().items():
-        rows.append(run(label, config)[0])
+    for lr in plan.lrs:
+        rows.append(run(f"lr {lr:g}", replace(plan.base, lr=lr, l1=0.0))[0])
         yield rows[-1]
-    for label, config in plan.others(twin(rows)["config"]["lr"]).items():
+    for label, config in plan.runs(twin(rows)["config"]["lr"]).items():
         yield run(label, config)[0]
 
 
 def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
-    """Train once. Returns the row of a record, ready for JSON, and what `train` returned.
+    """Train once, and return the row of a record, ready for JSON, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
     and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
@@ -145,12 +132,11 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     speed = statistics.median_high(history["tokens_per_s"])
     windows = held_out(config)
     firing = who_fires(result.model, windows.to(next(result.model.parameters()).device), config.dtype)
-    mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
-    shown = {key: value for key, value in result.summary()["config"].items() if key != "device"}
+    mean, summary = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"]), result.summary()
     return {
         "label": label,
-        "config": shown,
-        "parameters": result.summary()["parameters"],
+        "config": {key: value for key, value in summary["config"].items() if key != "device"},
+        "parameters": summary["parameters"],
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
         "tokens_per_s": round(speed),

@@ -16,8 +16,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -42,52 +41,31 @@ CHUNK = 16 * 2**20  # bytes that are encoded at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The training or the validation part of a prepared text.
-
-    size: in bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file."""
-
-    name: str
-    size: int
-    tokens: Tensor
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, eq=False)
 class PreparedText(Readable):
-    """A text in a folder that `prepare` made, for everything that takes a Text to train on or to profile with.
+    """A text in a folder that `prepare` made, or a part of it, for everything that takes a Text to train on or to
+    profile with.
 
     Attributes:
-        folder: where the tokens are; never in a record.
         name, sha256, size, source: of the text's bytes, as in Text.
-        dtype: of the tokens: "uint8", "int16" or "int32".
-        count: how many tokens there are.
-        cut: bytes and tokens of the training part, which comes first.
+        tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory.
         tokenizer: what the text was encoded with.
+        cut: bytes and tokens of the training part, which comes first, between two documents or pieces.
     """
 
-    folder: Path
     name: str
     sha256: str
     size: int
-    dtype: str
-    count: int
-    cut: tuple[int, int]
+    tokens: Tensor
     tokenizer: Tokenizer
+    cut: tuple[int, int]
     source: dict | None = None
 
-    @cached_property
-    def tokens(self) -> Tensor:
-        """Return all tokens [count], uint8, int16 or int32, mapped from the file: what is not read takes no memory."""
-        return torch.from_numpy(numpy.memmap(self.folder / TOKENS, self.dtype, mode="c"))
-
-    def split(self) -> tuple[Part, Part]:
-        """Return the training and the validation part. `prepare` chose the cut, between two documents or pieces."""
-        bytes_, tokens = self.cut
-        return (
-            Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
-            Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer),
-        )
+    def split(self) -> tuple[PreparedText, PreparedText]:
+        """Return the training and the validation part, as `prepare` cut them."""
+        size, count = self.cut
+        training = replace(self, name=f"{self.name}, training part", size=size, tokens=self.tokens[:count])
+        rest = replace(self, name=f"{self.name}, validation part", size=self.size - size, tokens=self.tokens[count:])
+        return training, rest
 
 
 def is_prepared(path: str | os.PathLike) -> bool:
@@ -101,17 +79,14 @@ def load(folder: str | os.PathLike) -> PreparedText:
     folder = Path(folder)
     try:
         fields = json.loads((folder / MANIFEST).read_bytes())
-        same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source")}
+        same = {name: fields[name] for name in ("name", "sha256", "size", "source")}
         tokenizer, cut = load_tokenizer(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
-        text = PreparedText(folder.absolute(), cut=cut, tokenizer=tokenizer, **same)
-        stored, wanted = (folder / TOKENS).stat().st_size, text.count * numpy.dtype(text.dtype).itemsize
-        if (fields["format"], fields["tokenizer"], stored) != (FORMAT, tokenizer.sha256, wanted):
-            raise ValueError(
-                f"{TOKENS} has {stored} bytes, or {TOKENIZER} or the format is another than {MANIFEST} says"
-            )
+        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, fields["dtype"], mode="c"))
+        if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
+            raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
+        return PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
-    return text
 
 
 def prepare(
@@ -233,9 +208,7 @@ def _sample(documents: list[bytes], name: str) -> Text:
 def _stream(spec) -> _Files | Documents:
     """Return the documents of the text that `spec` names (see `prepare`)."""
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(
-            f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from"
-        )
+        raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
     if isinstance(spec, str) and spec.startswith("hf:"):
         return Documents(**parse(spec))
     if isinstance(spec, (str, os.PathLike)):

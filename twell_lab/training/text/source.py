@@ -37,40 +37,31 @@ FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's fil
 class Tokenizer(ABC):
     """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.training.text.tokenizer).
 
-    Two are equal if their files are.
+    Two are equal if their files are."""
 
-    Attributes:
-        name: for records.
-        unit: what its tokens are called in messages.
-        vocabulary: how many token numbers there are.
-        content: what its file holds, JSON.
-        sha256: hexadecimal digest of the content; None for bytes, which need none.
-    """
-
-    name: str
-    vocabulary: int
-    content: str
-    sha256: str | None = None
-    unit = "tokens"
+    name: str  # for records
+    unit = "tokens"  # what its tokens are called in messages
+    vocabulary: int  # how many token numbers there are
+    content: str  # what its file holds, JSON
+    sha256: str | None = None  # of the content; None for bytes, which need none
 
     @abstractmethod
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token reaches
-        from one file into the next."""
+        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token
+        reaches from one file into the next."""
 
     @abstractmethod
     def decode(self, tokens: Tensor) -> bytes:
-        """The bytes that integer `tokens` (any shape, read in order) stand for."""
+        """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
 
     @property
     @abstractmethod
     def lengths(self) -> Tensor:
-        """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
+        """Return the bytes that each token stands for: int32 [vocabulary], on the CPU."""
 
     def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256 (unless it is None), size of the vocabulary."""
-        fields = {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
-        return {name: value for name, value in fields.items() if value is not None}
+        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
+        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write its file, whole or not at all, for tokenizer.load to read. InputError where it can't be written."""
@@ -110,12 +101,12 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared). `size` is in
-    bytes."""
+    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared)."""
 
     name: str
     sha256: str
-    size: int
+    size: int  # in bytes
+    tokens: Tensor
     tokenizer: Tokenizer
     source: dict | None
 
@@ -139,12 +130,10 @@ class Text(Readable):
 
     Attributes:
         name: what to call it in a record; never a path of this machine.
-        sha256: hexadecimal digest of the bytes in `data`.
-        data: uint8 [size], on the CPU.
+        sha256: hexadecimal digest of the bytes in `data`, uint8 [size] on the CPU.
         starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
-        tokenizer: what a model reads the text as: its bytes, unless given (see `read_as`).
-        source: for a dataset, where it comes from, and its licence where known (see
-            twell_lab.training.text.datasets), ready for JSON.
+        tokenizer: what a model reads the text as.
+        source: for a dataset, where it comes from (twell_lab.training.text.datasets), ready for JSON.
     """
 
     name: str
@@ -160,15 +149,13 @@ class Text(Readable):
         return self.data.numel()
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """The text as token numbers [n], encoded when they are first used, and kept: uint8, int16 or int32, on the CPU.
-
-        For bytes this is `data` itself. random_windows and spread_windows take it.
-        """
+    def tokens(self) -> Tensor:  # type: ignore[override]
+        """Return the text as token numbers [n], encoded when first used: uint8, int16 or int32, on the CPU. For bytes
+        this is `data` itself."""
         return self.tokenizer.encode(self.data, self.starts)
 
     def read_as(self, tokenizer: Tokenizer) -> Text:
-        """The same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
+        """Return the same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
         return replace(self, tokenizer=tokenizer)
 
     def split(self) -> tuple[Text, Text]:
@@ -201,43 +188,38 @@ def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Tex
     return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
 
 
-def standard_library() -> Text:
-    """The source of this Python's standard library, without tests and installed packages (about 10 MB).
+def load(path: str | os.PathLike | None) -> Text:
+    """Return `read(path)`, or the standard library's source for None."""
+    return standard_library() if path is None else read(path)
 
-    Its files are joined in the order of their relative paths, with nothing between them. Raises TextError where this
-    Python came without its source.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
+
+def standard_library() -> Text:
+    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB).
+    TextError where this Python came without its source."""
     name = f"Python {platform.python_version()} standard library"
     try:
-        sources = [path for path in _files(folder, _NOT_LIBRARY) if path.name.endswith(".py")]
+        files = [path for path in _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY) if path.suffix == ".py"]
     except OSError:
-        sources = []
-    if not sources:
+        files = []
+    if not files:
         raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
-    return _join(name, sources)
+    return _join(name, files)
 
 
 def read(path: str | os.PathLike) -> Text:
-    """The text of one file, or of every text file below a folder.
+    """Return the text of one file, or of every text file below a folder.
 
     The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
     parts), with nothing between them: for a folder of plain text files, `find . -type f | LC_ALL=C sort | xargs cat |
     sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL byte,
     which UTF-16 text does too) and links that lead nowhere. Links are followed; each real file is used once.
 
-    Raises TextError for a path that is not there or can't be read, a binary file, a folder without text, an
-    empty text, and a text of more than 1 GiB.
+    Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB.
     """
-    path = Path(path)
-    files, name = files_of(path)
+    files, name = files_of(Path(path))
     text = _join(name, files)
     if not text.size:
-        raise TextError(
-            f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
-            if path.is_dir()
-            else f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text"
-        )
+        raise TextError(f"{os.fspath(path)!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
     return text
 
 
@@ -256,11 +238,6 @@ def files_of(path: Path) -> tuple[list[Path], str]:
     return files, name if name.isprintable() else repr(name)[1:-1]
 
 
-def load(path: str | os.PathLike | None) -> Text:
-    """`read(path)`, or the standard library's source for None."""
-    return standard_library() if path is None else read(path)
-
-
 def check_apart(folder: str | os.PathLike, text) -> None:
     """Raise InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the
     text. text: as in a config; whatever is not the path of a folder passes."""
@@ -274,7 +251,7 @@ def check_apart(folder: str | os.PathLike, text) -> None:
         )
 
 
-def check_enough(training, validation, batch: int, context: int) -> None:
+def check_enough(training: Readable, validation: Readable, batch: int, context: int) -> None:
     """Raise TextError unless a batch fits into the training text and one window into the validation text.
 
     A window is `context` tokens and the one that follows them.
