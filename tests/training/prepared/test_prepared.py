@@ -20,7 +20,6 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text import load, prepared, source
 from twell_lab.training.text.source import BYTES
-from twell_lab.training.text.tokenizer import BPE
 
 
 @pytest.fixture
@@ -84,17 +83,6 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
     assert json.loads((folder / prepared.MANIFEST).read_text())["pieces"] == len(documents)
 
 
-def test_the_cut_falls_after_the_same_document_however_it_is_read(folder, tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
-    made = prepared.prepare(folder, tmp_path / "one", tokenizer="bpe:300")
-    for chunk in (1, 500):
-        monkeypatch.setattr(prepared, "CHUNK", chunk)
-        seen = []
-        other = prepared.prepare(folder, tmp_path / f"chunk {chunk}", tokenizer=made.tokenizer, on_bytes=seen.append)
-        assert other.cut == made.cut and torch.equal(other.tokens, made.tokens)
-        assert seen == sorted(seen) and seen[-1] == made.size and len(seen) > 5
-
-
 @pytest.mark.parametrize("sample", [1, 1000, 10**9])
 def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
     pytest.importorskip("tokenizers")
@@ -114,17 +102,6 @@ def test_no_more_is_held_out_than_asked_for(folder, tmp_path, monkeypatch):
     assert 100 <= made.size - made.cut[0] <= 400 < made.size // 10
 
 
-def test_tokens_of_32_bits_and_a_file_that_stays_as_it_is(folder, tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
-    encode = BPE.encode
-    monkeypatch.setattr(BPE, "encode", lambda *given: encode(*given).int())
-    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
-    assert made.tokens.dtype == torch.int32 and bytes_of(made) == source.read(folder).data.numpy().tobytes()
-    before = (tmp_path / "out" / "tokens.bin").read_bytes()
-    made.tokens[0] += 1
-    assert (tmp_path / "out" / "tokens.bin").read_bytes() == before
-
-
 def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
     pytest.importorskip("tokenizers")
     lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(60_000))
@@ -137,13 +114,6 @@ def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
     (tmp_path / "binary").write_bytes(b"a" * 2**20 + b"\0")
     with pytest.raises(TextError, match="binary holds no text"):
         prepared.prepare(tmp_path / "binary", tmp_path / "none")
-
-
-def test_files_are_not_held_to_what_memory_can_hold(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "LARGEST", 100)
-    with pytest.raises(TextError, match="or what twell-lab prepare makes of it"):
-        source.read(folder)
-    assert prepared.prepare(folder, tmp_path / "out").size > 1000
 
 
 def test_a_folder_of_plain_files_as_a_dataset_is_files_not_lines(folder, tmp_path):

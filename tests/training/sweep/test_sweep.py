@@ -103,23 +103,6 @@ def test_positions_and_bytes_add_up_to_the_mean(base):
         )
 
 
-def test_a_first_token_that_fires_more_is_seen_at_its_position(base):
-    model, windows = initial_model(base), sweep.held_out(base)
-    gate = model.layers[0].mlp.gate_proj
-    hook = gate.register_forward_hook(
-        lambda module, args, output: torch.cat([output[:, :1].abs() + 1, output[:, 1:] * 0], 1),
-    )
-    found = sweep.who_fires(model, windows)
-    hook.remove()
-    assert found["positions"]["nnz"][0][:3] == [base.d_ff, 0, 0]
-
-
-def test_the_busy_share():
-    assert sweep._busy(torch.tensor([8, 1, 1, 0])) == 0.25
-    assert sweep._busy(torch.ones(10)) == 0.8
-    assert sweep._busy(torch.zeros(4)) == 0.0
-
-
 def test_long_numbers_are_cut_and_gaps_kept():
     history = [{"step": 1, "ce": 1.23456789}, {"step": 2, "ce": 1e-7 / 3, "val": 2.0, "layers": [1 / 3, None]}]
     assert sweep.columns(history) == {

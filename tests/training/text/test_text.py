@@ -98,12 +98,6 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, make, words):
         source.load(make(tmp_path))
 
 
-def test_a_link_to_itself_is_refused(tmp_path):
-    (tmp_path / "self").symlink_to("self")
-    with pytest.raises(TextError, match="self"):
-        source.read(tmp_path / "self")
-
-
 def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TextError, match="neither a file nor a folder"):
@@ -130,19 +124,6 @@ def test_a_folder_too_large_for_memory_is_refused_before_it_is_read(tmp_path, mo
     write(tmp_path, a=b"12345", b=b"123456")
     with pytest.raises(TextError, match="more than 10 bytes"):
         source.read(tmp_path)
-
-
-def test_a_python_without_its_source_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(TextError, match="without its source"):
-        source.standard_library()
-
-
-def test_paths_are_ordered_as_sort_orders_them(tmp_path):
-    (tmp_path / "a").mkdir()
-    for name in ("a/b", "a-c", "a0", "a.d"):  # "-" and "." come before "/", digits after it
-        (tmp_path / name).write_text(name + "\n")
-    assert content(source.read(tmp_path)) == b"a-c\na.d\na/b\na0\n"
 
 
 # Splitting
@@ -176,11 +157,6 @@ def test_a_single_file_is_cut_at_the_end_of_a_line(tmp_path):
     training, validation = source.read(tmp_path / "one").split()
     assert content(validation).startswith(b"a line") and content(training).endswith(b"\n")
     assert 0 <= training.size - 1350 < 15
-
-
-def test_one_byte_cannot_be_split(tmp_path):
-    with pytest.raises(TextError, match="1 bytes"):
-        source.read(write(tmp_path, one=b"x") / "one").split()
 
 
 # Windows

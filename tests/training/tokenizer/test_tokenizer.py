@@ -62,11 +62,6 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
     assert read.sha256 == library_text.sha256  # of the bytes; the tokenizer has its own
 
 
-def test_the_same_text_trains_the_same_tokenizer(trained, library_text):
-    again = tokenizer.train(library_text, 600)
-    assert again == trained and again.sha256 == trained.sha256 != tokenizer.train(library_text, 601).sha256
-
-
 def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text, tmp_path):
     tokens = library_text.read_as(trained).tokens
     loaded = tokenizer.load(trained.save(tmp_path / "tokenizer.json"))
@@ -119,22 +114,6 @@ def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     assert all(len(piece) <= 2 * 64 for piece in tokenizer.pieces(io.BytesIO(content)))
 
 
-def test_windows_of_tokens_are_pieces_of_them(trained, library_text):
-    tokens = library_text.read_as(trained).tokens
-    windows = source.random_windows(tokens, 5, 8, torch.Generator().manual_seed(0))
-    assert windows.shape == (5, 9) and windows.dtype == torch.int64
-    assert all(trained.decode(window) in library_text.data.numpy().tobytes() for window in windows)
-    assert torch.equal(source.spread_windows(tokens.int(), 3, 8), source.spread_windows(tokens, 3, 8))
-
-
-def test_too_little_text_is_counted_in_tokens(trained):
-    training, validation = (of(WORDS * 3).read_as(trained) for _ in range(2))
-    count = len(training.tokens)
-    with pytest.raises(TextError, match=f"has {count} tokens; 1 windows of {count}"):
-        source.check_enough(training, validation, 1, count)
-    source.check_enough(training, validation, 1, count - 1)
-
-
 # texts.load_any
 
 
@@ -152,11 +131,6 @@ def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
 
 
 # What is refused
-
-
-def test_a_short_text_gives_fewer_tokens_than_asked_for(trained):
-    made = tokenizer.train(of(b"ab"), 5000)
-    assert 256 <= made.vocabulary < 300
 
 
 @pytest.mark.parametrize(
@@ -208,13 +182,6 @@ def test_what_is_no_file_is_not_read_as_a_tokenizer(tmp_path):
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path, f"{tmp_path}/a\0b"):
         with pytest.raises(TextError, match="cannot read the tokenizer"):
             tokenizer.load(path)
-
-
-def test_a_file_on_which_the_library_panics_is_refused(trained):
-    fields = json.loads(trained.content)
-    fields["model"]["continuing_subword_prefix"] = "9" * 50
-    with pytest.raises(TextError, match="no tokenizer"):
-        BPE(json.dumps(fields))
 
 
 def test_the_files_saved_by_earlier_versions_are_read(tmp_path):
