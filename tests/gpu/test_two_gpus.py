@@ -183,11 +183,8 @@ def test_their_model_is_what_the_checkpoint_holds(runs, parallel):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_run_that_diverges_ends_on_both_with_its_last_good_state(runs, parallel):
-    folder = runs[0] / f"{parallel}-diverges"
-    assert f"last good state, after step 1, is in {str(folder)!r}" in runs[1][1]
-    state = checkpoint.load(folder)
-    assert state.step == 1 and not any(weight.isnan().any() for weight in state.weights.values())
+def test_a_run_that_diverges_ends_on_both_and_saves_nothing_of_it(runs, parallel):
+    assert "training diverged" in runs[1][1] and not checkpoint.exists(runs[0] / f"{parallel}-diverges")
 
 
 def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):

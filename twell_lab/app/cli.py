@@ -327,7 +327,7 @@ def _prepare(options) -> Answer:
     training, validation = (len(part.tokens) for part in made.split())
     return Answer(
         {**made.describe(), "training_tokens": training, "validation_tokens": validation},
-        f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {validation:,} "
+        f"prepare: {made.size:,} bytes of {made.name} as {len(made.tokens):,} {made.tokenizer.unit}, {validation:,} "
         f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
     )
 

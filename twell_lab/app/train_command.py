@@ -52,15 +52,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         type=path,
-        help="save metrics and checkpoints here, for --resume, and "
+        help="save metrics and a checkpoint here, for --resume, and "
         "at the end the model, for twell-lab profile; a folder that holds another run or model is refused",
     )
     parser.add_argument(
         "--resume",
         metavar="DIR",
         type=path,
-        help="go on with the run that was saved there; only --checkpoint-every and the options for "
-        "where and how it computes may change",
+        help="go on with the run that was saved there, with more --steps beyond its end; only these, "
+        "--checkpoint-every and the options for where and how it computes may change",
     )
     parser.add_argument(
         "--config",

@@ -277,8 +277,7 @@ class LanguageModel(nn.Module):
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
-                stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
-                hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
+                hint = "; a run was killed there: resume it" if (folder / "training.pt").is_file() else ""
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         where = f"the weights in {str(folder)!r}"
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -15,35 +15,15 @@ from ..models.tiny import LanguageModel, ModelConfig
 from .text.prepared import PreparedText
 from .text.source import Text
 
-# What the fields that are numbers may be, in words: the names of the fields, their types, and a test of the value.
-_NUMBERS = {
-    "a whole number from 1 up": (
-        ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"),
-        int,
-        lambda value: value >= 1,
-    ),
-    "a whole number from 0 up": (
-        ("warmup", "l1_delay", "l1_warmup", "dead_window", "seed"),
-        int,
-        lambda value: value >= 0,
-    ),
-    "a whole number from 0 up, or None for about every five minutes": (
-        ("checkpoint_every",),
-        (int, type(None)),
-        lambda value: value is None or value >= 0,
-    ),
-    "a finite number from 0 up": (
-        ("weight_decay", "reinit_sigma"),
-        (int, float),
-        lambda value: 0 <= value < math.inf,
-    ),
-    "a number from 0 up that float32 holds": (
-        ("l1",),
-        (int, float),
-        lambda value: 0 <= value <= torch.finfo(torch.float32).max,
-    ),
-    "a finite number above 0": (("lr", "clip"), (int, float), lambda value: 0 < value < math.inf),
-    "a number from 0 to 1": (("reinit",), (int, float), lambda value: 0 <= value <= 1),
+# The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
+_LARGEST, _ABOVE_0, _FINITE = 2**63 - 1, sys.float_info.min, sys.float_info.max
+_RANGES = {
+    **dict.fromkeys("steps batch log_every eval_every eval_windows accumulate dead_every".split(), (1, _LARGEST)),
+    **dict.fromkeys("warmup l1_delay l1_warmup dead_window seed checkpoint_every".split(), (0, _LARGEST)),
+    **dict.fromkeys("weight_decay reinit_sigma".split(), (0.0, _FINITE)),
+    **dict.fromkeys("lr clip".split(), (_ABOVE_0, _FINITE)),
+    "l1": (0.0, torch.finfo(torch.float32).max),
+    "reinit": (0.0, 1.0),
 }
 
 
@@ -146,28 +126,26 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
 
     def __post_init__(self) -> None:
-        for accepted, (names, kind, fits) in _NUMBERS.items():
-            for name in names:
-                value = getattr(self, name)
-                # Larger whole numbers do not fit into a tensor, and some of them not into a float.
-                endless = isinstance(value, int) and abs(value) >= 2**63
-                if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
-                    raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
+        for name, (least, most) in _RANGES.items():
+            value, kind = getattr(self, name), int if isinstance(least, int) else (int, float)
+            if name == "checkpoint_every" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+                whole = "whole " if kind is int else ""
+                raise InputError(f"{name} is {value!r:.80}; accepted: a {whole}number from {least:g} to {most:g}")
         for name, kind in get_type_hints(TrainConfig).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 words = " or ".join(map(repr, get_args(kind)))
                 raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
+        path = (str, PathLike, type(None))
+        for name, kinds in (("compile", bool), ("text", (*path, Text, PreparedText)), ("tokenizer", path)):
+            if not isinstance(value := getattr(self, name), kinds):
+                raise InputError(f"{name} is {value!r:.80}; accepted: {get_type_hints(TrainConfig)[name]}")
         if self.kernels != "off" and self.activation != "relu" and self.gated:
             raise InputError(
                 f"kernels is {self.kernels!r} with activation {self.activation!r} in gated layers; accepted: kernels "
                 "'off', or activation 'relu', or plain layers (gated=False), which sparse layers compute"
             )
-        if not isinstance(self.compile, bool):
-            raise InputError(f"compile is {self.compile!r}; accepted: True or False")
-        if not isinstance(self.text, (str, PathLike, Text, PreparedText, type(None))):
-            raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
-        if not isinstance(self.tokenizer, (str, PathLike, type(None))):
-            raise InputError(f"tokenizer is {self.tokenizer!r}; accepted: 'bytes', 'bpe:4096', a path, or None")
         if self.batch % self.accumulate:
             raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:

@@ -89,8 +89,8 @@ def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool
 class Objective(nn.Module):
     """Model, cross-entropy and penalty as one module, which torch.compile and DDP take as a whole.
 
-    It puts hooks on the model, which stay there until `remove`, because torch.compile looks at them only once. All
-    numbers stay on the device: whoever needs one reads it.
+    It puts hooks on the model, which stay there until `hooks` is closed, because torch.compile looks at them only once.
+    All numbers stay on the device: whoever needs one reads it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,9 +158,5 @@ class Objective(nn.Module):
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:
-        for each in self.seen:
-            each.clear()
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        self.hooks.close()
+        for seen in self.seen:
+            seen.clear()

@@ -70,9 +70,8 @@ def joined(device: str | None) -> Iterator[World]:
 
     device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU. Raises
     DeviceError for a device that is not there and for more processes on this machine than it has GPUs, and InputError
-    where one GPU is named for several processes, or the environment is not one that torchrun sets.
+    where one GPU is named for several processes, or the processes cannot be joined.
     """
-    _check_environment()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(present(device))
         return
@@ -98,17 +97,6 @@ def joined(device: str | None) -> Iterator[World]:
                 # FSDP2 torch still refers to the group, so the thread outlives it; and where the thread frees a tensor
                 # while Python ends, the process is aborted (pytorch issue 190489).
                 time.sleep(0.2)
-
-
-def _check_environment() -> None:
-    """InputError where one of torchrun's variables is no whole number: torchrun has not set it then."""
-    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
-        value = os.environ.get(name, str(least))
-        if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
-            raise InputError(
-                f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets "
-                "it, or none"
-            )
 
 
 def _own_device(device: str | None) -> torch.device:
@@ -168,9 +156,9 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
-    """Say whether the next backward pass averages gradients over processes: only the last part of a step has to.
+    """Set whether the next backward pass averages gradients over processes: only the last part of a step has to.
 
-    module: the Objective, inside DDP where that is used. model: the model in it. For one process it does nothing."""
+    module: the Objective, inside DDP where that is used. model: the model in it."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module.require_backward_grad_sync = on  # what DDP's context no_sync sets
     elif hasattr(model, "set_requires_gradient_sync"):

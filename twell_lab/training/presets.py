@@ -22,150 +22,61 @@ from ..models.tiny import ModelConfig, parameters
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
+_FIELDS = "layers d_model d_ff heads context batch accumulate steps lr warmup l1 eval_every".split()
+_ON_GPU = {"dtype": "bfloat16"}
+_COMPILED = {"dtype": "bfloat16", "compile": True}
+_WITH_BPE = {**_COMPILED, "tokenizer": f"bpe:{BPE}"}
 
-def _paper(layers: int, billions: int) -> dict:
-    return {
-        "d_model": 2048,
-        "d_ff": 5632,
-        "layers": layers,
-        "heads": 32,
-        "context": 2048,
-        "batch": 512,
-        "accumulate": 64,
-        "steps": billions * 1000,
-        "lr": 1e-3,
-        "warmup": 600,
-        "weight_decay": 0.1,
-        "clip": 1.0,
-        "l1": 2e-5,
-        "tokenizer": f"bpe:{BPE}",
-        "dtype": "bfloat16",
-        "compile": True,
-        "eval_every": 1000,
-    }
-
-
-def _small(d_model: int, d_ff: int, layers: int, heads: int, **more) -> dict:
-    return {
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "layers": layers,
-        "heads": heads,
-        "weight_decay": 0.1,
-        "clip": 1.0,
-        **more,
-    }
-
-
-# name: (fields of TrainConfig, what the configuration is for)
+# name: (what the configuration is for, the values of _FIELDS, more fields of TrainConfig)
 _NAMED = {
-    "1M": (
-        _small(128, 512, 4, 4, context=64, batch=8, steps=900, lr=2e-3, warmup=50, l1=2e-3),
-        "a CPU: twell-lab train as it is, with an L1",
-    ),
-    "5M": (
-        _small(256, 704, 6, 4, context=256, batch=32, steps=2000, lr=2e-3, warmup=100, l1=1e-3, eval_every=500),
-        "a small checkpoint (9.9 MB in bf16)",
-    ),
-    "20M": (
-        _small(
-            512,
-            1408,
-            6,
-            8,
-            context=512,
-            batch=32,
-            steps=4000,
-            lr=1e-3,
-            warmup=200,
-            l1=3e-4,
-            dtype="bfloat16",
-            eval_every=500,
-        ),
-        "one GPU",
-    ),
+    "1M": ("a CPU: twell-lab train as it is, with an L1", (4, 128, 512, 4, 64, 8, 1, 900, 2e-3, 50, 2e-3, 150), {}),
+    "5M": ("a small checkpoint (9.9 MB in bf16)", (6, 256, 704, 4, 256, 32, 1, 2000, 2e-3, 100, 1e-3, 500), {}),
+    "20M": ("one GPU", (6, 512, 1408, 8, 512, 32, 1, 4000, 1e-3, 200, 3e-4, 500), _ON_GPU),
     "60M": (
-        _small(
-            768,
-            2048,
-            8,
-            12,
-            context=512,
-            batch=64,
-            steps=5000,
-            lr=1e-3,
-            warmup=300,
-            l1=3e-4,
-            dtype="bfloat16",
-            compile=True,
-            eval_every=500,
-        ),
         "one GPU; the smallest worth a sweep of L1",
+        (8, 768, 2048, 12, 512, 64, 1, 5000, 1e-3, 300, 3e-4, 500),
+        _COMPILED,
     ),
-    "150M": (
-        _small(
-            768,
-            2048,
-            14,
-            12,
-            context=1024,
-            batch=128,
-            accumulate=4,
-            steps=10_000,
-            lr=1e-3,
-            warmup=600,
-            l1=1e-4,
-            tokenizer=f"bpe:{BPE}",
-            dtype="bfloat16",
-            compile=True,
-            eval_every=500,
-        ),
-        "one GPU, with a BPE",
-    ),
-    "0.5B": (_paper(8, 10), "the paper's shape; 10 billion tokens"),
-    "1B": (_paper(18, 20), "the paper's shape; 20 billion tokens"),
-    "1.5B": (_paper(28, 30), "the paper's shape; 30 billion tokens"),
-    "2B": (_paper(38, 40), "the paper's shape; 40 billion tokens"),
+    "150M": ("one GPU, with a BPE", (14, 768, 2048, 12, 1024, 128, 4, 10_000, 1e-3, 600, 1e-4, 500), _WITH_BPE),
+} | {
+    name: (
+        f"the paper's shape; {billions} billion tokens",
+        (layers, 2048, 5632, 32, 2048, 512, 64, billions * 1000, 1e-3, 600, 2e-5, 1000),
+        _WITH_BPE,
+    )
+    for name, layers, billions in (("0.5B", 8, 10), ("1B", 18, 20), ("1.5B", 28, 30), ("2B", 38, 40))
 }
 
 NAMES = tuple(_NAMED)
 
 
 def named(name: str) -> dict:
-    """The fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`.
+    """Return the fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`.
 
     Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES.
     """
-    if not isinstance(name, str) or name not in _NAMED:
+    if name not in NAMES:
         raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}")
-    return dict(_NAMED[name][0])
+    _, values, more = _NAMED[name]
+    return {**dict(zip(_FIELDS, values, strict=True)), "weight_decay": 0.1, "clip": 1.0, **more}
 
 
 def rows() -> list[dict]:
-    """One dict a configuration, ready for JSON: name, sizes, vocabulary, parameters, tokens a step and in all, L1, and
-    what it is for ("purpose")."""
+    """Return one dict a configuration, ready for JSON: name, sizes, vocabulary, parameters, tokens a step and in all,
+    L1, and what it is for ("purpose")."""
     made = []
-    for name, (fields, purpose) in _NAMED.items():
+    for name, (purpose, _, more) in _NAMED.items():
+        fields = named(name)
         sizes = {key: fields[key] for key in ("d_model", "d_ff", "layers", "heads", "context")}
-        vocabulary = BPE if "tokenizer" in fields else BYTES
+        sizes["vocabulary"] = BPE if "tokenizer" in more else BYTES
         step = fields["batch"] * fields["context"]
-        made.append(
-            {
-                "name": name,
-                **sizes,
-                "vocabulary": vocabulary,
-                "parameters": parameters(ModelConfig(vocabulary=vocabulary, **sizes)),
-                "tokens_a_step": step,
-                "tokens": step * fields["steps"],
-                "l1": fields["l1"],
-                "purpose": purpose,
-            }
-        )
+        counted = {"tokens_a_step": step, "tokens": step * fields["steps"], "l1": fields["l1"], "purpose": purpose}
+        made.append({"name": name, **sizes, "parameters": parameters(ModelConfig(**sizes)), **counted})
     return made
 
 
 def table() -> str:
-    """The configurations as lines of text, for --help."""
+    """Return the configurations as lines of text, for --help."""
     lines = [f"{'name':5} {'weights':>8} {'layers':>6} {'d_model':>7} {'d_ff':>5} {'tokens':>7} {'L1':>6}  for"]
     lines += [
         f"{row['name']:5} {_short(row['parameters']):>8} {row['layers']:>6} {row['d_model']:>7} {row['d_ff']:>5} "

@@ -10,12 +10,10 @@ from __future__ import annotations
 import bisect
 import bz2
 import lzma
-import math
 import statistics
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -83,13 +81,10 @@ SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr
 class Plan:
     """Which runs a sweep makes.
 
-    base: what all runs share, the text, sizes and first seed included.
-    lrs: learning rates tried without L1.
-    l1: coefficients, each run at the best of these learning rates. 0 is not among them: it is that rate's own run.
-    reinit: those of the coefficients that also run with dead gate rows re-initialised: every `every` steps, `share` of
-        fresh numbers is mixed into the row of a neuron that was silent for `window` tokens.
-    seeds: further seeds, of the twin without L1 and of the coefficients `again`.
-    """
+    base: what all runs share, the text, sizes and first seed included. lrs: learning rates tried without L1. l1:
+    coefficients, each run at the best of these rates. reinit: those of the coefficients that also run with dead gate
+    rows re-initialised: every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent
+    for `window` tokens. seeds: further seeds, of the twin without L1 and of the coefficients `again`."""
 
     base: TrainConfig = MODEL
     lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
@@ -101,78 +96,30 @@ class Plan:
     seeds: tuple[int, ...] = (1,)
     again: tuple[float, ...] = (1e-4, 2e-4)
 
-    def __post_init__(self) -> None:
-        if not self.lrs:
-            raise InputError("lrs is empty; accepted: one learning rate or more")
-        for name in ("lrs", "l1", "reinit", "again"):
-            if not all(isinstance(value, float) and value > 0 for value in getattr(self, name)):
-                raise InputError(
-                    f"{name} is {getattr(self, name)!r}; accepted: numbers above 0 (the run with L1 0 is always made)"
-                )
-        for name in ("reinit", "again"):
-            if not set(getattr(self, name)) <= set(self.l1):
-                raise InputError(
-                    f"{name} is {getattr(self, name)!r}; accepted: values of l1, {self.l1!r}: without the run "
-                    "beside it there is nothing to compare"
-                )
-
-    def learning_rates(self) -> dict[str, TrainConfig]:
-        """The runs that choose the learning rate, by label."""
-        return {f"lr {lr:g}": replace(self.base, lr=lr, l1=0.0) for lr in self.lrs}
-
-    def others(self, lr: float) -> dict[str, TrainConfig]:
-        """All further runs, by label, at the learning rate chosen: the most important first, should time run out."""
+    def runs(self, lr: float) -> dict[str, TrainConfig]:
+        """Return the runs at the learning rate chosen, by label: the most important first, should time run out."""
         base = replace(self.base, lr=lr)
-        runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1}
-        runs |= {
-            f"L1 {l1:g}, seed {seed}" if l1 else f"seed {seed}": replace(base, l1=l1, seed=seed)
-            for seed in self.seeds
-            for l1 in (0.0, *self.again)
+        renewed = replace(base, reinit=self.share, dead_every=self.every, dead_window=self.window)
+        again = [(l1, seed) for seed in self.seeds for l1 in (0.0, *self.again)]
+        return {
+            **{f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1},
+            **{f"L1 {l1:g}, seed {n}" if l1 else f"seed {n}": replace(base, l1=l1, seed=n) for l1, n in again},
+            **{f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in self.reinit},
         }
-        runs |= {
-            f"L1 {l1:g}, dead rows renewed": replace(
-                base, l1=l1, reinit=self.share, dead_every=self.every, dead_window=self.window
-            )
-            for l1 in self.reinit
-        }
-        return runs
 
 
-def sweep(
-    plan: Plan,
-    *,
-    done: list[dict] = (),
-    seconds: float = math.inf,
-    on_run: Callable[[list[dict], TrainResult], None] | None = None,
-) -> list[dict]:
-    """Make the runs of a plan that are not `done` yet and return all rows (see `run`), in the order made.
-
-    done: rows of an earlier call. A run whose "label" is among them is not made again.
-    seconds: no run is begun that would end later than this, if it took as long as the longest so far.
-    on_run: called after each run, with all rows so far and what `train` returned, to save them should a later run fail.
-    """
-    rows, start, longest = list(done), time.perf_counter(), 0.0
-
-    def runs() -> Iterator[tuple[str, TrainConfig]]:
-        yield from plan.learning_rates().items()
-        yield from plan.others(twin(rows)["config"]["lr"]).items()  # by now these rows are there
-
-    for label, config in runs():
-        if any(row["label"] == label for row in rows):
-            continue
-        began = time.perf_counter()
-        if began - start + longest > seconds:
-            break
-        row, result = run(label, config)
-        longest = max(longest, time.perf_counter() - began)
-        rows.append(row)
-        if on_run is not None:
-            on_run(rows, result)
-    return rows
+def sweep(plan: Plan) -> Iterator[dict]:
+    """Make the runs of a plan, one after the other, and yield the row of each (see `run`)."""
+    rows = []
+    for lr in plan.lrs:
+        rows.append(run(f"lr {lr:g}", replace(plan.base, lr=lr, l1=0.0))[0])
+        yield rows[-1]
+    for label, config in plan.runs(twin(rows)["config"]["lr"]).items():
+        yield run(label, config)[0]
 
 
 def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
-    """Train once. Returns the row of a record, ready for JSON, and what `train` returned.
+    """Train once, and return the row of a record, ready for JSON, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
     and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
@@ -185,12 +132,11 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     speed = statistics.median_high(history["tokens_per_s"])
     windows = held_out(config)
     firing = who_fires(result.model, windows.to(next(result.model.parameters()).device), config.dtype)
-    mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
-    shown = {key: value for key, value in result.summary()["config"].items() if key != "device"}
+    mean, summary = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"]), result.summary()
     return {
         "label": label,
-        "config": shown,
-        "parameters": result.summary()["parameters"],
+        "config": {key: value for key, value in summary["config"].items() if key != "device"},
+        "parameters": summary["parameters"],
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
         "tokens_per_s": round(speed),
@@ -204,8 +150,8 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
 
 
 def columns(history: list[dict]) -> dict[str, list]:
-    """A history of rows as one list a column, its numbers rounded to five significant digits; None where a row has no
-    value."""
+    """Return a history of rows as one list a column, its numbers rounded to five significant digits; None where a row
+    has no value."""
     names = list(dict.fromkeys(name for row in history for name in row))
     return {name: [_short(row.get(name)) for row in history] for name in names}
 
@@ -217,9 +163,7 @@ def _short(value):
 
 
 def held_out(config: TrainConfig) -> Tensor:
-    """The windows on which `who_fires` counts: int64 [eval_windows at most, context + 1]."""
-    if not isinstance(config.text, Text):
-        raise InputError(f"text is {type(config.text).__name__}; a sweep takes a Text, so that all runs read one")
+    """Return the windows on which `who_fires` counts: int64 [eval_windows at most, context + 1]. The text is a Text."""
     return spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
 
 
@@ -361,26 +305,6 @@ def settled(row: dict, part: float = 0.25) -> float:
     return around[1] / around[0] - 1 if around[0] else 0.0
 
 
-def table(rows: list[dict]) -> list[dict]:
-    """One flat dict a run, for records.table and for plots."""
-    return [
-        {
-            "run": row["label"],
-            "l1": row["config"]["l1"],
-            "lr": row["config"]["lr"],
-            "bits_per_byte": row["validation_bits_per_byte"],
-            "above_twin": cost(row, rows),
-            "nnz": row["mean_nnz"],
-            "zeros": row["zeros"],
-            "dead": sum(layer["dead"] for layer in row["layers"]),
-            "settled": settled(row),
-            "step_ms": row["step_ms"],
-            "seconds": row["seconds"],
-        }
-        for row in rows
-    ]
-
-
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
@@ -388,12 +312,9 @@ def notes(text: Text, plan: Plan) -> dict:
     """Return what a record says beside its rows: the text and where it comes from, how it is split, what ran, and how
     far compressors get on the validation part."""
     training, validation = text.split()
-    known = text.sha256 == NOVELS["sha256"]
-    manifest = (
-        NOVELS if known else {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
-    )
+    own = {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
     return {
-        "text": manifest,
+        "text": NOVELS if text.sha256 == NOVELS["sha256"] else own,
         "training_size": training.size,
         "validation_size": validation.size,
         "validation_sha256": validation.sha256,
@@ -427,16 +348,13 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
             f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
             f"{NOVELS['commit'][:12]}) without {', '.join(NOVELS['left_out'])}, or a text of your own"
         )
-    text = load(path)
-
-    def say(rows: list[dict], result: TrainResult) -> None:
-        row = rows[-1]
+    text, rows = load(path), []
+    for row in sweep(replace(plan, base=replace(plan.base, text=text))):
+        rows.append(row)
         print(
             f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
             f"{row['seconds']:.0f} s",
             file=sys.stderr,
             flush=True,
         )
-
-    rows = sweep(replace(plan, base=replace(plan.base, text=text)), on_run=say)
     return Record.new("sweep", PURPOSE, rows, notes(text, plan))

@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_when_a_text_is_prepared_is_one_line(text, tmp_path,
     assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert "No space left" in told and told.startswith("twell-lab: cannot prepare a text") and told.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert not prepared.is_prepared(tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 32, 33, 36])
@@ -153,18 +153,17 @@ def test_a_text_shorter_than_a_batch_is_one_line(tmp_path, capsys, size):
     (tmp_path / "text.txt").write_bytes(b"a\n" * (size // 2) + b"a" * (size % 2))
     assert cli.main(["train", "--text", str(tmp_path / "text.txt"), "--steps", "1", *SMALL]) == 2
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "text.txt" in told and re.search("needs at least", told)
+    assert told.count("\n") == 1 and "text.txt" in told and re.search("needs? at least", told)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
-def test_a_truncated_checkpoint_is_one_line(text, tmp_path, capsys, name):
+def test_a_truncated_checkpoint_is_one_line(text, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["train", "--text", text, "--steps", "2", *SMALL, "--out", str(out)]) == 0
-    (path,) = out.glob(f"checkpoint-*/{name}")
+    path = out / "training.pt"
     whole = path.read_bytes()
     for size in (0, 8, len(whole) // 2, len(whole) - 2):
         path.write_bytes(whole[:size])
         capsys.readouterr()
         assert cli.main(["train", "--resume", str(out)]) == 2
         told = capsys.readouterr().err
-        assert told.startswith("twell-lab: ") and name in told and told.count("\n") == 1
+        assert told.startswith("twell-lab: ") and "training.pt" in told and told.count("\n") == 1

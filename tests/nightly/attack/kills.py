@@ -112,10 +112,9 @@ def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None
         _die_before(count, out)
     real = checkpoint.save
 
-    def save(folder, state, **options):
-        saved = real(folder, state, **options)
+    def save(folder, state):
+        real(folder, state)
         _note(said, f"saved {state.step}")
-        return saved
 
     checkpoint.save = save
     try:
@@ -195,7 +194,7 @@ def check_training(r: Random, counts: Counter) -> None:
         assert code == -signal.SIGKILL, f"{how}: exit status {code}"
         counts["kills"] += 1
         counts["before a change of a file" if at else "at a moment"] += 1
-        resume = bool(checkpoint.checkpoints(out))
+        resume = checkpoint.exists(out)
         newest = checkpoint.load(out).step if resume else 0
         assert newest >= max(told, before), (
             f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"

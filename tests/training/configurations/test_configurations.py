@@ -77,11 +77,6 @@ def test_the_smallest_is_what_train_trains_with_an_l1():
     )
 
 
-def test_a_change_to_one_answer_leaves_the_next_alone():
-    presets.named("1M")["layers"] = 99
-    assert presets.named("1M")["layers"] == 4
-
-
 @pytest.mark.parametrize("name", ["3B", "", None, "1m", []])
 def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(InputError, match="1M, 5M.*2B"):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import pytest
 
@@ -34,8 +35,12 @@ def folder(request, tmp_path, library):
     return made
 
 
+def from_hub(dataset, **parts):
+    return ours.from_spec(f"hf:{dataset}?{urlencode(parts)}" if parts else f"hf:{dataset}")
+
+
 def test_a_folder_is_its_documents_in_order(folder):
-    read = ours.from_hub(folder)
+    read = from_hub(folder)
     assert read.data.numpy().tobytes() == JOINED and read.starts == (0, 17, 41)
     assert read.describe() == {
         "name": f"letters, train, first {len(JOINED)} bytes",
@@ -43,13 +48,13 @@ def test_a_folder_is_its_documents_in_order(folder):
         "size": len(JOINED),
         "source": {"dataset": "letters", "subset": None, "split": "train", "column": "text", "documents": 3},
     }
-    training, validation = read.split(0.5)
+    training, validation = read.split()
     assert training.size + validation.size == read.size and validation.source == read.source
 
 
 def test_no_more_is_read_than_asked_for(folder):
     for size in (1, 10, 17, 20, 41):
-        read = ours.from_hub(folder, most_bytes=size)
+        read = from_hub(folder, bytes=size)
         assert read.data.numpy().tobytes() == JOINED[:size] and read.size == size
         assert read.starts == tuple(start for start in (0, 17, 41) if start < size)
 
@@ -60,17 +65,17 @@ def test_a_command_line_names_a_dataset(folder):
     assert read.data.numpy().tobytes() == JOINED[:20] and str(folder) not in json.dumps(read.describe())
 
 
-def test_what_the_parts_of_a_name_mean(monkeypatch):
-    monkeypatch.setattr(ours, "from_hub", lambda name, **parts: (name, parts))
-    assert ours.from_spec(ours.FINEWEB_EDU) == ("HuggingFaceFW/fineweb-edu", {"subset": "sample-10BT"})
-    assert ours.from_spec("hf:a/b?bytes=1000&revision=v1") == ("a/b", {"most_bytes": 1000, "revision": "v1"})
-    assert ours.from_spec("hf:a/b") == ("a/b", {})
+def test_what_the_parts_of_a_name_mean():
+    edu = {"dataset": "HuggingFaceFW/fineweb-edu", "subset": "sample-10BT"}
+    assert ours.parse("hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT") == edu
+    assert ours.parse("hf:a/b?bytes=1e3&revision=v1") == {"dataset": "a/b", "most_bytes": 1000, "revision": "v1"}
+    assert ours.parse("hf:a/b") == {"dataset": "a/b"}
 
 
 @pytest.mark.parametrize(
     "spec, words",
     [
-        ("hf:", "no name"),
+        ("hf:", "owner/name"),
         ("hf:a/b?size=3", "size"),
         ("hf:a/b?split", "split"),
         ("hf:a/b?bytes=many", "many"),
@@ -79,7 +84,7 @@ def test_what_the_parts_of_a_name_mean(monkeypatch):
         ("hf:a/b?bytes=", "bytes"),
         ("hf:a/b?bytes=0", "from 1 up"),
         ("hf:a/b?bytes=-1e3", "from 1 up"),
-        ("hf:a/b?bytes=1e12", "most_bytes"),
+        ("hf:a/b?bytes=1e12", "twell-lab prepare"),
     ],
 )
 def test_wrong_names_are_refused(spec, words):
@@ -89,21 +94,21 @@ def test_wrong_names_are_refused(spec, words):
 
 def test_another_column_split_or_subset_is_named(folder):
     with pytest.raises(TextError, match="no column 'body'.*'text', 'number'"):
-        ours.from_hub(folder, column="body")
+        from_hub(folder, column="body")
     with pytest.raises(TextError, match="holds a int in 'number'"):
-        ours.from_hub(folder, column="number")
+        from_hub(folder, column="number")
     with pytest.raises(TextError, match="letters.*split 'test'"):
-        ours.from_hub(folder, split="test")
+        from_hub(folder, split="test")
     with pytest.raises(TextError, match="letters.*subset 'small'"):
-        ours.from_hub(folder, subset="small")
+        from_hub(folder, subset="small")
 
 
 def test_a_folder_without_text_is_refused(tmp_path, library):
-    with pytest.raises(TextError, match="cannot open"):
-        ours.from_hub(tmp_path)
+    with pytest.raises(TextError, match="cannot read"):
+        from_hub(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     with pytest.raises(TextError, match="holds no text"):
-        ours.from_hub(tmp_path)
+        from_hub(tmp_path)
 
 
 def test_a_network_that_is_not_there_is_named(monkeypatch, library):
@@ -113,7 +118,7 @@ def test_a_network_that_is_not_there_is_named(monkeypatch, library):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(TextError, match="HuggingFaceFW/fineweb-edu.*subset 'sample-10BT'.*needs a network"):
-        load.load_any(ours.FINEWEB_EDU)
+        from_hub("HuggingFaceFW/fineweb-edu", subset="sample-10BT")
 
 
 def test_a_connection_that_breaks_says_how_far_it_came(monkeypatch, library):
@@ -123,20 +128,20 @@ def test_a_connection_that_breaks_says_how_far_it_came(monkeypatch, library):
         raise ConnectionError("gone")
 
     monkeypatch.setattr(library, "load_dataset", rows)
-    with pytest.raises(TextError, match="owner/name.*broke off after 12 bytes: ConnectionError: gone"):
-        ours.from_hub("owner/name")
+    with pytest.raises(TextError, match="owner/name.*beyond 12 bytes: ConnectionError: gone"):
+        from_hub("owner/name")
     monkeypatch.setattr(
         "huggingface_hub.HfApi.dataset_info",
         lambda *args, **options: SimpleNamespace(sha="abc", card_data={"license": "odc-by"}),
     )
-    read = ours.from_hub("owner/name", subset="small", most_bytes=8)
+    read = from_hub("owner/name", subset="small", bytes=8)
     assert read.data.numpy().tobytes() == b"some\n\nmo" and read.name == "owner/name, small, train, first 8 bytes"
     assert read.source["licence"] == "odc-by" and read.source["revision"] == "abc"
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", rows)
-    assert ours.from_hub("owner/name", most_bytes=8).source["licence"] is None
+    assert from_hub("owner/name", bytes=8).source["licence"] is None
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(StackError, match=r"twell-lab\[text\]"):
-        ours.from_hub(tmp_path)
+    with pytest.raises(StackError, match="pip install datasets"):
+        from_hub(tmp_path)

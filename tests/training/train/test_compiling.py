@@ -47,12 +47,6 @@ def test_not_where_it_would_not_pay_any_more(make):
     assert step() == "by layer"
 
 
-def test_never_where_the_whole_is_no_graph(make):
-    step = make(whole=False)
-    step.follow(("dense",), False, QUIET, WORTH)
-    assert step() == "by layer" and not step.state_dict()["whole"]
-
-
 def many(step, at=0):
     """More combinations of paths, one after another, than there may be graphs of."""
     for number in range(WHOLES + 2):
@@ -82,13 +76,3 @@ def test_a_resumed_run_computes_as_the_unbroken_one(make):
     other.follow(("twell",), True, QUIET + 20, WORTH)
     assert other() == "by layer"
     assert other.state_dict() == {"changed_at": QUIET + 20, "whole": False, "combinations": [["dense"]]}
-
-
-def test_a_resumed_run_counts_the_graphs_of_the_first(make):
-    step, other = make(), make()
-    *_, (_, at) = many(step)
-    other.load_state_dict(json.loads(json.dumps(step.state_dict())))
-    for each in (step, other):
-        each.follow(("twell",) * 9, True, at + 1, WORTH)
-        each.follow(("twell",) * 9, False, at + 1 + QUIET, WORTH)
-        assert each() == "by layer"

@@ -2,19 +2,17 @@
 
 import dataclasses
 import json
-import math
 import re
 import sys
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from twell_lab.core import DeviceError, InputError, TextError, TwellError
+from twell_lab.core import DeviceError, InputError, TextError
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training.config import TrainConfig
-from twell_lab.training.loop import TOUR, initial_model, train
+from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty, mean_nnz
 from twell_lab.training.schedule import learning_rate
 from twell_lab.training.text.source import Text, random_windows
@@ -89,12 +87,10 @@ def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(some
     assert row["l1_term"] == pytest.approx(0.37 * penalty.item(), rel=1e-5)
     assert row["loss"] == pytest.approx(row["ce"] + row["l1_term"], rel=1e-6)
     assert row["nnz"] == pytest.approx(sum((h != 0).sum().item() for h in hidden) / 2 / 32)
-
-
-def test_counts_of_hand_made_activations():
-    hidden = [torch.tensor([[[1.0, -2.0, 0.0], [0.0, 0.0, 0.0]]]), torch.tensor([[[0.5, 0.0, 0.0], [1.0, 1.0, -1.0]]])]
-    assert mean_nnz(hidden) == (2 + 0 + 1 + 3) / 4
-    assert l1_penalty(hidden).item() == (3.0 + 3.5) / 2 / 2
+    assert row["nnz_layers"] == pytest.approx([(h != 0).sum().item() / 32 for h in hidden])
+    assert row["l1_layers"] == pytest.approx([h.abs().sum().item() / 32 for h in hidden], rel=1e-5)
+    assert row["l1_term"] == pytest.approx(0.37 * l1_penalty(hidden).item(), rel=1e-5)
+    assert row["nnz"] == pytest.approx(mean_nnz(hidden)) and row["tokens_per_s"] > 0 and row["dead_layers"] is None
 
 
 def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight():
@@ -103,22 +99,6 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight():
         model.norm.weight.zero_()
     windows = torch.randint(256, (70, 17))  # more than one batch of them, the last one short
     assert bits_per_byte(model, windows) == pytest.approx(8.0, abs=1e-5)
-
-
-def test_bits_per_byte_weighs_every_byte_alike():
-    model = initial_model(TINY)
-    windows = torch.randint(256, (70, 17))
-    with torch.no_grad():
-        nats = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), windows[:, 1:])
-    assert bits_per_byte(model, windows) == pytest.approx(nats.item() / math.log(2), rel=1e-5)
-
-
-def test_hooks_come_off_after_an_exception():
-    model = initial_model(TINY)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        with hidden_activations(model):
-            raise RuntimeError("on purpose")
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_swapped_layers_have_no_activations_to_penalise():
@@ -211,66 +191,19 @@ def test_the_progress_bar_is_on_a_terminals_stderr_and_can_be_silent(some_text, 
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_diverging_run_stops_and_says_where(some_text):
-    with pytest.raises(TwellError, match=r"(loss|gradient) is (nan|inf) at step \d+ with lr 1e\+30"):
-        train(tiny(text=some_text, lr=1e30, warmup=0, steps=50), progress=False)
-
-
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("l1", -1e-9),
-        ("l1", float("nan")),
-        ("l1", "0.1"),
-        ("l1", None),
-        ("steps", 0),
-        ("steps", 1.5),
-        ("batch", -1),
-        ("context", 0),
-        ("d_model", 0),
-        ("layers", 0),
-        ("heads", 0),
-        ("heads", 3),
-        ("d_ff", 0),
-        ("d_ff", 12.5),
-        ("gated", "yes"),
-        ("lr", 0),
-        ("lr", float("inf")),
-        ("warmup", -1),
-        ("weight_decay", -0.1),
-        ("clip", 0),
-        ("seed", -1),
-        ("seed", True),
-        ("seed", 2**64),
-        ("device", "gpu"),
-        ("device", 3.5),
-        ("text", 7),
-        ("log_every", 0),
-        ("eval_every", 0),
-        ("eval_windows", 0),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name_before_anything_runs(name, value):
-    with pytest.raises(InputError, match=name):
-        tiny(**{name: value})
-
-
 def test_a_missing_device_is_named():
-    missing = "cuda:99" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(DeviceError, match=missing):
-        train(tiny(device=missing), progress=False)
+    for missing in ("cuda:99" if torch.cuda.is_available() else "cuda", "mps", "meta"):
+        with pytest.raises(DeviceError, match=missing) as refused:
+            train(tiny(device=missing), progress=False)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 def test_too_little_text_names_what_it_needs():
     short = Text("short", "", torch.zeros(100, dtype=torch.uint8))
-    with pytest.raises(TextError, match="a batch of 8 windows of 16 needs at least 129"):
+    with pytest.raises(TextError, match="8 windows of 16 need at least 129"):
         train(tiny(text=short, batch=8), progress=False)
     with pytest.raises(TextError, match="at least 2"):
         train(tiny(text=Text("two", "", torch.zeros(1, dtype=torch.uint8))), progress=False)
-
-
-def test_the_tour_trains_a_layer_that_twell_can_cut_into_tiles():
-    assert TOUR.l1 > 0 and TOUR.d_model * TOUR.d_ff >= 2**20 and TOUR.d_ff % 256 == 0 and TOUR.gated

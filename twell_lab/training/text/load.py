@@ -1,8 +1,4 @@
-"""`load_any` reads every kind of text that can be named: a file or folder, a dataset, or a text prepared on disk.
-
-twell_lab.training.text.source holds texts, twell_lab.training.text.datasets reads datasets by name,
-twell_lab.training.text.prepared reads what was prepared on disk, and twell_lab.training.text.tokenizer turns bytes into
-tokens. None of them imports this file."""
+"""`load_any` reads every kind of text that can be named: a file or folder, a dataset, or a text prepared on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from .tokenizer import named, train
 def load_any(
     spec: str | os.PathLike | Text | PreparedText | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None
 ) -> Text | PreparedText:
-    """The text that a command line or a config names, with the tokenizer to read it through.
+    """Return the text that a command line or a config names, with the tokenizer to read it through.
 
     Args:
         spec: None (Python's standard library), a path of a file or folder, or of one that
@@ -33,7 +29,7 @@ def load_any(
         TextError: for a text, dataset or tokenizer that can't be read.
         InputError: for a vocabulary that is not a whole number from 256 to 2**20, and for another tokenizer than the
             one that a text was prepared with.
-        StackError: for a package that the extra "text" would install.
+        StackError: for an optional package that is missing.
     """
     if isinstance(spec, (Text, PreparedText)):
         text = spec
@@ -46,13 +42,19 @@ def load_any(
     if tokenizer is None:
         return text
     wanted = named(tokenizer)
-    if isinstance(wanted, int):
-        wanted = tokenizer if isinstance(text, PreparedText) else train(text.split()[0], wanted)
-    return text.read_as(wanted)
+    if isinstance(text, PreparedText):
+        if wanted not in (text.tokenizer, text.vocabulary):
+            raise InputError(
+                f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
+                f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
+            )
+        return text
+    return text.read_as(train(text.split()[0], wanted) if isinstance(wanted, int) else wanted)
 
 
 def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
-    """The tokenizer that a saved model's folder holds, or else bytes. InputError unless it has the vocabulary."""
+    """Return the tokenizer that a saved model's folder holds, or else bytes. InputError unless it has the
+    vocabulary."""
     own = Path(folder) / "tokenizer.json"
     found = load_tokenizer(own) if own.is_file() else BYTES
     if found.vocabulary != vocabulary:

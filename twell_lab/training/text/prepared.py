@@ -12,15 +12,13 @@ manifest. Until all of it is written the tokens are called `tokens.bin.part`, an
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import IO
 
 import numpy
 import torch
@@ -28,9 +26,9 @@ from torch import Tensor
 
 from ...core import LOCK, InputError, TextError, locked_folder
 from .datasets import Documents, parse
-from .source import BYTES, LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
+from .source import LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
 from .source import load as load_text
-from .tokenizer import batches, check_trainable, named, pieces
+from .tokenizer import batches, named, pieces
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 
@@ -43,64 +41,31 @@ CHUNK = 16 * 2**20  # bytes that are encoded at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The training or the validation part of a prepared text.
-
-    size: in bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file."""
-
-    name: str
-    size: int
-    tokens: Tensor
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, eq=False)
 class PreparedText(Readable):
-    """A text in a folder that `prepare` made, for everything that takes a Text to train on or to profile with.
+    """A text in a folder that `prepare` made, or a part of it, for everything that takes a Text to train on or to
+    profile with.
 
     Attributes:
-        folder: where the tokens are; never in a record.
         name, sha256, size, source: of the text's bytes, as in Text.
-        dtype: of the tokens: "uint8", "int16" or "int32".
-        count: how many tokens there are.
-        cut: bytes and tokens of the training part, which comes first.
+        tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory.
         tokenizer: what the text was encoded with.
-        asked: what `prepare` was asked for as tokenizer: "bytes", "bpe:4096", or None for any other.
+        cut: bytes and tokens of the training part, which comes first, between two documents or pieces.
     """
 
-    folder: Path
     name: str
     sha256: str
     size: int
-    dtype: str
-    count: int
-    cut: tuple[int, int]
+    tokens: Tensor
     tokenizer: Tokenizer
+    cut: tuple[int, int]
     source: dict | None = None
-    asked: str | None = None
 
-    @cached_property
-    def tokens(self) -> Tensor:
-        """All tokens [count], uint8, int16 or int32, mapped from the file: what is not read takes no memory."""
-        return torch.from_numpy(numpy.memmap(self.folder / TOKENS, self.dtype, mode="c"))
-
-    def split(self) -> tuple[Part, Part]:
-        """The training and the validation part. `prepare` chose the cut, between two documents or pieces of a file."""
-        bytes_, tokens = self.cut
-        return (
-            Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
-            Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer),
-        )
-
-    def read_as(self, tokenizer: Tokenizer | str) -> PreparedText:
-        """This text itself, if `tokenizer` is what it was prepared with, or asked for then. InputError otherwise."""
-        wanted = BYTES if tokenizer == "bytes" else tokenizer
-        if wanted not in (self.tokenizer, self.asked):
-            raise InputError(
-                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} was prepared "
-                f"with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text that is not prepared"
-            )
-        return self
+    def split(self) -> tuple[PreparedText, PreparedText]:
+        """Return the training and the validation part, as `prepare` cut them."""
+        size, count = self.cut
+        training = replace(self, name=f"{self.name}, training part", size=size, tokens=self.tokens[:count])
+        rest = replace(self, name=f"{self.name}, validation part", size=self.size - size, tokens=self.tokens[count:])
+        return training, rest
 
 
 def is_prepared(path: str | os.PathLike) -> bool:
@@ -114,22 +79,14 @@ def load(folder: str | os.PathLike) -> PreparedText:
     folder = Path(folder)
     try:
         fields = json.loads((folder / MANIFEST).read_bytes())
-        if fields["format"] != FORMAT:
-            raise ValueError(f"it is of format {fields['format']!r}; accepted: {FORMAT}")
-        cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
-        same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
-        text = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), **same)
-        if text.dtype not in ("uint8", "int16", "int32") or fields["tokenizer"] != text.tokenizer.sha256:
-            raise ValueError(f"it is of {text.dtype!r:.80}, or {TOKENIZER} is not the one it was prepared with")
-        stored, wanted = (folder / TOKENS).stat().st_size, text.count * numpy.dtype(text.dtype).itemsize
-        if stored != wanted or not 0 < cut[1] < text.count or not 0 < cut[0] < text.size:
-            raise ValueError(
-                f"{TOKENS} has {stored} bytes, and the manifest asks for {wanted}, cut at {cut} of {text.size} bytes "
-                f"and {text.count} tokens"
-            )
+        same = {name: fields[name] for name in ("name", "sha256", "size", "source")}
+        tokenizer, cut = load_tokenizer(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
+        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, fields["dtype"], mode="c"))
+        if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
+            raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
+        return PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
-    return text
 
 
 def prepare(
@@ -141,8 +98,8 @@ def prepare(
 ) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`.
 
-    The end of the text becomes the validation part: 64 MiB, or a tenth of a shorter text. Where something fails, what
-    was written is removed.
+    The end of the text becomes the validation part: 64 MiB, or a tenth of a shorter text. What a preparation that fails
+    or is killed has written is no text, and the next one writes over it.
 
     Args:
         spec: as for load.load_any, but files may have any size, and a dataset, "hf:owner/name", is read to its end
@@ -156,59 +113,10 @@ def prepare(
         TextError: for a text that can't be read, or has no document that begins where the validation part may.
         InputError: for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
             vocabulary.
-        StackError: for a package that the extra "text" would install.
+        StackError: for an optional package that is missing.
     """
     out, stream, wanted = Path(out), _stream(spec), named(tokenizer)
-    asked = "bytes" if tokenizer is None else tokenizer if tokenizer == "bytes" or isinstance(wanted, int) else None
-    if isinstance(wanted, int):
-        check_trainable(wanted)
     check_apart(out, stream.folder)
-    with _writing(out) as file:
-        documents = iter(stream)
-        if isinstance(wanted, int):
-            first = next(batches(documents, SAMPLE), [])
-            wanted = train_tokenizer(_sample(first, stream.name), wanted)
-            documents = chain(first, documents)
-        digest, ends, kind = hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
-        for chunk in batches(documents, CHUNK):
-            raw, begun = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk), initial=0)])
-            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(begun[:-1].tolist()))
-            kind = tokens.dtype
-            file.write(tokens.numpy().tobytes())
-            digest.update(raw)
-            # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
-            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
-            ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
-            if on_bytes is not None:
-                on_bytes(int(ends[-1][-1, 0]))
-        ends = torch.cat(ends)[1:]
-        if not len(ends):
-            raise TextError(f"{stream.name} holds no text")
-        cut, (size, count) = _cut(ends, stream.name), ends[-1].tolist()
-        fields = {
-            "format": FORMAT,
-            "name": stream.name,
-            "sha256": digest.hexdigest(),
-            "size": size,
-            "dtype": str(kind).removeprefix("torch."),
-            "count": count,
-            "pieces": len(ends),
-            "cut": {"bytes": cut[0], "tokens": cut[1]},
-            "asked": asked,
-            "tokenizer": wanted.sha256,
-            "source": stream.source(len(ends)),
-        }
-        (out / TOKENIZER).write_text(wanted.content, encoding="utf-8")
-        (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    return load(out)
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[IO[bytes]]:
-    """A context with the open file of the tokens, which gets its name at the end. The other files are written before.
-
-    Only one process at a time prepares into a folder. What a killed preparation left is written over, and where
-    something fails, all that was written is removed."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked_folder(out, "preparation"):
@@ -218,25 +126,57 @@ def _writing(out: Path) -> Iterator[IO[bytes]]:
                     f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is "
                     "empty"
                 )
-            try:
-                with open(out / UNFINISHED, "wb") as file:
-                    yield file
-                os.replace(out / UNFINISHED, out / TOKENS)
-            except BaseException:
-                for name in (MANIFEST, TOKENIZER, UNFINISHED):
-                    with suppress(OSError):
-                        (out / name).unlink()
-                raise
+            _write(stream, out, wanted, on_bytes or (lambda size: None))
+            os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
-    finally:
-        with suppress(OSError):  # which it raises unless the folder is empty
-            out.rmdir()
+    return load(out)
+
+
+def _write(stream: _Files | Documents, out: Path, wanted: Tokenizer | int, on_bytes: Callable[[int], None]) -> None:
+    """Encode the documents of a stream, and write the tokens as UNFINISHED, the tokenizer and the manifest.
+
+    wanted: the tokenizer, or the vocabulary of one to be trained."""
+    documents = iter(stream)
+    if isinstance(wanted, int):
+        first = next(batches(documents, SAMPLE), [])
+        wanted = train_tokenizer(_sample(first, stream.name), wanted)
+        documents = chain(first, documents)
+    digest, ends, kind = hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
+    with open(out / UNFINISHED, "wb") as file:
+        for chunk in batches(documents, CHUNK):
+            raw, begun = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk), initial=0)])
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(begun[:-1].tolist()))
+            kind = tokens.dtype
+            file.write(tokens.numpy().tobytes())
+            digest.update(raw)
+            # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
+            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
+            ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
+            on_bytes(int(ends[-1][-1, 0]))
+    ends = torch.cat(ends)[1:]
+    if not len(ends):
+        raise TextError(f"{stream.name} holds no text")
+    cut, (size, count) = _cut(ends, stream.name), ends[-1].tolist()
+    fields = {
+        "format": FORMAT,
+        "name": stream.name,
+        "sha256": digest.hexdigest(),
+        "size": size,
+        "dtype": str(kind).removeprefix("torch."),
+        "count": count,
+        "pieces": len(ends),
+        "cut": {"bytes": cut[0], "tokens": cut[1]},
+        "tokenizer": wanted.sha256,
+        "source": stream.source(len(ends)),
+    }
+    (out / TOKENIZER).write_text(wanted.content, encoding="utf-8")
+    (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
 def _cut(ends: Tensor, name: str) -> tuple[int, int]:
-    """Bytes and tokens before the validation part. It begins where a document or piece ends, as near as possible to
-    where it should. TextError, naming the text, where none ends near enough.
+    """Return bytes and tokens before the validation part. It begins where a document or piece ends, as near as possible
+    to where it should. TextError, naming the text, where none ends near enough.
 
     ends: int64 [documents, 2], bytes and tokens up to the end of each."""
     size = int(ends[-1, 0])
@@ -253,8 +193,8 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
 
 
 def _sample(documents: list[bytes], name: str) -> Text:
-    """A text of the first four fifths of these documents, at least of one. Even if these are all documents, so many
-    belong to the training part."""
+    """Return a text of the first four fifths of these documents, at least of one. Even if these are all documents, so
+    many belong to the training part."""
     ends = [*accumulate(map(len, documents))]
     some = [document for document, end in zip(documents, ends, strict=True) if end <= 0.8 * ends[-1]] or documents[:1]
     if not some:
@@ -266,19 +206,16 @@ def _sample(documents: list[bytes], name: str) -> Text:
 
 
 def _stream(spec) -> _Files | Documents:
-    """The documents of the text that `spec` names (see `prepare`)."""
+    """Return the documents of the text that `spec` names (see `prepare`)."""
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(
-            f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from"
-        )
+        raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
     if isinstance(spec, str) and spec.startswith("hf:"):
         return Documents(**parse(spec))
     if isinstance(spec, (str, os.PathLike)):
         paths, name = files_of(Path(spec))
-        files = (_blocks(path) for path in paths if not any(b"\0" in block for block in _blocks(path)))
-        return _Files(name, files, folder=spec)
+        return _Files(name, map(_pieces_of, paths), folder=spec)
     text = spec if isinstance(spec, Text) else load_text(spec)
-    files = ([file.numpy().tobytes()] for file in text.data.tensor_split(text.starts[1:]))
+    files = (pieces(io.BytesIO(file.numpy().tobytes())) for file in text.data.tensor_split(text.starts[1:]))
     return _Files(text.name, files, of=text.source)
 
 
@@ -286,7 +223,7 @@ def _stream(spec) -> _Files | Documents:
 class _Files:
     """The files that source.read would join, one after the other, and long ones in pieces. None is held in memory.
 
-    files: the blocks of each file. of: the source of the text that they are from."""
+    files: the pieces of each file. of: the source of the text that they are from."""
 
     name: str
     files: Iterator[Iterable[bytes]]
@@ -294,17 +231,18 @@ class _Files:
     of: dict | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(map(pieces, self.files))
+        return chain.from_iterable(self.files)
 
     def source(self, documents: int) -> dict | None:
         return self.of
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, a MiB at a time."""
+def _pieces_of(path: Path) -> Iterator[bytes]:
+    """Yield the pieces of a file, none of a binary one."""
     try:
         with open(path, "rb") as file:
-            while block := file.read(2**20):
-                yield block
+            if not any(b"\0" in piece for piece in pieces(file)):
+                file.seek(0)
+                yield from pieces(file)
     except OSError as error:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

@@ -7,7 +7,6 @@ name a dataset or a prepared text: twell_lab.training.text.load knows those."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import json
@@ -31,46 +30,38 @@ from ...core import InputError, RecordError, StackError, TextError, write_atomic
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
+TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's file is the tokenizers library's own
 
 
 class Tokenizer(ABC):
     """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.training.text.tokenizer).
 
-    Two are equal if their files are.
+    Two are equal if their files are."""
 
-    Attributes:
-        name: for records.
-        unit: what its tokens are called in messages.
-        vocabulary: how many token numbers there are.
-        content: what its file holds, JSON.
-        sha256: hexadecimal digest of the content; None for bytes, which need none.
-    """
-
-    name: str
-    vocabulary: int
-    content: str
-    sha256: str | None = None
-    unit = "tokens"
+    name: str  # for records
+    unit = "tokens"  # what its tokens are called in messages
+    vocabulary: int  # how many token numbers there are
+    content: str  # what its file holds, JSON
+    sha256: str | None = None  # of the content; None for bytes, which need none
 
     @abstractmethod
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token reaches
-        from one file into the next."""
+        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token
+        reaches from one file into the next."""
 
     @abstractmethod
     def decode(self, tokens: Tensor) -> bytes:
-        """The bytes that integer `tokens` (any shape, read in order) stand for."""
+        """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
 
     @property
     @abstractmethod
     def lengths(self) -> Tensor:
-        """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
+        """Return the bytes that each token stands for: int32 [vocabulary], on the CPU."""
 
     def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256 (unless it is None), size of the vocabulary."""
-        fields = {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
-        return {name: value for name, value in fields.items() if value is not None}
+        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
+        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write its file, whole or not at all, for tokenizer.load to read. InputError where it can't be written."""
@@ -110,12 +101,12 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared). `size` is in
-    bytes."""
+    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared)."""
 
     name: str
     sha256: str
-    size: int
+    size: int  # in bytes
+    tokens: Tensor
     tokenizer: Tokenizer
     source: dict | None
 
@@ -139,12 +130,10 @@ class Text(Readable):
 
     Attributes:
         name: what to call it in a record; never a path of this machine.
-        sha256: hexadecimal digest of the bytes in `data`.
-        data: uint8 [size], on the CPU.
+        sha256: hexadecimal digest of the bytes in `data`, uint8 [size] on the CPU.
         starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
-        tokenizer: what a model reads the text as: its bytes, unless given (see `read_as`).
-        source: for a dataset, where it comes from, and its licence where known (see
-            twell_lab.training.text.datasets), ready for JSON.
+        tokenizer: what a model reads the text as.
+        source: for a dataset, where it comes from (twell_lab.training.text.datasets), ready for JSON.
     """
 
     name: str
@@ -160,51 +149,31 @@ class Text(Readable):
         return self.data.numel()
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """The text as token numbers [n], encoded when they are first used, and kept: uint8, int16 or int32, on the CPU.
-
-        For bytes this is `data` itself. random_windows and spread_windows take it.
-        """
+    def tokens(self) -> Tensor:  # type: ignore[override]
+        """Return the text as token numbers [n], encoded when first used: uint8, int16 or int32, on the CPU. For bytes
+        this is `data` itself."""
         return self.tokenizer.encode(self.data, self.starts)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Return how many bytes a token of this text stands for, on average: bits a token / bytes_per_token = bits a
-        byte."""
-        return self.size / max(len(self.tokens), 1)
-
     def read_as(self, tokenizer: Tokenizer) -> Text:
-        """The same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
+        """Return the same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
         return replace(self, tokenizer=tokenizer)
 
-    def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
-        """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
+    def split(self) -> tuple[Text, Text]:
+        """Cut into a training text (about nine tenths of the bytes) and the rest, for validation.
 
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
-        would make the validation part less than half or more than twice the share asked for (a single file, or one
-        much larger than the others), the cut falls at the end of a line instead, or where no line ends nearby, at
-        exactly that share.
-
-        Raises TextError for a fraction outside (0, 1), and where either part would be empty.
+        would make the validation part less than half or more than twice its share (a single file, or one much larger
+        than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
+        share. Raises TextError where either part would be empty.
         """
-        if not 0.0 < fraction < 1.0:
-            raise TextError(f"fraction is {fraction!r}; accepted: a number between 0 and 1, both excluded")
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        cut = self._between_files(fraction) or self._inside_a_file(fraction)
-        return self._part(0, cut, "training part"), self._part(cut, self.size, "validation part")
-
-    def _between_files(self, fraction: float) -> int | None:
-        wanted = fraction * self.size
+        wanted = max(int(TRAINING * self.size), 1)
         share = self.size - wanted
         fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
-        return min(fitting, key=lambda start: abs(start - wanted), default=None)
-
-    def _inside_a_file(self, fraction: float) -> int:
-        wanted = min(max(int(fraction * self.size), 1), self.size - 1)
         nearby = self.data[wanted - 1 : min(wanted + 4096, self.size - 1)].numpy().tobytes()
-        end_of_line = nearby.find(b"\n")
-        return wanted if end_of_line < 0 else wanted + end_of_line
+        cut = min(fitting, key=lambda start: abs(start - wanted), default=wanted + max(nearby.find(b"\n"), 0))
+        return self._part(0, cut, "training part"), self._part(cut, self.size, "validation part")
 
     def _part(self, begin: int, end: int, which: str) -> Text:
         data = self.data[begin:end]
@@ -219,56 +188,49 @@ def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Tex
     return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
 
 
-def standard_library() -> Text:
-    """The source of this Python's standard library, without tests and installed packages (about 10 MB).
+def load(path: str | os.PathLike | None) -> Text:
+    """Return `read(path)`, or the standard library's source for None."""
+    return standard_library() if path is None else read(path)
 
-    Its files are joined in the order of their relative paths, with nothing between them. Raises TextError where this
-    Python came without its source.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
+
+def standard_library() -> Text:
+    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB).
+    TextError where this Python came without its source."""
     name = f"Python {platform.python_version()} standard library"
     try:
-        sources = [path for path in _files(folder, _NOT_LIBRARY) if path.name.endswith(".py")]
+        files = [path for path in _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY) if path.suffix == ".py"]
     except OSError:
-        sources = []
-    if not sources:
+        files = []
+    if not files:
         raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
-    return _join(name, sources)
+    return _join(name, files)
 
 
 def read(path: str | os.PathLike) -> Text:
-    """The text of one file, or of every text file below a folder.
+    """Return the text of one file, or of every text file below a folder.
 
     The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
     parts), with nothing between them: for a folder of plain text files, `find . -type f | LC_ALL=C sort | xargs cat |
     sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL byte,
     which UTF-16 text does too) and links that lead nowhere. Links are followed; each real file is used once.
 
-    Raises TextError for a path that is not there or can't be read, a binary file, a folder without text, an
-    empty text, and a text of more than 1 GiB.
+    Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB.
     """
-    path = Path(path)
-    files, name = files_of(path)
+    files, name = files_of(Path(path))
     text = _join(name, files)
     if not text.size:
-        raise TextError(
-            f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
-            if path.is_dir()
-            else f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text"
-        )
+        raise TextError(f"{os.fspath(path)!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
     return text
 
 
 def files_of(path: Path) -> tuple[list[Path], str]:
-    """The files that make up the text at a path, in their order, and the name of the text: the last part of the path.
-
-    Records, pages and one-line messages can show the name: it is read as UTF-8 whatever this system's encoding is, and
-    what is no UTF-8 or not printable becomes an escape. TextError for a path that can't be read, or is neither a file
-    nor a folder."""
+    """Return the files that make up the text at a path, in their order, and the name of the text: the last part of the
+    path, in which what is no UTF-8 or not printable becomes an escape, whatever this system's encoding is. TextError
+    for a path that can't be read, or is neither a file nor a folder."""
     try:
         name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
         kind = path.stat().st_mode
-        files = _files(path, skip=frozenset()) if stat.S_ISDIR(kind) else [path]
+        files = _files(path) if stat.S_ISDIR(kind) else [path]
     except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
     if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):  # a pipe would be waited for, and a device need not end
@@ -276,19 +238,12 @@ def files_of(path: Path) -> tuple[list[Path], str]:
     return files, name if name.isprintable() else repr(name)[1:-1]
 
 
-def load(path: str | os.PathLike | None) -> Text:
-    """`read(path)`, or the standard library's source for None."""
-    return standard_library() if path is None else read(path)
-
-
 def check_apart(folder: str | os.PathLike, text) -> None:
-    """InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the text.
-
-    text: as in a config. Whatever is not the path of a folder passes.
-    """
+    """Raise InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the
+    text. text: as in a config; whatever is not the path of a folder passes."""
     if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
         return
-    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() raises for a loop of links
+    inner, outer = (Path(os.path.realpath(path)) for path in (folder, text))  # resolve() raises for a loop of links
     if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
         raise InputError(
             f"{str(folder)!r} is inside of the text {str(text)!r}: what is saved there would change the text; "
@@ -296,19 +251,16 @@ def check_apart(folder: str | os.PathLike, text) -> None:
         )
 
 
-def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
+def check_enough(training: Readable, validation: Readable, batch: int, context: int) -> None:
     """Raise TextError unless a batch fits into the training text and one window into the validation text.
 
     A window is `context` tokens and the one that follows them.
     """
-    for part, needed, of_what in (
-        (training, batch * context + 1, f"a batch of {batch} windows of {context}"),
-        (validation, context + 1, f"one window of {context}"),
-    ):
-        if len(part.tokens) < needed:
+    for part, windows in ((training, batch), (validation, 1)):
+        if len(part.tokens) <= windows * context:
             raise TextError(
-                f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; {of_what} needs at least "
-                f"{needed}: give a longer text, or lower batch or context"
+                f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; {windows} windows of {context} need at "
+                f"least {windows * context + 1}: give a longer text, or lower batch or context"
             )
 
 
@@ -337,35 +289,27 @@ def _windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
     return data[starts + torch.arange(context + 1, device=data.device)].long()
 
 
-def _files(folder: Path, skip: Iterable[str]) -> list[Path]:
-    """Every regular file below `folder` once, ordered by the bytes of its relative path. OSError where it fails.
+def _files(folder: Path, skip: Iterable[str] = ()) -> list[Path]:
+    """Return every regular file below `folder` once, ordered by the bytes of its relative path. OSError where it fails.
 
     skip: names of folders to leave out."""
-    seen: set[tuple[int, int]] = set()  # (device, inode) of folders and files: ends loops of links, drops repeats
-
-    def is_new(path: Path, kind) -> bool:
-        try:
-            info = path.stat()
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link to nowhere, or in a circle
-                return False
-            raise
-        if not kind(info.st_mode) or (info.st_dev, info.st_ino) in seen:
-            return False
-        seen.add((info.st_dev, info.st_ino))
-        return True
 
     def refuse(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
-    is_new(folder, stat.S_ISDIR)
+    entered, found = set(), []
     for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        wanted = [name for name in sorted(folders, key=os.fsencode) if name not in skip and name[0] != "."]
-        folders[:] = [name for name in wanted if is_new(Path(here, name), stat.S_ISDIR)]
-        found += [Path(here, name) for name in names if name[0] != "."]
+        if (real := os.path.realpath(here)) in entered:  # a loop of links
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted((name for name in folders if name not in skip and name[0] != "."), key=os.fsencode)
+        found += [path for name in names if name[0] != "." and (path := Path(here, name)).is_file()]
     found.sort(key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
-    return [path for path in found if is_new(path, stat.S_ISREG)]
+    unique: dict[str, Path] = {}
+    for path in found:
+        unique.setdefault(os.path.realpath(path), path)
+    return [*unique.values()]
 
 
 def _join(name: str, paths: Iterable[Path]) -> Text:
@@ -392,10 +336,9 @@ def digest(data: Tensor) -> str:
     return hashlib.sha256(memoryview(data.numpy())).hexdigest()
 
 
-def extra(package: str, what: str):
-    """Import a package that the extra "text" installs. what: what needs it, for the message of a StackError where it is
-    not installed."""
+def optional(package: str, what: str):
+    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise StackError(f"{what} needs the {package} library: pip install 'twell-lab[text]'") from None
+        raise StackError(f"{what} needs the {package} library: pip install {package}") from None

@@ -1,18 +1,20 @@
 """A byte-level BPE, through which a model may read a text instead of byte by byte (source.Bytes).
 
 Both encode any bytes and decode them exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
-trained and run by the `tokenizers` library, which the extra "text" installs; bytes need no package. Tokens stand for
-different numbers of bytes, so losses are compared in bits a byte.
+trained and run by the `tokenizers` library, an optional package; bytes need none. Tokens stand for different numbers of
+bytes, so losses are compared in bits a byte.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import IO
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from ...core import InputError, TextError, read_file
 from ...models.llama import bytes_tokenizer
-from .source import BYTES, FORMAT, Text, Tokenizer, extra
+from .source import BYTES, FORMAT, Text, Tokenizer, optional
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
 _LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
@@ -53,7 +55,7 @@ class BPE(Tokenizer):
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
 
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """The tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
+        """Return the tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
 
         starts: where its files begin. No token reaches from one file into the next, nor from one piece of a long file
         into the next (see `pieces`). Each byte that is no UTF-8 becomes a token of its own. Raises TextError for a
@@ -99,7 +101,7 @@ class BPE(Tokenizer):
     @cached_property
     def _of_bytes(self) -> list[int]:
         """The number of the token of each single byte."""
-        numbers = {piece: number for number, piece in enumerate(self._bytes) if len(piece) == 1}
+        numbers = {piece: number for number, piece in enumerate(self._bytes)}
         missing = [byte for byte in range(256) if bytes([byte]) not in numbers]
         if missing:
             raise TextError(
@@ -112,14 +114,13 @@ class BPE(Tokenizer):
         return BPE, (self.content, self.name)
 
 
-def train(text: Text, vocabulary: int = 4096) -> BPE:
-    """A byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
+def train(text: Text, vocabulary: int) -> BPE:
+    """Return a byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
 
     text: only the training part (Text.split), so that nothing is learned from what is held out.
     vocabulary: 256 bytes and vocabulary - 256 merges; fewer where a short text has no more pairs to merge.
-    Raises InputError for a vocabulary outside 256 to 2**20, and StackError without the tokenizers library.
     """
-    library = check_trainable(vocabulary)
+    library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -133,16 +134,9 @@ def train(text: Text, vocabulary: int = 4096) -> BPE:
     return made
 
 
-def check_trainable(vocabulary: int):
-    """Raise the errors that `train` raises for this vocabulary; otherwise return the tokenizers library."""
-    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 256 <= vocabulary <= 2**20:
-        raise InputError(f"vocabulary is {vocabulary!r}; accepted: a whole number from 256 to {2**20}")
-    return _library()
-
-
 def load(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for any
-    other file."""
+    """Return the tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for
+    any other file."""
     try:
         content = read_file(path, _LARGEST)
         fields = json.loads(content)
@@ -157,10 +151,11 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """The tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
+    """Return the tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
 
     tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
-    InputError where no number follows on "bpe:", and as `load`.
+    InputError for a vocabulary that is no whole number from 256 to 2**20, StackError for one without the tokenizers
+    library, and TextError as `load`.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -169,55 +164,38 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
     if not isinstance(tokenizer, str) or not tokenizer.startswith("bpe:"):
         return load(tokenizer)
     size = tokenizer.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit() and len(size) < 20):
-        raise InputError(f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+    if not (size.isascii() and size.isdigit() and len(size) < 20 and 256 <= int(size) <= 2**20):
+        raise InputError(
+            f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:4096 (a vocabulary from 256 to {2**20}), a path"
+        )
+    _library()
     return int(size)
 
 
-def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The pieces in which a file is encoded, each apart from the others: CHUNK bytes, and the rest of the line unless
-    that is longer than CHUNK again. blocks: the file's bytes, in blocks of any size."""
-    blocks, held, more = iter(blocks), b"", True
-    while more or held:
-        while more and len(held) < 4 * CHUNK:
-            block = next(blocks, b"")
-            held, more = held + block, bool(block)
-        begin = 0
-        # Of fewer bytes than this the last piece may not be whole yet.
-        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):
-            cut = _cut_after(held, begin)
-            yield held[begin:cut]
-            begin = cut
-        held = held[begin:]
-
-
-def _cut_after(raw: bytes, begin: int) -> int:
-    """Where the piece of `raw` that begins at `begin` ends."""
-    cut = min(begin + CHUNK, len(raw))
-    if line := raw.find(b"\n", cut, cut + CHUNK) + 1:
-        return line
-    while cut < len(raw) and raw[cut] & 0xC0 == 0x80 and cut < begin + CHUNK + 3:
-        cut += 1  # not inside a character
-    return cut
+def pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the pieces in which a file is encoded, each apart from the others: CHUNK bytes, and the rest of the line or
+    as many bytes more."""
+    while piece := file.read(CHUNK):
+        yield piece + file.readline(CHUNK)
 
 
 def batches(parts: Iterable[str | bytes], size: int) -> Iterator[list]:
-    """The parts in lists: each list has at least `size` characters or bytes in sum, and the last one what is left."""
-    batch, held = [], 0
+    """Yield the parts in lists: each has at least `size` characters or bytes in sum, and the last one what is left."""
+    batch, length = [], 0
     for part in parts:
         batch.append(part)
-        held += len(part)
-        if held >= size:
+        length += len(part)
+        if length >= size:
             yield batch
-            batch, held = [], 0
+            batch, length = [], 0
     if batch:
         yield batch
 
 
 def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
-    """The files of `raw` one after the other, in pieces: as str where they are UTF-8, as bytes where they are not."""
+    """Yield the files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
     for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
-        for piece in pieces([raw[begin:end]]):
+        for piece in pieces(io.BytesIO(raw[begin:end])):
             # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
             for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
                 if part:
@@ -226,11 +204,11 @@ def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
 
 
 def _alphabet() -> dict[int, str]:
-    """The character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable ones, and
-    for the others, in order, the characters from U+0100 on."""
+    """Return the character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable
+    ones, and for the others, in order, the characters from U+0100 on."""
     alphabet = sorted(_library().pre_tokenizers.ByteLevel.alphabet())
     return dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
 
 
 def _library():
-    return extra("tokenizers", "a BPE tokenizer")
+    return optional("tokenizers", "a BPE tokenizer")
