@@ -252,11 +252,11 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
         (dict(paths=["two_four"]), "path 'two_four'"),
         (dict(paths=["kept_inputs"]), "kept_inputs"),
         (dict(model=None, paths=["int8"]), "accepted with the model"),
-        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
+        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated in the profile and d_model 32, d_ff 599"),
         (dict(model=PlainFeedForward(32, 600)), "plain"),
         (dict(model=GatedFeedForward(32, 600).double()), "float64"),
         (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward"),
-        (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "the same ones"),
+        (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "missing in"),
     ],
 )
 def test_what_does_not_fit_is_refused(profiled, layer, rates, changes, named):

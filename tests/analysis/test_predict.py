@@ -28,8 +28,7 @@ def test_the_chances_of_each_number_of_neurons_are_those_of_all_patterns(rates):
 
 
 def test_a_layer_fires_as_its_drawn_workload_does():
-    layer = predict.Layer(100.0, 32, 1024)
-    firing = predict.firing_of(layer)
+    firing = predict.firing_of(100.0, 32, 1024)
     assert firing.frequency.sum().item() == pytest.approx(100) and firing.totals.sum().item() == pytest.approx(1)
     counts = torch.arange(1025, dtype=torch.float64)
     assert (firing.totals * counts).sum().item() == pytest.approx(100)
@@ -103,7 +102,7 @@ def profiled(*nnzs: float, tokens: int = 1000) -> FiringProfile:
     """Of layers in which so many of 5,632 neurons fire for a token, drawn."""
     layers = []
     for number, nnz in enumerate(nnzs):
-        firing = predict.firing_of(predict.Layer(nnz))
+        firing = predict.firing_of(nnz)
         counts = (firing.frequency * tokens).round().long()
         histogram, in_tile = (firing.totals * tokens).round().long(), torch.zeros(257, dtype=torch.int64)
         layers.append(

@@ -178,16 +178,6 @@ def test_counts_are_those_of_brute_force(batch, sequence, lies, masked, packed, 
     assert_same(found, whole)
 
 
-@pytest.mark.parametrize(
-    "rows, columns, width", [(0, 512, 256), (1, 8, 8), (511, 4080, 2040), (255, 24, 12), (9, 4096, 2048)]
-)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_booleans_are_added_eight_at_a_time(rows, columns, width, share):
-    firing = torch.rand(rows, columns) < share if share < 1 else torch.ones(rows, columns, dtype=torch.bool)
-    runs = module._in_runs(firing, width)
-    assert runs.dtype == torch.int64 and torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
-
-
 def test_tiles_agree_with_what_packing_stores():
     model, ids = course_model(d_ff=96), tokens(4, 12)
     packed = TwELL.from_gate(activations(model, ids, 1)[1], tile=32, words=16)
@@ -504,12 +494,6 @@ def test_counting_multiplies_nothing_again():
 # ---- saving
 
 
-def change(path, edit):
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-
-
 def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     for found in (
         profile(course_model(), [tokens(2, 12)], tile=16, words=4),
@@ -526,23 +510,16 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     [
         (lambda c: c.update(format="something else"), "'format'"),
         (lambda c: c.update(version=4), "version 4"),
-        (lambda c: c.update(version=True), "version True"),
-        (lambda c: c.pop("layers"), "'layers'"),
         (lambda c: c.update(layers=[]), "'layers' is empty"),
-        (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
+        (lambda c: c["layers"][2].pop("tokens"), "layer 2.*'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),
         (lambda c: c["layers"][0].update(name=None), "'name'"),
-        (lambda c: c["layers"][0].update(position_nnz=None), "'position_nnz'"),
         (lambda c: c["layers"][0].update(pair_shared=-1), "'pair_shared'"),
         (lambda c: c["layers"][1]["nnz_histogram"].pop(), "layer 1: 'nnz_histogram'"),
-        (lambda c: c["layers"][1]["neuron_counts"].append(1), "'neuron_counts'"),
         (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
-        (lambda c: c["layers"][1].update(d_ff=-1), "'d_ff'"),
         (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
-        (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
-        (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 13), "whole profile"),
         (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, 13), "'nnz_histogram'.*whole profile"),
         (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, 99), "'tile_histogram'.*whole profile"),
         (lambda c: c["token_nnz"].pop(), "'token_nnz' is not a list of 256"),
@@ -550,7 +527,9 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
 )
 def test_a_broken_saved_profile_names_the_file_and_the_field(tmp_path, edit, words):
     path = profile(course_model(), [tokens(1, 12)], tile=16, words=4).save(tmp_path / "profile.json")
-    change(path, edit)
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
     with pytest.raises(RecordError, match=f"profile.json.*{words}"):
         FiringProfile.load(path)
 
@@ -586,29 +565,23 @@ def broken():
         (lambda: nn.Linear(3, 3), [torch.zeros(1, 3)], "no ReLU feed-forward layer"),
         (smooth, [torch.zeros(1, 4)], "SiLU"),
         (lambda: nn.Sequential(Topped(16, 64)), [torch.randn(5, 16)], r"0 \(Topped\) does not compute"),
-        (lambda: llama().to("meta"), [{"input_ids": tokens()}], "is on meta, without values; accepted: a model that"),
-        (broken, tokens(2, 4), "what enters 'model.layers.1.mlp', or its gate, is NaN at 8 of 8 tokens"),
+        (lambda: llama().to("meta"), [{"input_ids": tokens()}], "is on meta"),
+        (broken, tokens(2, 4), "'model.layers.1.mlp', or its gate, is NaN at 8 of 8 tokens"),
         (course_model, [], "batches is empty"),
-        (course_model, iter(()), "batches is empty"),
         (course_model, [torch.zeros(0, 12, dtype=torch.int64)], "no feed-forward layer saw a token"),
         (course_model, 3, "batches is a int"),
-        (course_model, [3], "a batch is a int"),
         (course_model, ["text"], "a batch is a str"),
         (llama, [tokens(1, 4), torch.tensor([[3, 64]])], "batch 1 has the token 64; accepted by this model: 0 to 63"),
-        (llama, [{"input_ids": torch.tensor([[-2, 3]])}], "batch 0 has the token -2; accepted"),
         (lambda: models_of.build("OPT"), tokens(1, 99), "batch 0 has 99 tokens in a sequence; .* up to 32"),
-        (llama, iter([tokens(0, 4)]), r"batch 0 \(input_ids \[0, 4\] torch.int64\) makes the model fail"),
-        (llama, [[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail with .*; accepted: .* token ids"),
-        (llama, [{"input_ids": [[3, 4, 5]]}], r"batch 0 \(without a tensor\) .* return_tensors='pt'"),
+        (llama, [[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail"),
         (llama, [tokens(), tokens().float()], r"batch 1 \(input_ids \[2, 9\] torch.float32\) makes the model fail"),
         (Reads, [{"input_ids": ZEROS, "attention_mask": torch.ones(1, 7)}], r"attention_mask has shape \[1, 7\]"),
     ],
 )
-def test_what_cannot_be_profiled_is_told(model, batches, words):
-    with pytest.raises(InputError, match=words) as told:
+def test_what_cannot_be_profiled_is_refused(model, batches, words):
+    with pytest.raises(InputError, match=words) as refused:
         profile(model(), batches)
-    if "makes the model fail" in words:
-        assert told.value.__cause__ is not None  # the model's own error
+    assert "makes the model fail" not in words or refused.value.__cause__ is not None  # the model's own error
 
 
 @pytest.mark.parametrize(
@@ -616,12 +589,10 @@ def test_what_cannot_be_profiled_is_told(model, batches, words):
     [
         (lambda: profile(course_model(), tokens(1, 12), tile=0), "tile"),
         (lambda: profile(course_model(), tokens(1, 12), tile=256, words=258), "words"),
-        (lambda: activations(course_model(), tokens(1, 12), 3), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), -4), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), "layers.9.mlp"), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), None), "layers.0.mlp"),
-        (lambda: FiringProfile([]).compare(None), "the other profile is a NoneType"),
-        (lambda: FiringProfile([]).merged("profile.json"), "the other profile is a str"),
+        *(
+            (lambda layer=layer: activations(course_model(), tokens(1, 12), layer), "layers.0.mlp")
+            for layer in (3, -4, "layers.9.mlp", None)
+        ),
         (lambda: profile(Reads(), tokens(high=9)).by_token(0), "least is 0"),
         (lambda: profile(Reads(), tokens(high=9)).by_token(1.5), "least is 1.5"),
     ],
