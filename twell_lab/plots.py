@@ -244,41 +244,6 @@ def firing_by_position(profile, names: list[str] | None = None) -> Figure:
     return styled(figure, "Share of neurons that fire, by position in the sequence", height=height)
 
 
-def profiles_compared(comparison, mine: str = "this profile", other: str = "the other") -> Figure:
-    """Draw two profiles layer by layer. Left: how many neurons fire in each. Right: what the other's hottest neurons
-    catch of this profile's firing, of what its own hottest catch.
-
-    comparison: what FiringProfile.compare gave, or its rows; InputError for none. mine, other: what to call the two."""
-    rows = comparison if isinstance(comparison, list) else _get(comparison, "rows")
-    if not rows:
-        raise InputError("the comparison has no layers; accepted: one layer or more")
-    names = layer_names([row["layer"] for row in rows])
-    figure = _figure(rows=1, cols=2, horizontal_spacing=0.12)
-    for name, key, colour in ((mine, "density", BLUE), (other, "other_density", GREY)):
-        figure.add_bar(
-            x=names,
-            y=[_times_100(row[key]) for row in rows],
-            name=name,
-            marker_color=colour,
-            hovertemplate=f"{name}, %{{x}}: %{{y:.3g}}%<extra></extra>",
-            row=1,
-            col=1,
-        )
-    figure.add_bar(
-        x=names,
-        y=[_times_100(row["hot_kept"]) for row in rows],
-        marker_color=GREEN,
-        showlegend=False,
-        customdata=[_times_100(row["hot_overlap"]) for row in rows],
-        hovertemplate="%{x}: %{y:.0f}%; %{customdata:.0f}% of the hottest are the same<extra></extra>",
-        row=1,
-        col=2,
-    )
-    figure.update_yaxes(title_text=_FIRING, rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title_text="caught by the other's hot neurons, %", range=[0, 105], row=1, col=2)
-    return styled(figure, "Two profiles: how many neurons fire, and whether the same ones are hot")
-
-
 def neuron_frequency(profile, layer: int = 0) -> Figure:
     """Draw on which share of the tokens each neuron of one layer fires, most used first, and how many never fire.
 

@@ -79,11 +79,6 @@ def test_each_path_has_its_best_hot_size_where_hot_neurons_are_computed_apart(ra
     assert Choice("hot_cold", 768) in by_choice(fired, fused, 16384, hot=768)
 
 
-def test_a_plain_layer_costs_less(rates):
-    for choice in PATHS:
-        assert us(choice, firing(60, gated=False), rates) < us(choice, firing(60), rates)
-
-
 @given(
     nnz=st.floats(0.5, 300),
     more=st.floats(1.0, 2.0),

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import twell_lab as tl
-from twell_lab.analysis import planner, trials
+from twell_lab.analysis import planner
 from twell_lab.analysis.profile import FiringProfile, profile
-from twell_lab.analysis.trials import Copied, Times, Trial
+from twell_lab.analysis.trials import Plain, Trial
 from twell_lab.core import InputError
 from twell_lab.layers.choice import DENSE, Choice
 from twell_lab.layers.find import FeedForward, feed_forwards
@@ -41,9 +41,9 @@ def timed(monkeypatch):
         def run(self, tokens, choices):
             asked.append((self.layer.name, tokens))
             dense, twell, hot, ordered = table[min(count for count in table if count >= tokens)]
-            plain = {DENSE: dense, **{choice: twell for choice in choices if choice == TWELL}}
-            order = {DENSE: dense, TWELL: ordered, **{choice: hot for choice in choices if choice.hot}}
-            return Times(dense, plain, order if self.hot else {DENSE: dense}, dense)
+            plain = {(choice, False): twell for choice in choices if choice == TWELL}
+            order = {(TWELL, True): ordered, **{(choice, True): hot for choice in choices if choice.hot}}
+            return {None: dense, (DENSE, False): dense, **plain, **(order if self.hot else {})}
 
         monkeypatch.setattr(Trial, "run", run)
         return asked
@@ -226,20 +226,12 @@ def teal(module):
     ],
     ids=["gated", "plain", "squared", "dReLU", "TEAL"],
 )
-@pytest.mark.parametrize("copies", [True, False])
-def test_a_copy_computes_as_the_layer_does(make, copies):
+def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
     torch.manual_seed(0)
     found, x = make(), torch.randn(7, 8)
-    made = Copied(found, copies)
-    torch.testing.assert_close(made(x), found.module(x))
-    assert (made.up_proj.weight.data_ptr() == found.up.weight.data_ptr()) != copies
-
-
-def test_rows_are_repeated_where_there_are_too_few():
-    x = torch.arange(10.0)[:, None]
-    assert [part.flatten().tolist() for part in trials._rotated(x, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    (one,) = trials._rotated(x, 14)
-    assert one.flatten().tolist() == [*range(10), *range(4)]
+    plain = Plain(found)
+    torch.testing.assert_close(plain(x), found.module(x))
+    assert plain.up_proj.weight.data_ptr() == found.up.weight.data_ptr()
 
 
 # ---- arguments ----
@@ -260,11 +252,11 @@ def test_rows_are_repeated_where_there_are_too_few():
         (dict(paths=["two_four"]), "path 'two_four'"),
         (dict(paths=["kept_inputs"]), "kept_inputs"),
         (dict(model=None, paths=["int8"]), "accepted with the model"),
-        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
+        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated in the profile and d_model 32, d_ff 599"),
         (dict(model=PlainFeedForward(32, 600)), "plain"),
         (dict(model=GatedFeedForward(32, 600).double()), "float64"),
         (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward"),
-        (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "the same ones"),
+        (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "missing in"),
     ],
 )
 def test_what_does_not_fit_is_refused(profiled, layer, rates, changes, named):

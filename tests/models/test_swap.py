@@ -208,7 +208,7 @@ BAD = {
     "another model's plan": (lambda m: (plan_for(ours(64), *[tl.Choice()] * 3),), "d_ff 64"),
     "a plan of too few layers": (
         lambda m: (plan_for(ours(layers=2), *[tl.Choice()] * 2),),
-        "the plan lacks: 'layers.2.mlp'",
+        "layer 'layers.2.mlp' is missing in the plan",
     ),
     "another device's plan": (
         lambda m: (replace(plan_for(m, *[tl.Choice()] * 3), device="H100"),),

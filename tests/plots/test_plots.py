@@ -141,20 +141,6 @@ def test_names_at_the_ends_of_lines_keep_apart_and_in_order():
     assert plots.apart([], 1.0) == []
 
 
-def test_two_profiles_are_drawn_beside_each_other(firing):
-    found = firing.compare(firing)
-    figure = plots.profiles_compared(found, "mine", "theirs")
-    assert figure.to_json() == plots.profiles_compared(json.loads(json.dumps(found.rows)), "mine", "theirs").to_json()
-    mine, theirs, kept = figure.data
-    assert names(figure)[:2] == ["mine", "theirs"] and list(mine.y) == list(theirs.y)
-    assert list(mine.y) == pytest.approx([100 * layer.density for layer in firing.layers])
-    assert list(kept.y) == [100.0, 100.0] and list(kept.x) == ["layer 0", "layer 1"]
-    silent = [{**found.rows[0], "hot_kept": None, "hot_overlap": None}]
-    assert list(plots.profiles_compared(silent).data[2].y) == [None]
-    with pytest.raises(InputError, match="no layers"):
-        plots.profiles_compared([])
-
-
 def test_a_layer_in_which_nothing_fires_is_drawn():
     silent = layer(fires=torch.zeros(3, 4, dtype=torch.bool))
     assert not plots.neuron_frequency([silent]).data[0].y

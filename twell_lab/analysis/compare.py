@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,19 +30,17 @@ _EXPLAINED = (
 class Comparison:
     """What `FiringProfile.compare` found.
 
-    rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density, other_density, ratio (of the densities),
-        hot_overlap (the share of the hottest HOT of the neurons that are the same), hot_kept (what the other's hottest
-        neurons catch of this profile's firing, as a share of what its own hottest catch), nnz_shift (by how many
-        neurons the tokens' counts differ on average, the tokens of both sorted by them). None where a layer saw no
-        token, or none fired.
-    """
+    rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, and the columns that the printed table explains:
+        density, other_density, ratio, hot_overlap, hot_kept, nnz_shift. None where a layer saw no token, or none
+        fired."""
 
     rows: list[dict]
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> Comparison:
-        """Of two models' layers. InputError, naming both, unless they have the same sizes."""
-        check_alike(layers, others)
+        """Compare two models' layers. InputError, naming both, unless they have the same sizes."""
+        sizes, theirs = (dict(enumerate(map(size_of, some))) for some in (layers, others))
+        check_same(sizes, theirs, "one profile", "the other")
         return cls([_row(mine, its) for mine, its in zip(layers, others, strict=True)])
 
     @property
@@ -51,67 +49,50 @@ class Comparison:
         rows = [row for row in self.rows if row["ratio"] is not None]
         if not rows:
             return "No layer fired in both profiles: there is nothing to compare."
-        ratios, kept = [row["ratio"] for row in rows], [row["hot_kept"] for row in rows]
-        other = sum(not 1 / ALIKE <= ratio <= ALIKE for ratio in ratios)
-        moved = sum(each < KEPT for each in kept)
-        if other:
+        ratios, caught = [row["ratio"] for row in rows], [row["hot_kept"] for row in rows]
+        todo = "a plan made from one serves the other"
+        if other := sum(not 1 / ALIKE <= ratio <= ALIKE for ratio in ratios):
             todo = f"make a plan for each, since {other} of {len(rows)} layers fire another number of neurons"
-        elif moved:
+        elif moved := sum(share < KEPT for share in caught):
             todo = f"make a plan for each if it has hot neurons, since others are hot in {moved} of {len(rows)} layers"
-        else:
-            todo = "a plan made from one serves the other"
         return (
             f"{_span(ratios, '.2f')} times as many neurons fire as in the other profile, whose hottest {HOT:.0%} catch "
-            f"{_span(kept, '.0%')} of what the hottest here do: {todo}."
+            f"{_span(caught, '.0%')} of what the hottest here do: {todo}."
         )
 
     def __str__(self) -> str:
-        """`rows` as lines of text, and the verdict."""
-        columns = {"layer": "layer", "density": "density", "other_density": "other density", "ratio": "ratio"}
-        columns |= {"hot_overlap": "hot overlap", "hot_kept": "hot kept", "nnz_shift": "nnz shift"}
-        return "\n".join([records.table(self.rows, columns), *_EXPLAINED, self.verdict])
+        columns = ("layer", "density", "other_density", "ratio", "hot_overlap", "hot_kept", "nnz_shift")
+        table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
+        return "\n".join([table, *_EXPLAINED, self.verdict])
 
 
-def check_alike(layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> None:
-    """InputError unless both have as many layers, of the same sizes."""
-    if len(layers) != len(others):
-        one, other = (f"{len(each)}" + (f", the first {_said(each[0])}" if each else "") for each in (layers, others))
+def size_of(layer) -> str:
+    """Return what a layer of a profile or plan measures, in words."""
+    return f"d_model {layer.d_model}, d_ff {layer.d_ff}, {'gated' if layer.gated else 'plain'}"
+
+
+def check_same(some: Mapping[object, str], others: Mapping[object, str], here: str, there: str) -> None:
+    """Raise InputError unless two have the same layers of the same sizes. here, there: what the two are called."""
+    if differ := [name for name in {**some, **others} if some.get(name) != others.get(name)]:
+        name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""
         raise InputError(
-            f"the layers of one profile are {one}, and of the other {other}; accepted: two of the same sizes"
+            f"layer {name!r} is {some.get(name, 'missing')} in {here} and {others.get(name, 'missing')} in {there}"
+            f"{more}; the same layers are accepted"
         )
-    for mine, its in zip(layers, others, strict=True):
-        if (mine.d_model, mine.d_ff, mine.gated) != (its.d_model, its.d_ff, its.gated):
-            raise InputError(
-                f"a layer is {_said(mine)} in one profile and {_said(its)} in the other; accepted: two of the same "
-                f"sizes"
-            )
-
-
-def _said(layer: LayerProfile) -> str:
-    return f"{layer.name!r} of {layer.d_model} x {layer.d_ff}{'' if layer.gated else ' without a gate'}"
 
 
 def _span(values: list[float], form: str) -> str:
-    """The mean, and the least and the most of several."""
+    """Return the mean, and the least and the most of several."""
     mean = format(sum(values) / len(values), form)
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _row(mine: LayerProfile, its: LayerProfile) -> dict:
-    row = {
-        "layer": mine.name,
-        "d_ff": mine.d_ff,
-        "tokens": mine.tokens,
-        "other_tokens": its.tokens,
-        "density": mine.density if mine.tokens else None,
-        "other_density": its.density if its.tokens else None,
-        "ratio": None,
-        "hot_overlap": None,
-        "hot_kept": None,
-        "nnz_shift": None,
-    }
+    row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
+    row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
+    row |= dict.fromkeys(("ratio", "hot_overlap", "hot_kept", "nnz_shift"))
     if mine.tokens and its.tokens:
-        below = [(each.nnz_histogram.cumsum(0).double() / each.tokens) for each in (mine, its)]
+        below = [(layer.nnz_histogram.cumsum(0).double() / layer.tokens) for layer in (mine, its)]
         row["nnz_shift"] = (below[0] - below[1]).abs().sum().item()
         if mine.mean_nnz and its.mean_nnz:
             hot, other = _hottest(mine), _hottest(its)

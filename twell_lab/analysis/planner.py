@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -91,21 +91,18 @@ def plan(
     if model is not None:
         check_fits(layers.values(), profile.layers, "profile")
     weight = next((layer.up.weight for layer in layers.values()), None)
-    device = clock.present_device(None if weight is None else weight.device)
+    device, dtype = (None, None) if weight is None else (weight.device, weight.dtype)
+    device = clock.present_device(device)
     if calls not in CALLS or calls == "captured" and device.type != "cuda":
         raise InputError(f"calls is {calls!r:.80} on {device}; accepted: {', '.join(CALLS)} (the last on a GPU)")
-    if weight is not None and weight.dtype not in VALUE_DTYPES:
-        raise InputError(f"the model's weights are {weight.dtype}; bfloat16, float16 and float32 are accepted")
+    if dtype not in (None, *VALUE_DTYPES):
+        raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
     batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
     if batches == []:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
     fitted = _fitted(_named(paths, model), [layers.get(layer.name) for layer in profile.layers])
-    rates = rates or measure_rates(device, None if weight is None else weight.dtype)
-    rows = [
-        _Weighed(layer, layers.get(layer.name), options, rates, tokens)
-        for layer, options in zip(profile.layers, fitted)
-    ]
-    timed = model is not None and measure
+    rates, timed = rates or measure_rates(device, dtype), model is not None and measure
+    rows = [_Weighed(layer, layers.get(layer.name), ways, rates, tokens) for layer, ways in zip(profile.layers, fitted)]
     for row in rows if timed and batches is None else ():
         if row.found is not None and row.found.cut is not None:
             row.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
@@ -113,17 +110,20 @@ def plan(
     if timed and groups and batches is not None:
         inputs = captured(model, batches, [group[0].layer.name for group in groups], min(ROWS, tokens[-1]))
     beside = 0 if model is None else sum(p.nbytes for p in model.parameters())
-    made = {row.layer.name: row.dense() for row in rows if row.reason}
+    dense = Candidate(1, DENSE.path, 0, 0.0, None, True, "")
+    candidates = {row.layer.name: [replace(dense, tokens=count, why=row.reason) for count in tokens] for row in rows}
     with tqdm(groups, unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
-        for first, *others in bar:
+        for group in bar:
+            first = group[0]
             bar.set_postfix_str(first.layer.name, refresh=False)
             x = inputs.pop(first.layer.name, None)
             trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if timed else None
-            candidates = first.decide(trial)
+            candidates |= dict.fromkeys((row.layer.name for row in group), first.decide(trial))
             del trial  # its copies of the layer go before the next one's come
-            made |= {row.layer.name: row.plan(candidates) for row in (first, *others)}
     source = (DRAWN if batches is None else CAPTURED) if timed and groups else None
-    plans = [made[layer.name] for layer in profile.layers]
+    plans = [
+        replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
+    ]
     return Plan(plans, rates.device, rates.dtype, rates.as_dict(), calls, source)
 
 
@@ -163,40 +163,30 @@ def _fitted(names: list[str], layers: list[FeedForward | None]) -> list[dict[str
     return fitted
 
 
-@dataclass
 class _Weighed:
-    """A layer, what each path should take, and, once decided, what it does.
+    """A layer, and what each path should take.
 
     predicted: microseconds of each choice, by class; on a path that splits, of one hot size for all classes, since the
     neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not."""
 
-    layer: LayerProfile
-    found: FeedForward | None
-    paths: dict[str, Path]
-    rates: Rates
-    tokens: list[int]
-    predicted: dict[int, dict[Choice, float]] = field(default_factory=dict)
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.reason = self._why_dense()
+    def __init__(
+        self, layer: LayerProfile, found: FeedForward | None, paths: dict[str, Path], rates: Rates, tokens: list[int]
+    ) -> None:
+        self.layer, self.found, self.paths, self.rates, self.tokens = layer, found, paths, rates, tokens
+        self.reason = "" if found is None else only_dense(found)
+        if not layer.tokens:
+            self.reason = "no token reached it in the profile"
+        elif found is not None and isinstance(found.module, Expert):
+            self.reason = "an expert: the model computes all of them together"
+        self.predicted: dict[int, dict[Choice, float]] = {}
         if not self.reason:
-            self.firing = Firing.of(self.layer)
-            self.hot = max(choice.hot for choice in by_choice(self.firing, self.rates, self.tokens[-1], self.paths))
-            self.predicted = {count: self.predict(count) for count in self.tokens}
+            self.firing = Firing.of(layer)
+            self.hot = max(choice.hot for choice in by_choice(self.firing, rates, tokens[-1], paths))
+            self.predicted = {count: self.predict(count) for count in tokens}
 
     def predict(self, tokens: int) -> dict[Choice, float]:
         """Return microseconds that so many tokens should take on each path that helps there."""
         return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
-
-    def _why_dense(self) -> str:
-        if not self.layer.tokens:
-            return "no token reached it in the profile"
-        if self.found is None:
-            return ""
-        if isinstance(self.found.module, Expert):
-            return "an expert: the model computes all of them together"
-        return only_dense(self.found)
 
     @property
     def kind(self) -> tuple:
@@ -217,68 +207,47 @@ class _Weighed:
             ratios += [us / theirs[choice.path] for choice, us in mine.items() if choice.path in theirs]
         return max(max(ratio, 1 / ratio) for ratio in ratios)
 
-    def dense(self) -> LayerPlan:
-        """Return the plan of a layer that stays dense for its reason."""
-        return self.plan([Candidate(count, DENSE.path, 0, 0.0, None, True, self.reason) for count in self.tokens])
-
-    def plan(self, candidates: Iterable[Candidate]) -> LayerPlan:
-        """Return the layer's plan with these candidates, its own or those of a layer like it."""
-        layer, counts = self.layer, tuple(self.layer.neuron_counts.tolist())
-        return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
-
     # ---- the decision ----
 
     def decide(self, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of each class, from few tokens to many, one of each chosen."""
         times = {count: self._times(trial, count) for count in self.tokens}
         margin = MARGIN_PREDICTED if trial is None else MARGIN
-        plain = {count: _fastest(took.plain, took.dense, margin) for count, took in times.items()}
-        ordered = {count: _fastest(took.ordered, took.dense, margin) for count, took in times.items()}
-        hot = self._pays(times, plain, ordered, margin)
-        found, least = [], 1
+        best = {
+            order: {count: _fastest(took, order, margin) for count, took in times.items()} for order in (False, True)
+        }
+        hot = _pays(times, best, margin)
+        candidates, least = [], 1
         for count, took in times.items():
-            choice = (ordered if hot else plain)[count]
+            choice = best[hot][count]
             rows = self._rows(count, took, choice, hot, trial)
             start = self._start(trial, choice, hot, least, count) if count > self.tokens[0] else least
             if start > least:
-                why = f"{choice} is slower than dense at {least:,} tokens"
-                found += [
-                    replace(row, tokens=start - 1, chosen=row.choice == DENSE, why=why if row.choice == DENSE else "")
-                    for row in rows
-                ]
-            found += rows if start <= count else []
+                slow = f"{choice} is slower than dense at {least:,} tokens"
+                for row in rows:
+                    dense = row.choice == DENSE
+                    candidates.append(replace(row, tokens=start - 1, chosen=dense, why=slow if dense else ""))
+            candidates += rows if start <= count else []
             least = count + 1
-        return found
+        return candidates
 
     def _times(self, trial: Trial | None, tokens: int) -> Times:
-        predicted = self.predicted[tokens]
+        """Return the times of what is near the best prediction, or without a trial the predictions."""
+        predicted = self.predict(tokens)
         if trial is None:
-            plain = {choice: us for choice, us in predicted.items() if not choice.hot}
-            ordered = {choice: us for choice, us in predicted.items() if PATHS[choice.path].packs or choice == DENSE}
-            return Times(plain[DENSE], plain, ordered)
+            plain = {(choice, False): us for choice, us in predicted.items() if not choice.hot}
+            ordered = {(choice, True): us for choice, us in predicted.items() if PATHS[choice.path].packs}
+            return {None: predicted[DENSE], **plain, **ordered}
         reach = _REACH * min(predicted.values())
         near = sorted((us, str(choice), choice) for choice, us in predicted.items() if us <= reach and choice != DENSE)
         return trial.run(tokens, [choice for _, _, choice in near][:_TIMED])
-
-    @staticmethod
-    def _pays(times: dict[int, Times], plain: dict, ordered: dict, margin: float) -> bool:
-        """Return whether the neurons are put in the order of hot/cold."""
-        gains, loses = False, False
-        for count, took in times.items():
-            without, instead = took.plain[plain[count]], took.ordered[ordered[count]]
-            gains |= ordered[count].hot > 0 and instead * max(MARGIN_HOT, margin) <= without
-            loses |= instead > MARGIN * without
-        return gains and not loses
 
     def _start(self, trial: Trial | None, choice: Choice, hot: bool, least: int, most: int) -> int:
         """Return from how many tokens of its class on a choice is not slower than dense."""
 
         def holds(tokens: int) -> bool:
-            if trial is None:
-                predicted = self.predict(tokens)
-                return predicted.get(choice, predicted[DENSE]) <= predicted[DENSE]
-            took = trial.run(tokens, [choice])
-            return (took.ordered if hot else took.plain)[choice] <= MARGIN * took.dense
+            took = self._times(None, tokens) if trial is None else trial.run(tokens, [choice])
+            return took.get((choice, hot), 0.0) <= MARGIN * _dense(took)
 
         if choice == DENSE or least >= most or holds(least):
             return least
@@ -292,33 +261,55 @@ class _Weighed:
 
     def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of one class with their times."""
-        times = took.ordered if hot else took.ordered | took.plain
-        how = "predicted" if trial is None else "timed"
-        fastest, rows = min(times, key=lambda option: times[option]), []
-        for option, predicted in self.predicted[tokens].items():
+        predicted, how = self.predict(tokens), "predicted" if trial is None else "timed"
+        times = {option: us for option in predicted if (us := took.get((option, _in_order(option, hot)))) is not None}
+        fastest, dense, rows = min(times, key=times.__getitem__), _dense(took), []
+        for option, expected in predicted.items():
             us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
             if us is None:
-                why = refused or f"not timed: predicted {predicted / self.predicted[tokens][DENSE]:.2f}x dense's time"
+                why = refused or f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time"
             elif option != choice:
                 why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
                 why += ", its neurons in another order" if option.hot and not hot else ""
-            elif choice == DENSE and times[fastest] < took.dense:
-                why = f"{fastest} is {took.dense / times[fastest]:.2f}x dense, too little, {how}"
+            elif choice == DENSE and times[fastest] < dense:
+                why = f"{fastest} is {dense / times[fastest]:.2f}x dense, too little, {how}"
             else:
-                why = f"fastest, {how}" if choice == DENSE else f"{took.dense / us:.2f}x dense, {how}"
+                why = f"fastest, {how}" if choice == DENSE else f"{dense / us:.2f}x dense, {how}"
             if not PATHS[option.path].exact:
                 off = None if trial is None else trial.errors.get(option)
                 why += f"; {LOSSY}" + ("" if off is None else f": its output is {off:.2%} off")
-            row = Candidate(tokens, option.path, option.hot, predicted, None, option == choice, why)
+            row = Candidate(tokens, option.path, option.hot, expected, None, option == choice, why)
             timed = trial is not None and us is not None
-            rows.append(replace(row, measured_us=us, dense_us=took.torch, timed_on=self.layer.name) if timed else row)
+            rows.append(replace(row, measured_us=us, dense_us=took[None], timed_on=self.layer.name) if timed else row)
         return rows
 
 
-def _fastest(times: dict[Choice, float], dense: float, margin: float) -> Choice:
-    """Return the fastest choice if it is `margin` times as fast as dense, else dense."""
-    best = min(times, key=lambda choice: times[choice])
-    return best if best == DENSE or times[best] * margin <= dense else DENSE
+def _in_order(choice: Choice, hot: bool) -> bool:
+    """Return whether a choice finds a layer's neurons in the order of hot/cold; hot: whether they are put so."""
+    return choice.hot > 0 or (hot and choice != DENSE)
+
+
+def _dense(took: Times) -> float:
+    """Return the time of the faster dense layer, torch's or ours."""
+    return min(took[None], took[DENSE, False])
+
+
+def _fastest(took: Times, ordered: bool, margin: float) -> Choice:
+    """Return the fastest choice in this order of the neurons if it is `margin` times as fast as dense, else dense."""
+    options = [option for option in took if option and option[1] == ordered and option[0] != DENSE]
+    best = min(options, key=took.__getitem__, default=None)
+    return best[0] if best and took[best] * margin <= _dense(took) else DENSE
+
+
+def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: float) -> bool:
+    """Return whether the neurons are put in the order of hot/cold."""
+    gains, loses = False, False
+    for count, took in times.items():
+        without = took[best[False][count], False]
+        instead = took[best[True][count], best[True][count] != DENSE]
+        gains |= best[True][count].hot > 0 and instead * max(MARGIN_HOT, margin) <= without
+        loses |= instead > MARGIN * without
+    return gains and not loses
 
 
 def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -39,42 +39,23 @@ _WIDEST = 2**18  # d_ff
 _TOKENS = (1, 16, 256, 2048, 16384)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The layer that is asked about. nnz: how many of its d_ff neurons fire for a token, on average. kind: how often
-    each fires, as in ops.clock.firing_rates; they fire independently of each other. Raises InputError for sizes and
-    an nnz that are no numbers, or too large ones."""
-
-    nnz: float
-    d_model: int = 2048
-    d_ff: int = 5632
-    gated: bool = True
-    kind: str = "lognormal"
-
-    def __post_init__(self) -> None:
-        sizes = self.d_model, self.d_ff
-        if not all(type(size) is int for size in sizes) or min(sizes) < 1 or self.d_ff > _WIDEST:
-            raise InputError(
-                f"d_model is {self.d_model!r:.80} and d_ff {self.d_ff!r:.80}; whole numbers from 1 up are accepted, up "
-                f"to {_WIDEST:,} of d_ff"
-            )
-        if type(self.nnz) not in (int, float) or not isinstance(self.kind, str):
-            raise InputError(
-                f"nnz is {self.nnz!r:.80} and the workload {self.kind!r:.80}; a number and a word are accepted"
-            )
-
-
-@lru_cache(maxsize=256)
-def firing_of(layer: Layer) -> Firing:
-    """How the layer fires. InputError for an nnz that no such layer has, and for a workload that is not known."""
-    frequency = clock.firing_rates(layer.d_ff, layer.nnz, layer.kind)
+@lru_cache(maxsize=256, typed=True)
+def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = True, kind: str = "lognormal") -> Firing:
+    """Return how a layer fires of whose d_ff neurons nnz fire for a token on average, independently of each other, each
+    as often as ops.clock.firing_rates says. InputError for sizes, an nnz and a workload that no such layer has."""
+    if not all(type(size) is int for size in (d_model, d_ff)) or min(d_model, d_ff) < 1 or d_ff > _WIDEST:
+        raise InputError(
+            f"d_model is {d_model!r:.80} and d_ff {d_ff!r:.80}; whole numbers from 1 up are accepted, up to "
+            f"{_WIDEST:,} of d_ff"
+        )
+    frequency = clock.firing_rates(d_ff, nnz, kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):
         sums = _sums(tile)
         fitting *= sums[:WORDS].sum().item()
         excess += (sums * (torch.arange(sums.numel()) - (WORDS - 1)).clamp(min=0)).sum().item()
     frequency = frequency.sort(descending=True).values
-    return Firing(layer.d_model, layer.gated, frequency, _sums(frequency), max(0.0, 1 - fitting), excess)
+    return Firing(d_model, gated, frequency, _sums(frequency), max(0.0, 1 - fitting), excess)
 
 
 def _sums(rates: Tensor) -> Tensor:
@@ -149,7 +130,9 @@ def predict(
     Raises:
         InputError: for a GPU that is not known, and sizes that no layer has.
     """
-    rates, firing = rates_of(gpu), firing_of(Layer(nnz, d_model, d_ff, gated, kind))
+    if type(nnz) not in (int, float) or not isinstance(kind, str):
+        raise InputError(f"nnz is {nnz!r:.80} and the workload {kind!r:.80}; a number and a word are accepted")
+    rates, firing = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated, kind)
     itemsize, rows = getattr(torch, rates.dtype).itemsize, []
     row_mb = d_model * itemsize / 1e6
     for count in tokens:
@@ -177,53 +160,50 @@ def predict(
 
 
 def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
-    """In two sentences, what a profile found, and whether that is sparse enough: what its layers should take on a GPU,
-    each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. Says so where
-    a sequence's first tokens fire many more neurons than others. InputError as for `predict`."""
+    """Say in two sentences what a profile counted, and whether that is sparse enough: what its layers should take on a
+    GPU, each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. Says so
+    where a sequence's first tokens fire many more neurons than others. InputError as for `predict`."""
     layers = [layer for layer in profile.layers if layer.tokens]
     if not layers:
         return "No layer saw a token: there is nothing to say."
     rates, shares = rates_of(gpu), []
     for count in tokens:
-        best = dense = 0.0
-        for layer in layers:
-            took = by_choice(Firing.of(layer), rates, count)
-            best, dense = best + min(took.values()), dense + took[DENSE]
-        shares.append(best / dense)
-    densities = sorted(layer.density for layer in layers)
-    mean = sum(layer.mean_nnz for layer in layers) / sum(layer.d_ff for layer in layers)
-    dead, neurons = sum(layer.dead for layer in layers), sum(layer.d_ff for layer in layers)
-    few, many = shares[0] <= _WORTH, shares[-1] <= _WORTH
-    todo = (
-        "tl.plan chooses a path for each layer"
-        if many
-        else "worth it for few tokens at once; for many, train with a larger L1 penalty"
-        if few
-        else "too dense at this width: train with an L1 penalty, and where the activation is no ReLU, tl.relufy first"
-    )
-    found = f"{densities[0]:.2%} to {densities[-1]:.2%}" if len(layers) > 1 else f"{mean:.2%}"
-    middle = f", {mean:.2%} on average" if len(layers) > 1 else ""
+        took = [by_choice(Firing.of(layer), rates, count) for layer in layers]
+        shares.append(sum(min(us.values()) for us in took) / sum(us[DENSE] for us in took))
+    densities, neurons = [layer.density for layer in layers], sum(layer.d_ff for layer in layers)
+    mean, dead = (sum(values) / neurons for values in zip(*((layer.mean_nnz, layer.dead) for layer in layers)))
+    todo = "too dense at this width: train with an L1 penalty, and where the activation is no ReLU, tl.relufy first"
+    if shares[-1] <= _WORTH:
+        todo = "tl.plan chooses a path for each layer"
+    elif shares[0] <= _WORTH:
+        todo = "worth it for few tokens at once; for many, train with a larger L1 penalty"
+    several = len(layers) > 1
+    share = f"{min(densities):.2%} to {max(densities):.2%}" if several else f"{mean:.2%}"
+    middle = f", {mean:.2%} on average" if several else ""
     at = [f"{share:.2f} at {count:,} token{'s' * (count > 1)}" for share, count in zip(shares, tokens)]
     return (
-        f"{found} of the neurons fire for a token{middle}; {dead / neurons:.1%} never did{_first(profile)}. On a GPU "
-        f"such as {rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
+        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did{_first(profile)}. On a GPU such as "
+        f"{rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
     )
 
 
 def _first(profile: FiringProfile) -> str:
-    """Of heavy first tokens, if there are any, as the end of a sentence."""
+    """Return the end of a sentence about heavy first tokens, "" where there are none."""
     if (heavy := profile.heavy_first) is None:
         return ""
-    many, worst = heavy["positions"], f"{heavy['worst_times']:.1f} times"
+    many, layers, worst = (
+        heavy["positions"],
+        len(profile.layers),
+        f"in {heavy['worst']} {heavy['worst_times']:.1f} times",
+    )
     if not many:
         return (
-            f", and in {heavy['layers']} of {len(profile.layers)} layers a sequence's first token is heavy: in "
-            f"{heavy['worst']} {worst} as many neurons fire there as later"
+            f", and in {heavy['layers']} of {layers} layers a sequence's first token is heavy: {worst} as many neurons "
+            "fire there as later"
         )
     tokens = "first token is" if many == 1 else f"first {many} tokens are"
-    most = f" (in {heavy['worst']} {worst})" if len(profile.layers) > 1 else ""
     times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
-    return f", and a sequence's {tokens} heavy: {times}{most}"
+    return f", and a sequence's {tokens} heavy: {times}" + (f" ({worst})" if layers > 1 else "")
 
 
 def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> int:
@@ -249,22 +229,23 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
     of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by
     default all."""
     names = {name: sheet["name"] for sheet in datasheets() for name in sheet["driver_names"]}
-    found: dict[str, dict[tuple, float]] = {}
-    for record in records.load_all() if recorded is None else recorded:
-        for row in record.rows if record.name == "inference" else ():
-            path, label = row["path"].removeprefix("forced "), row["workload"].removeprefix("independent, ")
-            name, _, hot = path.partition(" ")
-            drawn = label in ("lognormal", "uniform") and row["device"] in names
-            if not drawn or row["path"] == path or not (not hot or hot.isdigit()):
-                continue
-            layer = Layer(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
-            choice, rates = Choice(name, int(hot or 0)), rates_of(row["device"])
-            us = _parts(choice, firing_of(layer), rates, row["tokens"], 2)["total"]
-            key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), label, row["gated"], path
-            found.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
-    rows = []
-    for gpu, ratios in found.items():
-        ratio = torch.tensor([*ratios.values()], dtype=torch.float64)
-        least, middle, most = ratio.min().item(), ratio.median().item(), ratio.max().item()
-        rows.append({"gpu": gpu, "layers": len(ratios), "least": least, "median": middle, "most": most})
-    return rows
+    rows = [
+        row
+        for record in (records.load_all() if recorded is None else recorded)
+        for row in (record.rows if record.name == "inference" else ())
+    ]
+    ratios: dict[str, dict[tuple, float]] = {}
+    for row in rows:
+        path, label = row["path"].removeprefix("forced "), row["workload"].removeprefix("independent, ")
+        name, _, hot = path.partition(" ")
+        drawn = label in ("lognormal", "uniform") and row["device"] in names
+        if not drawn or row["path"] == path or not (not hot or hot.isdigit()):
+            continue
+        firing = firing_of(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
+        us = _parts(Choice(name, int(hot or 0)), firing, rates_of(row["device"]), row["tokens"], 2)["total"]
+        key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), label, row["gated"], path
+        ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
+    return [
+        {"gpu": gpu, "layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
+        for gpu, of in ((gpu, [*ratio.values()]) for gpu, ratio in ratios.items())
+    ]

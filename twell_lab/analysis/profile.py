@@ -6,26 +6,24 @@ memory that does not grow with the tokens; density, frequencies and the rest are
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core import InputError, RecordError, write_atomically
+from ..core import InputError, RecordError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
 from . import saved
-from .compare import Comparison, check_alike
+from .compare import Comparison, check_same, size_of
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
 
 FORMAT = "twell-lab firing profile"
@@ -126,9 +124,8 @@ class LayerProfile:
         return (nnz[0] / tokens[0] / later).item() if later else math.nan
 
 
-_COUNTS = [
-    name for name in saved.kinds(LayerProfile) if name not in ("name", "d_model", "d_ff", "gated", "tile", "words")
-]
+_SIZES = {"name", "d_model", "d_ff", "gated", "tile", "words"}
+_COUNTS = [name for name in saved.kinds(LayerProfile) if name not in _SIZES]
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,18 +226,13 @@ class FiringProfile:
     def merged(self, other: FiringProfile) -> FiringProfile:
         """Return the profile of the tokens of both, as if they had been profiled at once. InputError unless both are of
         one model, with tiles of one size."""
-        self._check(other)
-        layers = []
-        for mine, its in zip(map(vars, self.layers), map(vars, other.layers), strict=True):
-            for name in ("name", "tile", "words"):
-                if mine[name] != its[name]:
-                    raise InputError(
-                        f"{name} is {mine[name]!r} in one profile of {mine['name']!r} and {its[name]!r} in the other; "
-                        "accepted: profiles of one model, of tiles of one size"
-                    )
-            layers.append(
-                LayerProfile(**{name: mine[name] + its[name] if name in _COUNTS else mine[name] for name in mine})
-            )
+        mine, its = self.layers, _profile(other).layers
+        sizes, theirs = ({layer.name: _tiled(layer) for layer in layers} for layers in (mine, its))
+        check_same(sizes, theirs, "one profile", "the other")
+        layers = [
+            replace(layer, **{name: getattr(layer, name) + getattr(theirs, name) for name in _COUNTS})
+            for layer, theirs in zip(mine, its, strict=True)
+        ]
         sums = {}
         for name in _TOKENS:
             known = [counts for counts in (getattr(self, name), getattr(other, name)) if counts is not None]
@@ -251,35 +243,37 @@ class FiringProfile:
     def compare(self, other: FiringProfile) -> Comparison:
         """Compare this profile with another one of a model of the same sizes: another text, or another training. The
         result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
-        self._check(other)
-        return Comparison.of(self.layers, other.layers)
-
-    def _check(self, other) -> None:
-        if not isinstance(other, FiringProfile):
-            raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
-        check_alike(self.layers, other.layers)
+        return Comparison.of(self.layers, _profile(other).layers)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
-
-        def plain(counts) -> object:
-            return counts.tolist() if isinstance(counts, Tensor) else counts
-
-        layers = [{name: plain(value) for name, value in vars(layer).items()} for layer in self.layers]
-        content = {"layers": layers, **{name: plain(getattr(self, name)) for name in _TOKENS}}
-        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n", make_folder=False)
-        return Path(path)
+        layers = [{name: _plain(value) for name, value in vars(layer).items()} for layer in self.layers]
+        content = {"layers": layers, **{name: _plain(getattr(self, name)) for name in _TOKENS}}
+        return saved.save(path, FORMAT, VERSION, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        kinds = {"layers": list, **dict.fromkeys(_TOKENS, (list, NoneType))}
-        content, where = saved.load(path, "profile", FORMAT, VERSION, kinds)
+        content, where = saved.load(path, "profile", FORMAT, VERSION, saved.kinds(cls))
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
         layers = [_layer_from(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
         known = {name: len(content["token_counts"] or ()) for name in _TOKENS if content[name] is not None}
         return cls(layers, **{name: saved.counts(content, name, size, where) for name, size in known.items()})
+
+
+def _profile(other) -> FiringProfile:
+    if not isinstance(other, FiringProfile):
+        raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
+    return other
+
+
+def _tiled(layer: LayerProfile) -> str:
+    return f"{size_of(layer)}, in tiles of {layer.tile} with {layer.words} words"
+
+
+def _plain(counts):
+    return counts.tolist() if isinstance(counts, Tensor) else counts
 
 
 def profile(

@@ -1,49 +1,65 @@
-"""Read the files of profiles and thresholds field by field: what is missing or wrong is a RecordError that names both
-the file and the field."""
+"""Files of profiles, plans and thresholds: JSON with a format and a version, read field by field. What is missing or
+wrong is a RecordError that names both the file and the field."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields as fields_of
+from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import Tensor
 
-from ..core import WHOLE, RecordError, read_json
+from ..core import WHOLE, RecordError, read_json, write_atomically
 
-_KINDS = {"str": str, "bool": bool, "int": int, "float": (int, float), "dict": dict, "list": list, "Tensor": list}
+_KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float), "dict": (dict,), "None": (NoneType,)}
+_KINDS |= dict.fromkeys(("list", "tuple", "Tensor"), (list,))
 
 
-def kinds(dataclass: type) -> dict:
-    """Return the kinds of a dataclass's fields in a file, by their annotations."""
-    return {each.name: _KINDS[str(each.type).partition("[")[0]] for each in fields_of(dataclass)}
+def kinds(dataclass: type) -> dict[str, tuple[type, ...]]:
+    """Return the types that a dataclass's fields have in a file, by their annotations."""
+    parts = {
+        each.name: [part.partition("[")[0] for part in str(each.type).split(" | ")] for each in fields_of(dataclass)
+    }
+    return {name: sum((_KINDS[part] for part in several), ()) for name, several in parts.items()}
+
+
+def save(path: str | os.PathLike, form: str, version: int, content: dict) -> Path:
+    """Write these fields as JSON, the file whole or not at all. RecordError where it cannot be written."""
+    write_atomically(path, json.dumps({"format": form, "version": version, **content}, allow_nan=False) + "\n")
+    return Path(path)
 
 
 def load(path: str | os.PathLike, what: str, form: str, version: int, kinds: dict) -> tuple[dict, str]:
     """Return the fields of a saved `what`, and the words that name the file. RecordError unless its field 'format' is
     `form`, it has this version, and its other fields are of these kinds."""
-    where = f"{what} {str(path)!r}"
+    where = f"{what} {os.fspath(path)!r}"
     content = read_json(path, what)
     if not isinstance(content, dict) or content.pop("format", None) != form:
         raise RecordError(f"{where} is no {what}: its field 'format' is not {form!r}")
-    found = content.pop("version", None)
-    if type(found) is not int or found != version:
+    if (found := content.pop("version", None)) != version:
         raise RecordError(f"{where} has version {found!r:.80}; this release reads {version}")
     return fields(content, kinds, where), where
 
 
 def fields(content, kinds: dict, where: str) -> dict:
-    """Return the content, if it has exactly these fields, each of its kind, no number is below zero (widths: one) or
+    """Return the content, if it has exactly these fields, each of its types, no number is below zero (widths: one) or
     beyond what tensors hold. kinds: a type or several for each name."""
     if not isinstance(content, dict):
         raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
     for name, kind in kinds.items():
-        value, least = content.get(name), int(name in ("d_model", "d_ff"))
-        wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        value, least, kind = (
+            content.get(name),
+            int(name in ("d_model", "d_ff")),
+            kind if type(kind) is tuple else (kind,),
+        )
+        wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind)
         if wrong or (isinstance(value, (int, float)) and not least <= value < WHOLE):
-            accepted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            accepted = " or ".join(each.__name__ for each in kind)
             raise RecordError(f"{where}: {name!r} is {value!r:.80}; accepted: {accepted}, numbers from {least} up")
-    if unknown := sorted(set(content) - set(kinds)):
+    if unknown := sorted({*content} - {*kinds}):
         raise RecordError(f"{where}: unknown field {unknown[0]!r}; accepted: {', '.join(kinds)}")
     return content
 

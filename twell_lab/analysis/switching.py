@@ -17,13 +17,11 @@ so that two graphs serve all of them; torch gives up on a whole model after eigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from ..core import InputError
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE, HEAVY, SPARSE, LayerTerm
@@ -61,23 +59,19 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
         terms: of one forward pass (twell_lab.layers.terms.layer_terms).
         below: the break-even, one number or one for each layer, in neurons firing at a token.
 
-    Returns {layer: new path} of the layers whose path changed. Raises InputError for a break-even that is no number
-    from 0 up."""
+    Returns {layer: new path} of the layers whose path changed."""
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
     for term in terms:
-        layer = layers.get(term.name)
-        limit = below.get(term.name, math.nan) if isinstance(below, dict) else below
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
-            raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
-        if layer is None:
+        if (layer := layers.get(term.name)) is None:
             continue
+        limit = below[term.name] if isinstance(below, dict) else below
         spent, now = cost(term, layer.up.weight), layer.learning or SPARSE
         path = SPARSE if spent < limit * (1 - MARGIN) else DENSE if not spent <= limit * (1 + MARGIN) else now
         if layer.learning != path:
             layer.learn(path)
-            if path != now:
-                changes[term.name] = path
+        if path != now:
+            changes[term.name] = path
     return changes
 
 
@@ -104,15 +98,13 @@ class Switch:
 
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
         """Set the layers' paths by the terms of one forward pass; returns the changes, as `switch` does."""
-        if self.below is None:
-            self.below = self.measure()
+        weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
+        below = self.measure() if self.below is None else self.below
+        self.below = dict(below) if isinstance(below, dict) else dict.fromkeys(weights, below)
         terms = list(terms)
         changes = switch(self.model, terms, below=self.below)
-        lost = [term for term in terms if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0]
-        if lost:
-            weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
-            self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(weights, self.below)
-            for term in lost:
+        for term in terms:
+            if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0:
                 unseen = cost(term._replace(lost=None), weights[term.name])
                 self.below[term.name] = min(self.below[term.name], unseen)
         return changes
@@ -122,18 +114,15 @@ class Switch:
 
         It is at most the number for which the kernels have room (survivors.capacity_for), which is less in wide
         layers, and 0, for never, where the kernels do not take the layer (on a CPU, in float32). tokens: how many a
-        forward pass of training has. Raises InputError for tokens below 1."""
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise InputError(f"tokens is {tokens!r}; a whole number from 1 up is accepted")
+        forward pass of training has."""
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        rates = costs.measure_rates(weight.device, dtype)
-        made = {}
-        for each in layers:
-            d_ff, d_model = each.up.weight.shape
-            taken = train.takes(weight.device, dtype, tokens, d_model, d_ff)
-            room = ROOM_USED * survivors.capacity_for(tokens, d_ff) / tokens
-            made[each.name] = min(break_even(rates, d_model, d_ff, each.gate is not None), room) if taken else 0.0
-        return made
+        rates, limits = costs.measure_rates(weight.device, dtype), {}
+        for layer in layers:
+            d_ff, d_model = layer.up.weight.shape
+            takes = train.takes(weight.device, dtype, tokens, d_model, d_ff)
+            most = ROOM_USED * survivors.capacity_for(tokens, d_ff) / tokens
+            limits[layer.name] = min(break_even(rates, d_model, d_ff, layer.gate is not None), most) if takes else 0.0
+        return limits

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +24,19 @@ ROWS = 4096  # inputs of a layer that are timed on at most; more tokens repeat t
 _CPU_PRODUCTS = 2**29  # of a call on a CPU: more tokens than take so many are timed as so many, and scaled
 _LAST = 2**62  # a class of token counts above all that are asked for
 
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of a call with so many tokens.
-
-    dense: of the faster dense one; plain, ordered: of each choice, in a layer whose neurons lie in their own order, and
-    in that of hot/cold; torch: of the layer as torch computes it."""
-
-    dense: float
-    plain: dict[Choice, float]
-    ordered: dict[Choice, float]
-    torch: float | None = None
+Option = tuple[Choice, bool]  # what a layer does, and whether its neurons lie in the order of hot/cold
+Times = dict[Option | None, float]  # microseconds of a call; None: of the layer as torch computes it
 
 
-class Copied(nn.Module):
-    """A feed-forward layer under usual names, computed as the model does, on copies of its weights, as they lie.
+class Plain(nn.Module):
+    """A feed-forward layer under usual names, computed as the model does, with the layer's own weights and no hooks."""
 
-    copies: False has it read the layer's own weights."""
-
-    def __init__(self, found: FeedForward, copies: bool = True) -> None:
+    def __init__(self, found: FeedForward) -> None:
         super().__init__()
         self.both, self.cut, squared = found.both, found.cut, found.gate is found.up
         if found.gate is not None and not squared:
-            self.gate_proj = _projection(found.gate, copies)
-        self.up_proj, self.down_proj = _projection(found.up, copies), _projection(found.down, copies)
+            self.gate_proj = _projection(found.gate)
+        self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
         self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
         for place, threshold in found.cut._asdict().items() if found.cut else ():
             self.add_module(f"lossy_{place}", ThresholdedInput(threshold))
@@ -65,15 +52,14 @@ class Copied(nn.Module):
         return self.down_proj(hidden if self.cut is None else self.cut.of_hidden(hidden))
 
 
-def _projection(projection: nn.Linear, copies: bool) -> nn.Linear:
-    """Return a plain nn.Linear with the weights of a projection, or copies of them, and none of its hooks."""
+def _projection(projection: nn.Linear) -> nn.Linear:
+    """Return a plain nn.Linear with the weights of a projection."""
     rows, columns = projection.weight.shape
-    made = nn.Linear(columns, rows, projection.bias is not None, device="meta", dtype=projection.weight.dtype)
+    plain = nn.Linear(columns, rows, projection.bias is not None, device="meta", dtype=projection.weight.dtype)
     for name, tensor in (("weight", projection.weight), ("bias", projection.bias)):
         if tensor is not None:
-            value = tensor.detach().clone() if copies else tensor.detach()
-            setattr(made, name, nn.Parameter(value, requires_grad=False))
-    return made
+            setattr(plain, name, nn.Parameter(tensor.detach(), requires_grad=False))
+    return plain
 
 
 class Trial:
@@ -82,7 +68,7 @@ class Trial:
     layer, found: its profile, and the layer. hot: how many neurons hot/cold has first; 0 where that is not weighed.
     x: inputs of it, [rows, d_model]; without them a drawn one is timed, of its shape, in which each neuron fires as
     often, though independently. A path that takes a layer for where its zeros lie has its own weights even then.
-    beside: see clock.time_calls. errors: of each lossy choice how far its output is off: the norm of the difference
+    beside: as in clock.time_calls. errors: of each lossy choice how far its output is off: the norm of the difference
     over that of the layer's output. refused: of each choice that the layer cannot take, why."""
 
     def __init__(
@@ -99,7 +85,7 @@ class Trial:
             x, gate = torch.cat(inputs), getattr(drawn, "gate_proj", None)
             found = FeedForward("", drawn, gate, drawn.up_proj, drawn.down_proj)
         self.found, self.x = found, x.to(self.device, found.up.weight.dtype)
-        self.ways: dict[tuple[Choice, bool] | None, nn.Module] = {None: self._ready(_by_torch(found))}
+        self.ways: dict[Option | None, nn.Module] = {None: self._ready(_by_torch(found))}
 
     def run(self, tokens: int, choices: list[Choice]) -> Times:
         """Return the times of the layer as torch computes it, of our dense path, and of these choices."""
@@ -107,45 +93,44 @@ class Trial:
         if self.device.type == "cpu":
             count = max(1, min(tokens, _CPU_PRODUCTS // (3 * self.own.up.weight.numel())))
         wanted = [(choice, False) for choice in (DENSE, *choices) if not choice.hot]
-        if self.hot and any(choice.hot or choice == Choice() for choice in choices):
-            wanted += [(choice, True) for choice in (*choices, Choice()) if choice.hot or choice == Choice()]
-        inputs = _rotated(self.x, count)
-        ways = {key: self.ways[key] for key in [None, *(key for key in dict.fromkeys(wanted) if self._make(*key))]}
+        ordered = [(choice, True) for choice in choices if choice.hot or choice == Choice()]
+        if self.hot and ordered:
+            wanted += dict.fromkeys([*ordered, (Choice(), True)])
+        x = self.x.repeat(-(-count // len(self.x)), 1)
+        inputs = [part.contiguous() for part in x.split(count)[: min(clock.ROTATED, len(x) // count)]]
+        ways = {option: self.ways[option] for option in (None, *(option for option in wanted if self._make(*option)))}
         with torch.no_grad():
-            for key, way in ways.items():
-                if key and not PATHS[key[0].path].exact and key[0] not in self.errors:
+            for option, way in ways.items():
+                if option and not PATHS[option[0].path].exact and option[0] not in self.errors:
                     exact = self.ways[None](inputs[0]).double()
                     off = (way(inputs[0]).double() - exact).norm() / exact.norm().clamp(min=1e-30)
-                    self.errors[key[0]] = off.item()
-            took = self._time({key: _over(way, inputs) for key, way in ways.items()})
-        us = {key: 1e3 * clock.quartiles(values)[0] * tokens / count for key, values in took.items()}
-        plain = {key[0]: time for key, time in us.items() if key and not key[1]}
-        plain.setdefault(DENSE, us[None])
-        ordered = {DENSE: plain[DENSE], **{key[0]: time for key, time in us.items() if key and key[1]}}
-        return Times(min(us[None], plain[DENSE]), plain, ordered, us[None])
+                    self.errors[option[0]] = off.item()
+            took = self._time(
+                {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
+            )
+        us = {option: 1e3 * clock.quartiles(values)[0] * tokens / count for option, values in took.items()}
+        return {(DENSE, False): us[None], **us}
 
     def _time(self, calls: dict) -> dict:
         if self.calls == "captured":
             with torch.cuda.device(self.device):
-                return clock.time_cuda({key: clock.graphed(call) for key, call in calls.items()}, 10)
-        limits = torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext()
-        with limits:
+                return clock.time_cuda({option: clock.graphed(call) for option, call in calls.items()}, 10)
+        with torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext():
             return clock.time_calls(calls, self.device, beside=self.beside)
 
     def _make(self, choice: Choice, ordered: bool) -> bool:
-        """Have the layer at hand on this path, its neurons in their own order or in that of hot/cold; return whether it
-        takes it."""
-        if choice in self.refused or (choice, ordered) in self.ways:
-            return choice not in self.refused
-        plan = LayerPlan.forced(self.layer, choice)
-        if ordered:  # as a layer lies that takes hot/cold for more tokens than there are
-            row = replace(plan.candidates[0], tokens=_LAST)
-            plan = replace(plan, candidates=(row, replace(row, tokens=_LAST + 1, path="hot_cold", hot=self.hot)))
-        source = self.own if PATHS[choice.path].patterned else self.found
-        try:
-            self.ways[choice, ordered] = self._ready(SparseFFN.from_module(Copied(source), plan=plan))
-        except TwellError as error:
-            self.refused[choice] = str(error)
+        """Have a copy of the layer at hand on this path; return whether it takes it."""
+        if choice not in self.refused and (choice, ordered) not in self.ways:
+            plan = LayerPlan.forced(self.layer, choice)
+            if ordered:  # as a layer lies that takes hot/cold for more tokens than there are
+                row = replace(plan.candidates[0], tokens=_LAST)
+                plan = replace(plan, candidates=(row, replace(row, tokens=_LAST + 1, path="hot_cold", hot=self.hot)))
+            source = self.own if PATHS[choice.path].patterned else self.found
+            try:
+                way = SparseFFN.from_module(copy.deepcopy(Plain(source)), plan=plan)
+                self.ways[choice, ordered] = self._ready(way)
+            except TwellError as error:
+                self.refused[choice] = str(error)
         return choice not in self.refused
 
     def _ready(self, module: nn.Module) -> nn.Module:
@@ -157,16 +142,4 @@ def _by_torch(found: FeedForward) -> nn.Module:
     process has to call it too."""
     family = None if isinstance(found.module, StandIn) else named_family(found.module)
     fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
-    return found.module if fused else Copied(found, copies=False)
-
-
-def _rotated(x: Tensor, tokens: int) -> list[Tensor]:
-    """Return up to three inputs of so many tokens from the rows of x, other rows in each as far as there are any."""
-    if x.shape[0] < tokens:
-        x = x.repeat(-(-tokens // x.shape[0]), 1)
-    sets = min(clock.ROTATED, x.shape[0] // tokens)
-    return [x[first * tokens : (first + 1) * tokens].contiguous() for first in range(sets)]
-
-
-def _over(way: nn.Module, inputs: list[Tensor]) -> Callable[[int], Tensor]:
-    return lambda turn: way(inputs[turn % len(inputs)])
+    return found.module if fused else Plain(found)

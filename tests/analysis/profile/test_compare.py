@@ -48,14 +48,6 @@ def test_a_profile_compared_with_itself_says_that_its_plan_serves():
     assert json.loads(json.dumps(found.rows, allow_nan=False)) == found.rows
 
 
-def test_every_column_is_explained_under_the_table():
-    made = profiled({0, 1}, {0, 1, 2})
-    lines = str(made.compare(made)).splitlines()
-    columns, said = lines[0], "\n".join(lines[2:-1])
-    for name in ("density", "ratio", "hot overlap", "hot kept", "nnz shift"):
-        assert name in columns and f"{name}: " in said
-
-
 def test_what_differs_is_counted():
     # Here neurons 0 and 1 are the hottest, there 1 and 2: these caught 3 of the 5 firings that 0 and 1 have here.
     here = profiled({0, 1}, {0, 1}, {0, 2}, {7})
@@ -85,27 +77,20 @@ def test_silent_layers_are_compared_as_far_as_they_can_be():
 @pytest.mark.parametrize(
     "other, words",
     [
-        (
-            lambda: profiled({0}, layers=2),
-            "are 1, the first 'each.0' of 40 x 40, and of the other 2, the first 'each.0' of 40 x 40",
-        ),
-        (lambda: profiled({0}, width=8), "'each.0' of 40 x 40 in one profile and 'each.0' of 8 x 8 in the other"),
-        (lambda: profiled({0}, kind=PlainFeedForward), "40 x 40 in one profile and 'each.0' of 40 x 40 without a gate"),
+        (lambda: profiled({0}, layers=2), "missing in one profile"),
+        (lambda: profiled({0}, width=8), "d_ff 40, gated.* and d_model 8, d_ff 8"),
+        (lambda: profiled({0}, kind=PlainFeedForward), "gated.* and .*plain"),
+        (lambda: None, "is a NoneType"),
+        (lambda: FiringProfile([]), "missing in the other"),
     ],
 )
-def test_profiles_of_other_sizes_are_refused_naming_both(other, words):
+def test_profiles_of_other_sizes_are_refused(other, words):
     for call in (FiringProfile.compare, FiringProfile.merged):
         with pytest.raises(InputError, match=words):
             call(profiled({0}), other())
 
 
 def test_profiles_with_other_tiles_are_not_merged():
-    layer = GatedFeedForward(8, 8)
-    x = torch.randn(2, 8)
-    with pytest.raises(InputError, match="tile is 4 in one profile of '' and 8 in the other"):
+    layer, x = GatedFeedForward(8, 8), torch.randn(2, 8)
+    with pytest.raises(InputError, match="tiles of 4 .* tiles of 8"):
         profile(layer, x, tile=4, words=2).merged(profile(layer, x, tile=8, words=2))
-
-
-def test_a_profile_without_layers_is_refused():
-    with pytest.raises(InputError, match=r"of one profile are 0, and of the other 1, the first 'each.0' of 40 x 40;"):
-        FiringProfile([]).compare(profiled({0, 1}))

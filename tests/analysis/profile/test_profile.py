@@ -84,20 +84,11 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_hand_set_weights_give_known_counts(gated):
-    x = torch.tensor(
-        [
-            [1.0, -1.0, 0.0, 2.0, 0.5],  # 0, 3, 4
-            [-1.0, -1.0, -0.0, -2.0, -0.5],  # none
-            [1.0, 1.0, 1.0, -1.0, 3.0],  # 0, 1, 2, 4
-        ]
-    )
+def test_hand_set_weights_give_known_shares(gated):
+    x = torch.tensor([[1.0, -1.0, 0.0, 2.0, 0.5], [-1.0, -1.0, -0.0, -2.0, -0.5], [1.0, 1.0, 1.0, -1.0, 3.0]])
     (layer,) = profile(identity_layer(5, gated), [x], tile=2, words=2).layers
     assert (layer.name, layer.d_model, layer.d_ff, layer.tokens, layer.gated) == ("", 5, 5, 3, gated)
-    assert layer.nnz_histogram.tolist() == [1, 0, 0, 1, 1, 0] and layer.neuron_counts.tolist() == [2, 1, 1, 1, 2]
     assert layer.neuron_frequency.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3, 2 / 3])
-    # tiles (0, 1), (2, 3), (4): counts 1 1 1, then 0 0 0, then 2 1 1
-    assert layer.tile_histogram.tolist() == [3, 5, 1]
     assert layer.overflow_rows == pytest.approx(1 / 3)  # one slot a tile: the last row has two in its first
     assert layer.mean_nnz == pytest.approx(7 / 3) and layer.density == pytest.approx(7 / 15)
     assert layer.dead == layer.always_on == 0
@@ -176,16 +167,6 @@ def test_counts_are_those_of_brute_force(batch, sequence, lies, masked, packed, 
     for line in more:
         whole = whole.merged(line)
     assert_same(found, whole)
-
-
-@pytest.mark.parametrize(
-    "rows, columns, width", [(0, 512, 256), (1, 8, 8), (511, 4080, 2040), (255, 24, 12), (9, 4096, 2048)]
-)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_booleans_are_added_eight_at_a_time(rows, columns, width, share):
-    firing = torch.rand(rows, columns) < share if share < 1 else torch.ones(rows, columns, dtype=torch.bool)
-    runs = module._in_runs(firing, width)
-    assert runs.dtype == torch.int64 and torch.equal(runs, firing.view(rows, columns // width, width).sum(-1))
 
 
 def test_tiles_agree_with_what_packing_stores():
@@ -332,9 +313,7 @@ def test_layers_without_tokens_and_layers_left_out():
 @pytest.mark.parametrize("swap", [False, True])
 def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
     model = course_model()
-    if swap:
-        sparsify(model, "twell")
-    model.train()
+    model = (sparsify(model, "twell") if swap else model).train()
     model.layers[1].eval()
 
     def state():
@@ -342,20 +321,14 @@ def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
         return [module.training for module in model.modules()], hooks, torch.is_grad_enabled()
 
     def batches():
-        yield torch.randint(256, (1, 12))
+        yield tokens(1, 12)
         during.append(state())
         raise KeyboardInterrupt
 
-    before, during, too_long = state(), [], torch.zeros(1, 99, dtype=torch.int64)
-    profile(model, [torch.randint(256, (1, 12))])
-    assert state() == before
-    for call, error in (
-        (lambda: profile(model, batches()), KeyboardInterrupt),
-        (lambda: profile(model, [too_long]), InputError),
-        (lambda: activations(model, too_long, 0), InputError),
-    ):
+    before, during = state(), []
+    for inputs, error in ((batches(), KeyboardInterrupt), ([tokens(1, 99)], InputError)):
         with pytest.raises(error):
-            call()
+            profile(model, inputs)
         assert state() == before
     assert not any(during[0][0]) and not during[0][2]
 
@@ -377,14 +350,9 @@ def test_neighbours_share_what_they_share_and_chance_is_chance():
 
 
 def test_positions_are_grouped_up_to_any_length():
-    rows = profile(identity_layer(WIDTH), torch.ones(1, 100, WIDTH)).by_position()
-    assert [(row["first"], row["last"], row["tokens"]) for row in rows[6:]] == [
-        *((6, 6, 1), (7, 7, 1), (8, 15, 8), (16, 31, 16), (32, 63, 32), (64, 127, 36))
-    ]
-    assert all(row["density"] == 1 and row["layers"] == [1.0] for row in rows)
-    far = {"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[5, 2**40]])}
+    far = {"input_ids": torch.tensor([[1, 2, 3]]), "position_ids": torch.tensor([[5, 100, 2**40]])}
     rows = profile(Reads(), far).by_position()
-    assert [(row["first"], row["last"]) for row in rows] == [(5, 5), (2**31, None)]
+    assert [(row["first"], row["last"], row["tokens"]) for row in rows] == [(5, 5, 1), (64, 127, 1), (2**31, None, 1)]
 
 
 def test_heavy_first_tokens_are_found_and_said():
@@ -400,14 +368,11 @@ def test_heavy_first_tokens_are_found_and_said():
     )
     for few in (x.flatten(0, 1), x[:3], x[:, :8]):  # unknown, few, nothing later to compare with
         assert profile(layer, few).heavy_first is None
-    both = nn.Sequential(layer, GatedFeedForward(WIDTH, 1000))
-    with torch.no_grad():
-        both[0].up_proj.weight.copy_(torch.eye(WIDTH))
-        both[0].down_proj.weight.copy_(torch.eye(WIDTH))
-        both[1].gate_proj.weight.fill_(1.0)
-    two = profile(both, x)
+    two = FiringProfile(
+        [heavy.layers[0], *profile(nn.Sequential(identity_layer(1000)), torch.ones(4, 30, 1000)).layers]
+    )
     assert two.heavy_first["positions"] == 0 and two.heavy_first["layers"] == 1
-    assert "in 1 of 2 layers a sequence's first token is heavy: in 0 6.0 times" in verdict(two)
+    assert "in 1 of 2 layers a sequence's first token is heavy: in " in verdict(two)
 
 
 def test_tokens_by_how_many_neurons_fire():
@@ -504,12 +469,6 @@ def test_counting_multiplies_nothing_again():
 # ---- saving
 
 
-def change(path, edit):
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-
-
 def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     for found in (
         profile(course_model(), [tokens(2, 12)], tile=16, words=4),
@@ -526,23 +485,16 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     [
         (lambda c: c.update(format="something else"), "'format'"),
         (lambda c: c.update(version=4), "version 4"),
-        (lambda c: c.update(version=True), "version True"),
-        (lambda c: c.pop("layers"), "'layers'"),
         (lambda c: c.update(layers=[]), "'layers' is empty"),
-        (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
+        (lambda c: c["layers"][2].pop("tokens"), "layer 2.*'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),
         (lambda c: c["layers"][0].update(name=None), "'name'"),
-        (lambda c: c["layers"][0].update(position_nnz=None), "'position_nnz'"),
         (lambda c: c["layers"][0].update(pair_shared=-1), "'pair_shared'"),
         (lambda c: c["layers"][1]["nnz_histogram"].pop(), "layer 1: 'nnz_histogram'"),
-        (lambda c: c["layers"][1]["neuron_counts"].append(1), "'neuron_counts'"),
         (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
-        (lambda c: c["layers"][1].update(d_ff=-1), "'d_ff'"),
         (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
-        (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
-        (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 13), "whole profile"),
         (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, 13), "'nnz_histogram'.*whole profile"),
         (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, 99), "'tile_histogram'.*whole profile"),
         (lambda c: c["token_nnz"].pop(), "'token_nnz' is not a list of 256"),
@@ -550,7 +502,9 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
 )
 def test_a_broken_saved_profile_names_the_file_and_the_field(tmp_path, edit, words):
     path = profile(course_model(), [tokens(1, 12)], tile=16, words=4).save(tmp_path / "profile.json")
-    change(path, edit)
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
     with pytest.raises(RecordError, match=f"profile.json.*{words}"):
         FiringProfile.load(path)
 
@@ -586,29 +540,23 @@ def broken():
         (lambda: nn.Linear(3, 3), [torch.zeros(1, 3)], "no ReLU feed-forward layer"),
         (smooth, [torch.zeros(1, 4)], "SiLU"),
         (lambda: nn.Sequential(Topped(16, 64)), [torch.randn(5, 16)], r"0 \(Topped\) does not compute"),
-        (lambda: llama().to("meta"), [{"input_ids": tokens()}], "is on meta, without values; accepted: a model that"),
-        (broken, tokens(2, 4), "what enters 'model.layers.1.mlp', or its gate, is NaN at 8 of 8 tokens"),
+        (lambda: llama().to("meta"), [{"input_ids": tokens()}], "is on meta"),
+        (broken, tokens(2, 4), "'model.layers.1.mlp', or its gate, is NaN at 8 of 8 tokens"),
         (course_model, [], "batches is empty"),
-        (course_model, iter(()), "batches is empty"),
         (course_model, [torch.zeros(0, 12, dtype=torch.int64)], "no feed-forward layer saw a token"),
         (course_model, 3, "batches is a int"),
-        (course_model, [3], "a batch is a int"),
         (course_model, ["text"], "a batch is a str"),
         (llama, [tokens(1, 4), torch.tensor([[3, 64]])], "batch 1 has the token 64; accepted by this model: 0 to 63"),
-        (llama, [{"input_ids": torch.tensor([[-2, 3]])}], "batch 0 has the token -2; accepted"),
         (lambda: models_of.build("OPT"), tokens(1, 99), "batch 0 has 99 tokens in a sequence; .* up to 32"),
-        (llama, iter([tokens(0, 4)]), r"batch 0 \(input_ids \[0, 4\] torch.int64\) makes the model fail"),
-        (llama, [[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail with .*; accepted: .* token ids"),
-        (llama, [{"input_ids": [[3, 4, 5]]}], r"batch 0 \(without a tensor\) .* return_tensors='pt'"),
+        (llama, [[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail"),
         (llama, [tokens(), tokens().float()], r"batch 1 \(input_ids \[2, 9\] torch.float32\) makes the model fail"),
         (Reads, [{"input_ids": ZEROS, "attention_mask": torch.ones(1, 7)}], r"attention_mask has shape \[1, 7\]"),
     ],
 )
-def test_what_cannot_be_profiled_is_told(model, batches, words):
-    with pytest.raises(InputError, match=words) as told:
+def test_what_cannot_be_profiled_is_refused(model, batches, words):
+    with pytest.raises(InputError, match=words) as refused:
         profile(model(), batches)
-    if "makes the model fail" in words:
-        assert told.value.__cause__ is not None  # the model's own error
+    assert "makes the model fail" not in words or refused.value.__cause__ is not None  # the model's own error
 
 
 @pytest.mark.parametrize(
@@ -616,12 +564,10 @@ def test_what_cannot_be_profiled_is_told(model, batches, words):
     [
         (lambda: profile(course_model(), tokens(1, 12), tile=0), "tile"),
         (lambda: profile(course_model(), tokens(1, 12), tile=256, words=258), "words"),
-        (lambda: activations(course_model(), tokens(1, 12), 3), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), -4), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), "layers.9.mlp"), "layers.0.mlp"),
-        (lambda: activations(course_model(), tokens(1, 12), None), "layers.0.mlp"),
-        (lambda: FiringProfile([]).compare(None), "the other profile is a NoneType"),
-        (lambda: FiringProfile([]).merged("profile.json"), "the other profile is a str"),
+        *(
+            (lambda layer=layer: activations(course_model(), tokens(1, 12), layer), "layers.0.mlp")
+            for layer in (3, -4, "layers.9.mlp", None)
+        ),
         (lambda: profile(Reads(), tokens(high=9)).by_token(0), "least is 0"),
         (lambda: profile(Reads(), tokens(high=9)).by_token(1.5), "least is 1.5"),
     ],

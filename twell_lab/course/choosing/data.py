@@ -503,7 +503,7 @@ def predicted_sentence(
     model (analysis.predict); and what was recorded. recorded: of `recorded_map`."""
     said = []
     for gpu in gpus:
-        firing, rates = predicting.firing_of(predicting.Layer(nnz)), predicting.rates_of(gpu)
+        firing, rates = predicting.firing_of(nnz), predicting.rates_of(gpu)
         took = [by_choice(firing, rates, count) for count in tokens]
         times = "/".join(f"{each[Choice(DENSE)] / min(each.values()):.1f}" for each in took)
         said.append(f"{gpu.removesuffix(' SXM').removesuffix(' 80 GB')} {times}")
