@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import twell_lab as tl
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core import InputError, RecordError
-from twell_lab.layers.lossy import ThresholdedActivation, lossy_parts
+from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
 from twell_lab.models.thresholds import CONFIG, LEVELS, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 from twell_lab.models.tiny import LanguageModel
 
@@ -617,6 +617,12 @@ def test_experts_beside_other_layers_are_passed_over():
     assert [layer.name for layer in tl.thresholds(model, tokens(), 0.5).layers] == ["layers.0.mlp", "layers.1.mlp"]
     with pytest.raises(InputError, match="routed experts, which share an activation, do not count"):
         tl.thresholds(nn.Sequential(model.experts), tokens(), 0.5)
+
+
+@pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])
+def test_a_threshold_that_is_none(threshold):
+    with pytest.raises(InputError, match="threshold is"):
+        Lossy(threshold)
 
 
 @pytest.mark.parametrize("make", [opt, gpt2])
