@@ -6,7 +6,6 @@ the value that was refused and what would have been accepted.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import math
@@ -14,7 +13,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -22,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +65,22 @@ def read_file(path: str | os.PathLike, most: float = math.inf) -> bytes:
     """Return the bytes of a file. OSError for one of more than `most` bytes, and for what may have no end or never
     come: a folder, a pipe, a device. ValueError for a name that no file can have."""
     facts = os.stat(path)
-    if not stat.S_ISREG(facts.st_mode):
-        raise OSError(None, "it is a folder, a pipe or a device, not a file")
-    if facts.st_size > most:
-        raise OSError(None, f"it has {facts.st_size:,} bytes; accepted: at most {most:,}")
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
+        raise OSError(None, f"it is no file of at most {most:,} bytes")
     return Path(path).read_bytes()
 
 
 def read_json(path: str | os.PathLike, what: str) -> Any:
     """Return the value that a JSON file holds. RecordError, naming `what` it is ("plan"), for a file that is none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number in JSON")
+
     try:
-        return json.loads(read_file(path, 2**30), parse_constant=_refuse_constant)
+        return json.loads(read_file(path, 2**30), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
-        how = "cannot be read" if isinstance(error, OSError) else "cannot be read as JSON"
-        raise RecordError(f"{what} {os.fspath(path)!r} {how}: {_reason(error)}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number in JSON")
+        as_json = "" if isinstance(error, OSError) else " as JSON"
+        raise RecordError(f"{what} {os.fspath(path)!r} cannot be read{as_json}: {_reason(error)}") from None
 
 
 def finite(value: Any) -> Any:
@@ -100,8 +96,7 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
     """Write a file whole or not at all: a temporary file beside it, then a rename. Follows a symbolic link.
 
     make_folder: whether to make the file's folder where it is missing. RecordError, naming the folder, where that
-    cannot be written, and for a path that is a folder, a device or a pipe.
-    """
+    cannot be written, and for a path that is a folder, a device or a pipe."""
     path = Path(path)
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
@@ -115,10 +110,7 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
         finally:
             part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        raise RecordError(
-            f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {_reason(error)}; "
-            "name a folder with free space that you may write"
-        ) from None
+        raise _unwritable(f"{path.name!r} in the folder {str(path.parent)!r}", error) from None
 
 
 def check_folder(folder: str | os.PathLike, free: int = 0) -> None:
@@ -129,10 +121,7 @@ def check_folder(folder: str | os.PathLike, free: int = 0) -> None:
         with tempfile.TemporaryFile(dir=Path(folder)) as file:
             file.write(bytes(free))
     except (OSError, ValueError) as error:
-        wanted = f" and that has {free >> 20} MiB free" if free else ""
-        raise RecordError(
-            f"cannot write in the folder {os.fspath(folder)!r}: {_reason(error)}; name one that you may write{wanted}"
-        ) from None
+        raise _unwritable(f"in the folder {os.fspath(folder)!r}", error, free) from None
 
 
 def check_target(path: str | os.PathLike) -> None:
@@ -140,8 +129,13 @@ def check_target(path: str | os.PathLike) -> None:
     try:
         _target(path)
     except (OSError, ValueError) as error:
-        raise RecordError(f"cannot write {str(path)!r}: {_reason(error)}; accepted: the name of a file") from None
+        raise _unwritable(repr(str(path)), error) from None
     check_folder(Path(path).parent)
+
+
+def _unwritable(what: str, error: Exception, free: int = 0) -> RecordError:
+    size = f" and that has {free >> 20} MiB free" if free else ""
+    return RecordError(f"cannot write {what}: {_reason(error)}; name a place that you may write{size}")
 
 
 @contextmanager
@@ -247,38 +241,32 @@ def _why_not_private(folder: Path) -> str | None:
         return _reason(error)
 
 
-@cache
 def private_folder() -> Path:
-    """Return a new temporary folder that only this user can use, removed when this process ends. StackError where none
-    can be made."""
+    """Return a temporary folder of this process that only its user can use, removed when the process ends. StackError
+    where none can be made."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="twell-lab-"))
+        return Path(_temporary().name)
     except OSError as error:
         raise StackError(f"no folder can be written ({_reason(error)}); TWELL_LAB_CACHE or TMPDIR names one") from error
-    atexit.register(_remove, folder, os.getpid())
-    return folder
 
 
-def _remove(folder: Path, process: int) -> None:
-    if process == os.getpid():  # a forked process leaves it to its parent
-        shutil.rmtree(folder, ignore_errors=True)
+@cache
+def _temporary() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="twell-lab-", ignore_cleanup_errors=True)
 
 
 # ---- this machine: a probe that fails gives None, because a measurement must not be lost to a missing tool ----
 
 CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
-CUPY_BOUNDS = ">=14.0.1,<15"
 
 
 def describe_machine() -> dict:
     """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths.
 
-    Returns:
-        os, cpu: names. cores: how many this process may use. python, torch, numpy, cupy, nvrtc: versions, None for
-        what is missing. cupy_package: the installed build of CuPy. torch_cuda: the CUDA version torch was built for,
-        None for a CPU build. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. cuda_driver: the newest
-        CUDA version that the driver runs, for example "13.0".
-    """
+    cores: how many this process may use. cupy_package: the installed build of CuPy. torch_cuda: the CUDA version torch
+    was built for, None for a CPU build. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. cuda_driver:
+    the newest CUDA version that the driver runs ("13.0"). os, cpu and the versions of packages are None where they are
+    not to be had."""
     return {
         "os": _guarded(_os),
         "cpu": _guarded(_cpu),
@@ -304,15 +292,16 @@ def memory() -> int | None:
 
         return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
 
+    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # "max": no limit, no number
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        bounds.append(_guarded(lambda: int(file.read_text())))  # fails for "max", which is no limit
+    for file in groups:
+        bounds.append(_guarded(lambda: int(Path(file).read_text())))
     return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
 
 
 def gpu() -> str | None:
     """Return the name of the GPU that torch uses by default, without the vendor's ("H100 80GB HBM3"); None without."""
-    name = _guarded(lambda: _torch_gpus()[_torch().cuda.current_device()]["name"])
+    name = _guarded(lambda: _torch_gpus()[import_module("torch").cuda.current_device()]["name"])
     return re.sub(r"^(NVIDIA\s+)?((Tesla|GeForce)\s+)?", "", name) if name else None
 
 
@@ -326,18 +315,16 @@ def gpus() -> list[dict]:
 
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, for example "12.8"; None for a CPU build and without torch."""
-    return _guarded(lambda: _torch().version.cuda)
+    return _guarded(lambda: import_module("torch").version.cuda)
 
 
 def cuda_driver() -> str | None:
     """Return the newest CUDA version the installed driver runs, for example "12.8"; None without a driver."""
-
-    def ask() -> str | None:
-        driver, version = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), ctypes.c_int()
-        failed = driver.cuDriverGetVersion(ctypes.byref(version))  # works without cuInit, so no GPU is touched
-        return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-    return _guarded(ask)
+    version = ctypes.c_int()
+    ask = _guarded(lambda: ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuDriverGetVersion)
+    if ask is None or ask(ctypes.byref(version)):  # works without cuInit, so no GPU is touched
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def cupy_packages() -> list[str]:
@@ -364,20 +351,17 @@ def check_stack() -> None:
 
 def stack_fault() -> tuple[str, str] | None:
     """Return what `check_stack` objects to, and the command that mends it; None where the packages fit."""
-    builds, theirs = cupy_packages(), torch_cuda()
+    builds, theirs = cupy_packages(), major(torch_cuda())
     if not builds:
         return None
-    mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{major(theirs) or 12}x[ctk]{CUPY_BOUNDS}'"
+    mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{theirs or 12}x[ctk]>=14.0.1,<15'"
     if len(builds) > 1:
         return f"{' and '.join(builds)} are installed together and overwrite each other's files", mend
     ours = _guarded(lambda: _cupy_major(builds[0]))
-    if theirs is None or ours is None or major(theirs) == ours:
+    if None in (theirs, ours) or theirs == ours:
         return None
-    return (
-        f"torch {_version('torch')} is built for CUDA {theirs} and {builds[0]} {_version(builds[0])} for CUDA {ours}, "
-        "and both need the same major version",
-        mend,
-    )
+    what = f"{builds[0]} {_version(builds[0])} for CUDA {ours}, and both need the same major version"
+    return f"torch {_version('torch')} is built for CUDA {torch_cuda()} and {what}", mend
 
 
 def major(cuda: str | None) -> int | None:
@@ -409,8 +393,6 @@ def _os() -> str:
 
 
 def _cpu() -> str | None:
-    if platform.system() == "Darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string").strip()
     facts = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(errors="replace"), re.M) if facts.exists() else None
     return named[1].strip() if named else platform.processor() or None
@@ -432,24 +414,20 @@ def _cupy_major(package: str) -> int:
     return driver.get_build_version() // 1000
 
 
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
 def _torch_gpus() -> list[dict]:
-    cuda = _torch().cuda
-    found = [cuda.get_device_properties(i) for i in range(cuda.device_count())] if torch_cuda() else []
+    cuda = import_module("torch").cuda
+    properties = [cuda.get_device_properties(i) for i in range(cuda.device_count())] if torch_cuda() else []
     return [
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
-        for p in found
+        for p in properties
     ]
 
 
 def _nvidia_smi() -> list[dict]:
-    query = "--query-gpu=name,compute_cap,memory.total,driver_version"
-    lines = [line.split(", ") for line in _output("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines()]
+    """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    found = [line.split(", ") for line in lines if re.fullmatch(r"[^,]+, \d+\.\d+, [^,]+, [^,]+", line)]
     return [
         {
             "name": name,
@@ -457,11 +435,5 @@ def _nvidia_smi() -> list[dict]:
             "memory_gib": round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None,
             "driver": driver,
         }
-        for name, capability, mebibytes, driver in (line for line in lines if len(line) == 4)
-        if re.fullmatch(r"\d+\.\d+", capability)
+        for name, capability, mebibytes, driver in found
     ]
-
-
-def _output(*command: str) -> str:
-    """Return what a program prints, within 20 seconds: a driver that is being loaded can take ten."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

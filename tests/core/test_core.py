@@ -58,7 +58,7 @@ def test_a_failing_write_leaves_the_earlier_file_and_names_the_folder(tmp_path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RecordError, match=f"'file' in the folder '{tmp_path}': No space left on device; name a folder"):
+    with pytest.raises(RecordError, match=f"'file' in the folder '{tmp_path}': No space left on device; name a place"):
         core.write_atomically(tmp_path / "file", "after")
     assert (tmp_path / "file").read_text() == "before" and os.listdir(tmp_path) == ["file"]
 
@@ -80,7 +80,7 @@ def test_folders_are_tried_before_work(tmp_path):
     core.check_target(tmp_path / "other" / "file")
     assert not os.listdir(tmp_path / "new" / "folder") and not os.listdir(tmp_path / "other")
     (tmp_path / "file").touch()
-    with pytest.raises(RecordError, match="file/below'.*; name one that you may write and that has 2 MiB free"):
+    with pytest.raises(RecordError, match="file/below'.*2 MiB free"):
         core.check_folder(tmp_path / "file" / "below", free=2 << 20)
     with pytest.raises(RecordError, match="cannot write in the folder"):
         core.check_target(tmp_path / "file" / "below")
@@ -130,12 +130,12 @@ def test_a_private_folder_ends_with_its_process():
 
 
 def test_without_any_folder_the_error_says_what_names_one(monkeypatch):
-    def full(**_):
+    def full():
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(core.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(core, "_temporary", full)
     with pytest.raises(StackError, match="Read-only file system.*TWELL_LAB_CACHE or TMPDIR"):
-        core.private_folder.__wrapped__()
+        core.private_folder()
 
 
 def test_cupy_gets_another_cache_only_where_it_cannot_make_its_own(tmp_path, monkeypatch):
@@ -187,8 +187,8 @@ def test_a_machine_is_described_though_every_probe_fails(monkeypatch):
     def broken(*_, **__):
         raise OSError("as on a broken machine")
 
-    for module, name in ((core, "_os"), (core, "_cpu"), (core, "_torch"), (core, "_nvrtc"), (core, "_output")):
-        monkeypatch.setattr(module, name, broken)
+    for name in ("_os", "_cpu", "import_module", "_nvrtc", "_nvidia_smi"):
+        monkeypatch.setattr(core, name, broken)
     monkeypatch.setattr(core.ctypes, "CDLL", broken)
     monkeypatch.setattr(importlib.metadata, "version", broken)
     described = core.describe_machine()

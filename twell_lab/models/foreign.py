@@ -24,6 +24,8 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
+from ..core import InputError
+
 
 class FATReLU(nn.Module):
     """Keeps values from `threshold` up, that one included, and sets the others to zero."""
@@ -103,29 +105,24 @@ class BambooForCausalLM(MistralForCausalLM):
 
 
 MODELS = {"sparsellama": SparseLlamaForCausalLM, "minicpm": MiniCPMForCausalLM, "bamboo": BambooForCausalLM}
-_SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 _LARGEST = 1e30  # of a scale or threshold: no type of the weights tells larger ones from infinity
 
 
-def obstacle(kind: str, entries: dict) -> str | None:
-    """Return why a configuration of this kind is none of those above; None where it is one."""
-    act, bound = entries.get("hidden_act"), entries.get("hidden_act_param")
-    if kind == "bamboo":
-        return None if act == "relu" else f"hidden_act is {act!r:.80}; 'relu' is accepted in a bamboo"
-    if act not in ("relu", "fatrelu"):
-        return f"hidden_act is {act!r:.80}; 'relu' and 'fatrelu' are accepted in a {kind}"
-    if act == "fatrelu" and not _positive(bound, 0):
-        return f"hidden_act_param is {bound!r:.80}; a finite number from 0 up is accepted"
-    if kind == "minicpm":
-        for name in _SCALES:
-            if not _positive(entries.get(name)):
-                return f"{name} is {entries.get(name)!r:.80}; a positive number is accepted in a minicpm"
-        for name in ("rope_scaling", "num_experts", "sparse_config"):
-            if entries.get(name):
-                return f"{name} is {entries[name]!r:.80}; none is accepted in a minicpm"
-    return None
-
-
-def _positive(value, least: float | None = None) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (0 < value <= _LARGEST if least is None else least <= value <= _LARGEST)
+def config_of(kind: str, entries: dict):
+    """Return the configuration that these entries of a config.json stand for. InputError where they are those of a
+    model that none above computes."""
+    known = ("relu",) if kind == "bamboo" else ("relu", "fatrelu")
+    if entries.get("hidden_act") not in known:
+        raise InputError(f"hidden_act is {entries.get('hidden_act')!r:.80}; accepted in a {kind}: {', '.join(known)}")
+    numbers = ["hidden_act_param"] if entries["hidden_act"] == "fatrelu" else []
+    numbers += ["scale_emb", "scale_depth", "dim_model_base"] if kind == "minicpm" else []
+    for name in numbers:
+        value, least = entries.get(name), 0 if name == "hidden_act_param" else 1 / _LARGEST
+        if type(value) not in (int, float) or not least <= value <= _LARGEST:
+            raise InputError(f"{name} is {value!r:.80}; a positive number is accepted (0 for hidden_act_param, too)")
+    for name in ("rope_scaling", "num_experts", "sparse_config") if kind == "minicpm" else ():
+        if entries.get(name):
+            raise InputError(f"{name} is {entries[name]!r:.80}; none is accepted in a minicpm")
+    theirs = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map")}
+    tied = {"tie_word_embeddings": kind == "minicpm"}  # where it does not say
+    return MODELS[kind].config_class.from_dict(tied | theirs)

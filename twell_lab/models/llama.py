@@ -28,6 +28,9 @@ _SIZES = {
     "context": "max_position_embeddings",
     "activation": "hidden_act",
 }
+# What config.json says of all of our models, beside their sizes.
+_FIXED = ("architectures", "num_key_value_heads", "head_dim", "rms_norm_eps")
+_FIXED += ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -37,8 +40,8 @@ _NAMES = {
     "attention.out_proj": "self_attn.o_proj",
     **{f"mlp.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-_OURS = {theirs: ours for ours, theirs in _NAMES.items()}
-_ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+_QKV = tuple(f"self_attn.{which}_proj" for which in "qkv")
+_PLACE = re.compile(r"(?:(?:model\.)?layers\.(\d+)\.)?(.+)\.weight")  # the number of a weight's layer, and the module
 
 
 def config_of(sizes: dict, dtype: torch.dtype) -> dict:
@@ -65,63 +68,45 @@ def config_of(sizes: dict, dtype: torch.dtype) -> dict:
 def sizes_of(config: dict) -> dict:
     """Return the fields of a ModelConfig that a LlamaForCausalLM's config.json stands for. InputError naming the first
     entry that no model of ours has; an entry that is not there counts as what transformers takes for it."""
-    missing = [name for name in _SIZES.values() if name not in config]
-    if missing:
+    if missing := [name for name in _SIZES.values() if name not in config]:
         raise InputError(f"config.json of a Llama lacks {', '.join(missing)}")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    sizes = {ours: config[theirs] for ours, theirs in _SIZES.items()} | {"gated": True}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise InputError(f"rope_parameters is {rope!r:.80} in config.json of a Llama; accepted: an object")
-    for name, value, accepted in (
-        ("architectures", config.get("architectures") or ["LlamaForCausalLM"], ["LlamaForCausalLM"]),
-        ("num_key_value_heads", config.get("num_key_value_heads") or heads, heads),
-        ("head_dim times num_attention_heads", _product(config.get("head_dim"), heads, width), width),
-        ("rms_norm_eps", config.get("rms_norm_eps", EPS), EPS),
-        ("rope_theta", rope.get("rope_theta", config.get("rope_theta", THETA)), THETA),
-        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
-        ("attention_bias", config.get("attention_bias", False), False),
-        ("mlp_bias", config.get("mlp_bias", False), False),
-        ("tie_word_embeddings", config.get("tie_word_embeddings", False), False),
-    ):
-        if value != accepted:
-            raise InputError(f"{name} is {value!r:.80} in config.json of a Llama; accepted: {accepted!r:.80}")
-    return {ours: config[theirs] for ours, theirs in _SIZES.items()} | {"gated": True}
-
-
-def _product(width, heads, otherwise):
-    return width * heads if type(width) is int and type(heads) is int else otherwise if width is None else width
+    plain = {"rope_type": "default", "rope_theta": THETA}
+    accepted = {name: config_of(sizes, torch.float32)[name] for name in _FIXED} | {"rope_parameters": plain}
+    entries = {name: value for name, value in config.items() if value is not None}
+    entries["rope_parameters"] = plain | {"rope_theta": config.get("rope_theta", THETA)} | rope
+    for name, value in accepted.items():
+        if entries.get(name, value) != value:
+            raise InputError(f"{name} is {entries[name]!r:.80} in config.json of a Llama; accepted: {value!r:.80}")
+    return sizes
 
 
 def to_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a LanguageModel under Llama's names."""
     theirs = {}
     for name, weight in weights.items():
-        layer, part = _parts(name, r"layers\.")
+        layer, part = _PLACE.fullmatch(name).groups()
+        prefix = f"model.layers.{layer}." if layer else ""
         if part == "attention.qkv_proj":
-            theirs |= {_ATTENTION.format(layer, which): t for which, t in zip("qkv", weight.chunk(3), strict=True)}
+            theirs |= {f"{prefix}{its}.weight": t for its, t in zip(_QKV, weight.chunk(3), strict=True)}
         else:
-            theirs[("" if layer is None else f"model.layers.{layer}.") + _NAMES[part] + ".weight"] = weight
+            theirs[f"{prefix}{_NAMES[part]}.weight"] = weight
     return theirs
 
 
 def from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that `to_llama` renamed under their own names."""
-    ours = {}
+    """Return the weights that `to_llama` renamed under their own names; others stay as they are."""
+    ours, names = {}, {theirs: own for own, theirs in _NAMES.items()}
     for name, weight in weights.items():
-        layer, part = _parts(name, r"model\.layers\.")
-        if part == "self_attn.q_proj":
-            whole = torch.cat([weights[_ATTENTION.format(layer, which)] for which in "qkv"])
-            ours[f"layers.{layer}.attention.qkv_proj.weight"] = whole
-        elif part not in ("self_attn.k_proj", "self_attn.v_proj"):
-            ours[("" if layer is None else f"layers.{layer}.") + _OURS[part] + ".weight"] = weight
+        layer, part = _PLACE.fullmatch(name).groups() if _PLACE.fullmatch(name) else (None, name)
+        prefix = f"layers.{layer}." if layer else ""
+        if part == _QKV[0]:
+            whole = [weights[name.replace(part, its)] for its in _QKV]
+            ours[f"{prefix}attention.qkv_proj.weight"] = torch.cat(whole)
+        elif part not in _QKV:
+            ours[f"{prefix}{names[part]}.weight" if part in names else name] = weight
     return ours
-
-
-def _parts(name: str, before: str) -> tuple[str | None, str]:
-    """Return the number of the layer that a weight is in, if it is in one, and the name of the module in it."""
-    match = re.fullmatch(rf"(?:{before}(\d+)\.)?(.+)\.weight", name)
-    assert match is not None, name  # names were checked before
-    return match[1], match[2]
 
 
 def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dict[str, str]:
@@ -140,10 +125,9 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
             f"{error}); accepted: what its tokenizer.json holds, or None for bytes"
         ) from None
     if most > vocabulary or tokenizer is None and most < vocabulary:
-        read = "bytes are read" if tokenizer is None else "the tokenizer is given"
         raise InputError(
-            f"the model has a vocabulary of {vocabulary}, and {read}, with {most} token numbers; accepted: the "
-            "tokenizer that the model was trained with"
+            f"the model has a vocabulary of {vocabulary}, and the tokenizer{' of bytes' if tokenizer is None else ''} "
+            f"{most} token numbers; accepted: the tokenizer that the model was trained with"
         )
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",

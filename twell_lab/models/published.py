@@ -15,13 +15,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core import InputError, RecordError, StackError, read_json
 from ..ops import clock
@@ -33,9 +31,6 @@ from .tiny import LanguageModel
 _SPARSE_RELU = {"llama_sparse_relu": ("llama", "arcee"), "qwen2_sparse_relu": ("qwen2", None)}
 _FOREIGN = ("sparsellama", "minicpm", "bamboo")  # those of twell_lab.models.foreign
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt")  # the files of a repository that are fetched
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
-_WEIGHTS = "model.safetensors"
-_INDEX = f"{_WEIGHTS}.index.json"
 
 
 def load(
@@ -50,8 +45,8 @@ def load(
     Args:
         name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's,
             of ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub
-            ("SakanaAI/SparseLM0.5B"), which is downloaded unless it is in the Hub's cache. How much is said on stderr
-            before, and nothing large is fetched of a model that could not be loaded.
+            ("SakanaAI/SparseLM0.5B"), which is downloaded unless it is in the Hub's cache. Nothing large is fetched of
+            a model whose kind could not be loaded.
         dtype: of the weights; by default what the checkpoint says.
         device: where the model goes.
         revision: of a repository: a branch, tag or commit.
@@ -68,10 +63,7 @@ def load(
     place = clock.present_device(device)
     folder = folder_of(name, revision)
     entries = configuration(folder)
-    if "format" in entries:
-        model: nn.Module = LanguageModel.load(folder)
-    else:
-        model = _from_transformers(folder, entries, dtype)
+    model = LanguageModel.load(folder) if "format" in entries else _from_transformers(folder, entries, dtype)
     if entries.get(CONFIG) is not None:
         try:
             Thresholds.read(entries[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
@@ -84,47 +76,32 @@ def load(
 
 
 def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return a model's folder: the one of this name, or a repository's in the Hub's cache. Arguments and errors: as in
-    `load`."""
+    """Return a model's folder: the one of this name, or a repository's in the Hub's cache, downloaded if need be.
+    Arguments and errors: as in `load`."""
     if not isinstance(name, (str, os.PathLike)):
         raise InputError(f"name is a {type(name).__name__}; a folder or the name of a repository is accepted")
     shown = os.fspath(name)
     if "\0" not in shown and os.path.isdir(shown):
         return Path(shown)
-    if not _ON_HUB.fullmatch(shown):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", shown):
         raise InputError(
             f"there is no folder {shown!r:.200}; accepted: one, or a repository's name such as 'owner/name'"
         )
-    return _fetched(shown, revision)
-
-
-def _fetched(name: str, revision: str | None) -> Path:
-    """Return the folder of a repository of the Hub in the Hub's cache, downloaded if need be."""
     try:
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub import snapshot_download
     except ImportError:
         raise StackError("loading from the Hub needs huggingface_hub: pip install huggingface_hub") from None
     try:
-        cached = Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, local_files_only=True))
-        if (cached / "config.json").is_file() and _shards(cached):
-            return cached
-    except (LocalEntryNotFoundError, HFValidationError, InputError):  # it is not there, or not whole; see below
-        pass
-    try:
-        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
-        sizes = [f.size or 0 for f in files if any(Path(f.rfilename).match(pattern) for pattern in _WANTED)]
-        small = Path(snapshot_download(name, revision=revision, allow_patterns=("*.json",)))
+        small = Path(snapshot_download(shown, revision=revision, allow_patterns="*.json"))
         if (small / "config.json").is_file():
             _check_kind(small, configuration(small))
-        print(f"{name}: {len(sizes)} files, {sum(sizes) / 1e9:.2f} GB, from the Hugging Face Hub", file=sys.stderr)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(shown, revision=revision, allow_patterns=_WANTED))
     except (InputError, StackError):
         raise
     except Exception as error:  # the Hub's client and the network raise their own kinds
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"there is no folder {name!r}, and the repository of that name cannot be reached ({type(error).__name__}: "
+            f"there is no folder {shown!r}, and the repository of that name cannot be reached ({type(error).__name__}: "
             f"{reason:.200}); accepted: a folder that is here, or a repository of the Hub, which needs a network"
         ) from error
 
@@ -137,30 +114,6 @@ def configuration(folder: Path) -> dict:
             f"there is no model in {str(folder)!r}: no config.json with an object; accepted: a folder with one"
         )
     return entries
-
-
-def _files(folder: Path) -> dict[str, str] | None:
-    """Return the file of each weight, as the index says; None without an index. InputError for one that is damaged."""
-    if not (folder / _INDEX).is_file():
-        return None
-    index = read_json(folder / _INDEX, "model")
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(type(f) is str and Path(f).name == f for f in files.values()):
-        raise InputError(f"{_INDEX} in {str(folder)!r} has no weight_map of file names")
-    return files
-
-
-def _shards(folder: Path) -> list[Path]:
-    """Return the files with the weights. InputError where there are none, or one is missing."""
-    files = _files(folder)
-    paths = [folder / name for name in (sorted(set(files.values())) if files is not None else [_WEIGHTS])]
-    for path in paths:
-        if not path.is_file():
-            raise InputError(
-                f"there are no weights in {str(folder)!r}: no {path.name}; safetensors are accepted, and no pickled "
-                "weights"
-            )
-    return paths
 
 
 def tokenizer_of(folder: Path):
@@ -187,38 +140,17 @@ def _kind(entries: dict) -> str:
 
 
 def _check_kind(folder: Path, entries: dict) -> None:
-    """Raise InputError for a model that cannot be loaded, as far as its small files tell: its weights need not be there
-    yet."""
-    kind = _kind(entries)
-    if "format" in entries or kind in _SPARSE_RELU:
-        return
-    auto = _transformers().models.auto
-    if kind in _FOREIGN:
-        from . import foreign
-
-        if reason := foreign.obstacle(kind, entries):
-            raise InputError(f"{reason}: config.json in {str(folder)!r}")
-        if names := [name for name in _files(folder) or () if ".predictor." in name]:
-            raise InputError(
-                f"{str(folder)!r} has {names[0]}: its layers leave out the neurons that a predictor takes for silent, "
-                "which no model here does; accepted: a checkpoint without predictors"
-            )
-        return
-    causal = auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if kind in causal:
-        return
+    """Raise InputError for a model of a kind that cannot be loaded: its weights need not be there yet."""
     own = (*_SPARSE_RELU, *_FOREIGN)
-    if kind in auto.configuration_auto.CONFIG_MAPPING:
-        what = "is no causal language model (load it by its own class of transformers: profile and sparsify take it)"
-    else:
-        code = ", and the repository's own code is not run" if entries.get("auto_map") else ""
-        near = get_close_matches(kind, [*causal, *own], 3)
-        what = f"transformers does not know{code}" + (f"; close to it: {', '.join(near)}" if near else "")
-    raise InputError(
-        f"model_type is {entries.get('model_type')!r:.80} in {str(folder)!r}, which {what}; accepted: "
-        f"{', '.join(own)}, and {len(causal)} of transformers, which "
-        "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES lists"
-    )
+    if "format" in entries or _kind(entries) in own:
+        return
+    causal = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if _kind(entries) not in causal:
+        raise InputError(
+            f"model_type is {entries.get('model_type')!r:.80} in {str(folder)!r}, and a repository's own code is not "
+            f"run; accepted: {', '.join(own)}, and {len(causal)} causal language models of transformers (others: load "
+            "them by their own class, profile and sparsify take them)"
+        )
 
 
 def _transformers():
@@ -233,61 +165,44 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     """Return a model of transformers, or of twell_lab.models.foreign. InputError, naming the first, for a weight that
     is missing or has another shape, which transformers would draw, and for an unknown one in a model that it does not
     know."""
-    kind, place, how = _kind(entries), folder, {}
     _check_kind(folder, entries)
-    shards = _shards(folder)
-    if kind in _SPARSE_RELU:
-        config, dtype = _sparse_relu_config(folder, entries, dtype)
-        turned = entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel")
-        weights = _read(shards, ".mlp.down_proj.weight" if turned else None)
-        source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        place, how = None, {"config": config, "state_dict": weights}
-    elif kind in _FOREIGN:
-        from . import foreign
-
-        source = foreign.MODELS[kind]
-        tied = {"tie_word_embeddings": kind == "minicpm"}  # where it does not say
-        theirs = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map")}
-        how = {"config": _made(folder, kind, source.config_class.from_dict, tied | theirs)}
-    else:
-        source = _transformers().AutoModelForCausalLM
-    how |= dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
+    kind, source, place = _kind(entries), _transformers().AutoModelForCausalLM, folder
+    how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
     try:
+        if kind in _SPARSE_RELU:
+            how["config"], dtype = _sparse_relu_config(entries, dtype)
+            source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(how["config"])]
+            if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
+                place, how["state_dict"] = None, _turned(folder)
+        elif kind in _FOREIGN:
+            from . import foreign
+
+            source = foreign.MODELS[kind]
+            how["config"] = foreign.config_of(kind, entries)
         with quiet():
-            model, found = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
+            model, report = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
     except Exception as error:  # of files, entries, sizes, and of what a quantised model needs: all of their own kinds
-        raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
-    if wrong := sorted(found["mismatched_keys"]):
+        raise InputError(f"{str(folder)!r} cannot be loaded: {error}; accepted: whole safetensors") from error
+    if wrong := sorted(report["mismatched_keys"]):
         name, here, accepted = wrong[0]
         raise InputError(f"{name} in {str(folder)!r} has shape {list(here)}; {list(accepted)} is accepted")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} more of the model's weights" if missing[1:] else ""
         raise InputError(f"{str(folder)!r} lacks {missing[0]}{more}")
-    if kind in (*_SPARSE_RELU, *_FOREIGN) and (unknown := sorted(found["unexpected_keys"])):
+    if kind in (*_SPARSE_RELU, *_FOREIGN) and (unknown := sorted(report["unexpected_keys"])):
         raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
     return model
 
 
-def _read(shards: list[Path], turned: str | None) -> dict[str, Tensor]:
-    """Return the weights of these files, transposed where their names end so. InputError for a file that is damaged."""
-    weights: dict[str, Tensor] = {}
-    for path in shards:
-        try:
-            weights |= safetensors.torch.load_file(path)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise InputError(f"{str(path)!r} cannot be read: {error}; accepted: a whole safetensors file") from error
-    return {name: t.t() if turned and name.endswith(turned) else t for name, t in weights.items()}
+def _turned(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a folder whose `down` were saved transposed, as the model has them."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= safetensors.torch.load_file(path)
+    return {name: t.t() if name.endswith(".mlp.down_proj.weight") else t for name, t in weights.items()}
 
 
-def _made(folder: Path, kind: str, make, entries: dict):
-    """Return make(entries), a configuration. InputError where its entries are refused."""
-    try:
-        return make(entries)
-    except Exception as error:  # the library checks entries in several ways
-        raise InputError(f"config.json in {str(folder)!r} is not that of a {kind}: {error}") from error
-
-
-def _sparse_relu_config(folder: Path, entries: dict, dtype: torch.dtype | None):
+def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
     """Return the configuration of a model whose layers compute a ReLU, whatever config.json says; and its dtype."""
     kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
     if kind is None:
@@ -302,9 +217,8 @@ def _sparse_relu_config(folder: Path, entries: dict, dtype: torch.dtype | None):
     stored = theirs.pop("torch_dtype", None) or theirs.pop("dtype", None) or "float32"
     dtype = dtype or getattr(torch, str(stored).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise InputError(f"config.json in {str(folder)!r} says torch_dtype {stored!r:.80}; accepted: a dtype of torch")
-    make = _transformers().AutoConfig.for_model
-    return _made(folder, kind, lambda its: make(kind, **its), theirs), dtype
+        raise InputError(f"config.json says torch_dtype {stored!r:.80}, which is no dtype of torch")
+    return _transformers().AutoConfig.for_model(kind, **theirs), dtype
 
 
 @contextmanager

@@ -30,10 +30,10 @@ What quality is left after it depends on how long it is trained on; the papers s
 from __future__ import annotations
 
 import copy
-import types
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -93,57 +93,39 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(f"no feed-forward layer in {type(model).__name__}: {other_layers(model)}; {accepted()}")
     layers = [
-        (name, module, at)
-        for name, module, at in layers
-        if not is_relu(part := part_at(module, at))
+        (name, module, place)
+        for name, module, place in layers
+        if not is_relu(part := part_at(module, place))
         and not isinstance(part, SparseFFN)  # in OPT's place of the activation
         and (_of_text(model, name) if only is None else selected(only, name, module))
     ]
-    for name, module, at in layers:
-        kind = kind_of(part_at(module, at))
+    for name, module, place in layers:
+        kind = kind_of(part_at(module, place))
         if not any(part in kind.lower() for part in _LIKE_RELU):
             off = " (thresholds come off by tl.Thresholds.remove)" if kind == ThresholdedActivation.__name__ else ""
             raise InputError(
                 f"{name or type(module).__name__} uses {kind}{off}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
             )
     check_all((name, module) for name, module, _ in layers)
-    before = [(module, at, part_at(module, at)) for _, module, at in layers]
-    for _, module, at in layers:
-        put(module, at, nn.ReLU().train(module.training))
+    changed = {f"{name}.{place}".lstrip(".") for name, _, place in layers}
     try:
-        for name, saved in _saved(model):
-            _say_relu(
-                saved,
-                {
-                    f"{place}.{at}".removeprefix(f"{name}.").lstrip(".")
-                    for place, _, at in layers
-                    if _within(place, name)
-                },
-            )
+        saved = [(module, _governing(module, names)) for module, names in _saved(model, changed)]
     except InputError as error:
-        if only is not None:
-            warnings.warn(
-                f"{error}. The configuration stays as it was: what is saved with it is loaded with the old activations",
-                stacklevel=2,
-            )
-        else:
-            for module, at, activation in before:
-                put(module, at, activation)
+        if only is None:
             raise InputError(f"{error}; accepted: an `only`, which leaves the configuration as it was") from error
+        stays = "The configuration stays as it was: what is saved with it is loaded with the old activations"
+        warnings.warn(f"{error}. {stays}", stacklevel=2)
+        saved = []
+    for _, module, place in layers:
+        put(module, place, nn.ReLU().train(module.training))
+    for module, kinds in saved:
+        module.config = _with_relu(module.config, kinds)
     return model
-
-
-def _within(place: str, name: str) -> bool:
-    return not name or place == name or place.startswith(f"{name}.")
 
 
 def _of_text(model: nn.Module, name: str) -> bool:
     """Return whether the layer belongs to the model that reads and writes text: what its nearest configuration says."""
-    parts, configs = name.split(".") if name else [], []
-    for at in range(len(parts) + 1):
-        config = getattr(model.get_submodule(".".join(parts[:at])), "config", None)
-        if hasattr(config, "get_text_config"):
-            configs.append(config)
+    configs = [config for config in _configs_above(model, name) if hasattr(config, "get_text_config")]
     if not configs:
         return True
     kinds = {type(configs[0])}
@@ -153,106 +135,82 @@ def _of_text(model: nn.Module, name: str) -> bool:
     return type(configs[-1]) in kinds
 
 
-def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are saved with a configuration: most often the model itself."""
-    found: list[str] = []
+def _configs_above(model: nn.Module, name: str) -> list:
+    """Return the configurations of the modules on the way to the one of this name, the model's first."""
+    places = [part for part in name.split(".") if part]
+    modules = [model.get_submodule(".".join(places[:at])) for at in range(len(places) + 1)]
+    return [module.config for module in modules if getattr(module, "config", None) is not None]
+
+
+def _saved(model: nn.Module, changed: set[str]) -> Iterator[tuple[nn.Module, set[str]]]:
+    """Yield the outermost modules that are saved with a configuration, most often the model itself, each with the names
+    in it of activations that change."""
+    outer: list[str] = []
     for name, module in model.named_modules():
         saves = hasattr(type(module), "save_pretrained") or isinstance(module, LanguageModel)
-        if saves and not any(_within(name, each) for each in found):
-            found.append(name)
-            yield name, module
+        prefix = f"{name}." if name else ""
+        if saves and not any(name.startswith(before) for before in outer):
+            outer.append(prefix)
+            if names := {place.removeprefix(prefix) for place in changed if place.startswith(prefix)}:
+                yield module, names
 
 
-def _say_relu(model: nn.Module, changed: set[str]) -> None:
-    """Have the model's configuration say ReLU for the activations of these names. InputError, with the configuration as
-    it was, where it would then say so of others too, or cannot: both are seen by building the model on meta, before and
-    after."""
-    if not changed:
-        return
-    wanted, configs = copy.deepcopy(model.config), []
-    for name in changed:
-        configs += [at for at in _configs_above(model, name) if at not in configs]
-    for at in configs:
-        _set_relu(wanted, at)
-    now, then = _answers(model, copy.deepcopy(model.config)), _answers(model, copy.deepcopy(wanted))
-    governed = {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)}
-    own = _described(model)
-    other = sorted(name for name in governed if own.get(name) != then.get(name) and not _sparse(model, name))
-    if missed := sorted(changed - governed):
+def _governing(model: nn.Module, changed: set[str]) -> set[type]:
+    """Return the kinds of configurations that say the activations of these names. InputError where, with a ReLU, they
+    would say it of others too, or do not say it of these: both are seen by building the model on meta."""
+    own = {type(config) for config in _tree(model.config)}
+    kinds = {type(_configs_above(model, name.rpartition(".")[0])[-1]) for name in changed}
+    kinds = {kind if kind in own else type(model.config) for kind in kinds}
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            built = _relus(type(model)(_with_relu(copy.deepcopy(model.config), kinds)))
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(
+            f"{type(model).__name__} could not be built from its configuration to see which layers that governs: "
+            f"{type(error).__name__}: {reason:.200}"
+        ) from error
+    if missed := sorted(changed - built):
         raise InputError(
             f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be "
             "loaded as this model"
         )
-    if other:
+    sparse = {name for name, module in model.named_modules() if isinstance(module, SparseFFN)}
+    others = sorted(built - changed - _relus(model))
+    if others := [name for name in others if not sparse & {name, name.rpartition(".")[0]}]:  # which compute a ReLU
         raise InputError(
-            f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in "
-            "all), which would become a ReLU where the model is loaded again"
+            f"the activation in {type(model.config).__name__} is also that of {', '.join(others[:3])} ({len(others)} "
+            "in all), which would become a ReLU where the model is loaded again"
         )
-    for at in configs:
-        _set_relu(model.config, at)
-    if isinstance(model, LanguageModel):
-        model.config = wanted
+    return kinds
 
 
-def _configs_above(model: nn.Module, name: str) -> list[tuple[str, ...]]:
-    """Where, from the model's configuration, the one lies that the module of this name was built from: its own or of
-    what holds it."""
-    nearest = model.config
-    parts = name.split(".")
-    for at in range(len(parts)):
-        found = getattr(model.get_submodule(".".join(parts[:at])), "config", None)
-        nearest = nearest if found is None else found
-    tree = list(_tree(model.config))
-    return (
-        [path for path, config in tree if config is nearest]
-        or [path for path, config in tree if type(config) is type(nearest)]
-        or [()]
-    )
+def _tree(config) -> Iterator:
+    """Yield a configuration and those within it."""
+    yield config
+    for inner in vars(config).values():
+        if hasattr(inner, "get_text_config"):
+            yield from _tree(inner)
 
 
-def _tree(config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """A configuration and those within it, each by the way to it."""
-    yield path, config
-    for name, each in vars(config).items():
-        if hasattr(each, "get_text_config"):
-            yield from _tree(each, (*path, name))
+def _with_relu(config, kinds: set[type]):
+    """Return the configuration with a ReLU in the fields of its parts of these kinds: itself, changed in place, but
+    where it is a ModelConfig."""
+    if isinstance(config, ModelConfig):
+        return replace(config, activation="relu")
+    for part in _tree(config):
+        for field in _FIELDS if type(part) in kinds else ():
+            if isinstance(before := getattr(part, field, None), str):
+                setattr(part, field, "gated-relu" if before.startswith("gated-") else "relu")
+    return config
 
 
-def _set_relu(config, at: tuple[str, ...]) -> None:
-    for name in at:
-        config = getattr(config, name)
-    for field in _FIELDS:
-        if isinstance(getattr(config, field, None), str):  # a ModelConfig is frozen
-            value = "gated-relu" if getattr(config, field).startswith("gated-") else "relu"
-            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, value)
-
-
-def _answers(model: nn.Module, config) -> dict[str, object]:
-    """Return what a model built from this configuration is made of, as `_described` tells it."""
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return _described(type(model)(config))
-    except Exception as error:
-        said = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InputError(
-            f"{type(model).__name__} could not be built from its configuration to see which layers that governs: "
-            f"{type(error).__name__}: {said:.200}"
-        ) from error
-
-
-def _described(model: nn.Module) -> dict[str, object]:
-    """The kind of every module by name, and every function and string that a module holds: where an activation may be
-    named."""
-    made: dict[str, object] = {}
+def _relus(model: nn.Module) -> set[str]:
+    """Return the names of what a model has a ReLU in: modules, functions, and words that name one."""
+    names = {name for name, module in model.named_modules() if is_relu(module)}
     for name, module in model.named_modules():
-        made[name] = type(module).__name__
-        for key, value in vars(module).items():
-            if isinstance(value, (str, types.FunctionType, types.BuiltinFunctionType)):
-                made[f"{name}.{key}".lstrip(".")] = value
-    return made
-
-
-def _sparse(model: nn.Module, name: str) -> bool:
-    """Return whether the activation of this name went into a SparseFFN, which computes a ReLU."""
-    modules = dict(model.named_modules())
-    return any(isinstance(modules.get(each), SparseFFN) for each in (name, name.rpartition(".")[0]))
+        words = {
+            key for key, value in vars(module).items() if is_relu(value) or isinstance(value, str) and value == "relu"
+        }
+        names |= {f"{name}.{key}".lstrip(".") for key in words}
+    return names

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..analysis.plan import Plan
 from ..analysis.planner import plan as plan_layers
-from ..analysis.profile import FiringProfile, count
+from ..analysis.profile import count
 from ..core import InputError, TwellError
 from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice, LayerPlan
@@ -156,55 +156,42 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
         found, timed = count(model, layers, batches[::2], **geometry), batches[1::2] or None
         plan = plan_layers(found, model, batches=timed, calls=calls, only=lambda name, module: name in names, **more)
         model = _swap(model, layers, plan, geometry)
-        lines = [_fires(found), plan.summary(), *_ordered(model)]
-    print("\n".join([*lines, *_left(reasons)]))
+        shares = [layer.density for layer in found.layers if layer.tokens]
+        span = (
+            f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
+        )
+        lines = [f"fires: {span}, counted on {found.tokens:,} tokens", plan.summary()]
+        if moved := sum(isinstance(m, SparseFFN) and m.order is not None for m in model.modules()):
+            fit = "optimizers, averages and masks made before no longer fit them"
+            lines.append(f"neurons in another order: {moved} layers; {fit}")
+    lines += [f"stay dense: {many} layers, {reason}" for reason, many in Counter(reasons.values()).items()]
+    print("\n".join(lines))
     return model
 
 
-def _fires(found: FiringProfile) -> str:
-    shares = [layer.density for layer in found.layers if layer.tokens]
-    span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
-    return f"fires: {span}, counted on {found.tokens:,} tokens"
-
-
-def _ordered(model: nn.Module) -> list[str]:
-    many = sum(isinstance(m, SparseFFN) and m.order is not None for m in model.modules())
-    if not many:
-        return []
-    return [f"neurons in another order: {many} layers; optimizers, averages and masks made before no longer fit them"]
-
-
-def _left(reasons: dict[str, str]) -> list[str]:
-    kinds = Counter(reasons.values())
-    return [f"stay dense: {count} layers, {reason}" for reason, count in kinds.items()]
-
-
 def _tied(model: nn.Module) -> set[int]:
-    """The ids of parameters that several modules have."""
+    """Return the ids of parameters that several modules have."""
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    return {known for known, count in owners.items() if count > 1}
+    return {number for number, many in owners.items() if many > 1}
 
 
 def _read(how) -> Plan | Choice | None:
     """Return what `sparsify` was told: a Plan or a Choice; None for batches. InputError for what is neither."""
     if isinstance(how, (Plan, Choice)):
         return how
-    if isinstance(how, os.PathLike):
+    if isinstance(how, str) and how in PATHS.names():
+        if PATHS[how].splits:
+            raise InputError(f"path {how!r} needs a number of hot neurons: tl.Choice({how!r}, 256)")
+        return Choice(how)
+    if isinstance(how, os.PathLike) or isinstance(how, str) and os.path.exists(how):
         return Plan.load(how)
     if isinstance(how, str):
-        if how in PATHS.names():
-            if PATHS[how].splits:
-                raise InputError(f"path {how!r} needs a number of hot neurons: tl.Choice({how!r}, 256)")
-            return Choice(how)
-        if os.path.exists(how):
-            return Plan.load(how)
         raise InputError(
             f"how is {how!r:.200}, neither a path ({', '.join(PATHS.names())}) nor a file; accepted: {WAYS}"
         )
-    if how is None:
-        raise InputError(f"sparsify was not told how; accepted: {WAYS}")
     if not isinstance(how, Iterable):
-        raise InputError(f"how is {how!r:.200}, no batches; accepted: {WAYS}")
+        what = "sparsify was not told how" if how is None else f"how is {how!r:.200}, no batches"
+        raise InputError(f"{what}; accepted: {WAYS}")
     return None
 
 

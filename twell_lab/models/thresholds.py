@@ -16,6 +16,7 @@ mean, each place counted by its multiplications, is what was wished; the last st
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
@@ -24,21 +25,21 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.functional import linear
 
 from .. import records
 from ..analysis import saved
-from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run
+from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
 from ..core import InputError, RecordError, write_atomically
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.find import FeedForward, Only, check_model, cut_places, selected
 from ..layers.lossy import ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import is_projection, named_family, part_at, parts_of, put, uncompiled
+from ..layers.parts import named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
@@ -50,30 +51,28 @@ LEVELS = tuple(number / 20 for number in range(20))  # the sparsities at which e
 ROWS = 256  # inputs of each layer that are kept to measure errors on
 LOSSY = "lossy: a thresholded model computes something else than the model it was made of"
 
-_LOW, _HIGH, _PER_OCTAVE = -24, 16, 32  # magnitudes of 2**-24 to 2**16 are told apart, 32 steps for each factor of two
-_BINS = (_HIGH - _LOW) * _PER_OCTAVE
+_EDGES = torch.cat([torch.zeros(1), torch.arange(-24 * 32, 16 * 32 + 1).div(32).exp2()])  # 0, then 2.2% a step
 _CHUNK = 2**22  # values that are counted at a time
 _SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
-    """How many values of each magnitude were seen, on a logarithmic scale of 2.2% a step: its size is the same however
-    many there were.
+    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16: its size is the same
+    however many there were.
 
-    counts: int64 [3 + steps]: exact zeros, below the scale, its steps, above it."""
+    counts: int64, exact zeros and then those up to each further edge of the scale, larger ones with the last."""
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(_BINS + 3, dtype=torch.int64, device="cpu")
+        self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
 
     def add(self, values: Tensor) -> None:
         """Count these values, of any shape. InputError for one that is not finite."""
-        for some in values.detach().reshape(-1).split(_CHUNK):
-            size = some.float().abs()
+        for part in values.detach().flatten().split(_CHUNK):
+            size = part.float().abs()
             if not size.isfinite().all():
                 raise InputError("a value is not finite; accepted: a model and batches that give finite values")
-            place = ((size.log2() - _LOW) * _PER_OCTAVE).floor().clamp(-1, _BINS) + 2
-            place = torch.where(size == 0, 0, place).long()
-            self.counts += torch.bincount(place, minlength=_BINS + 3).cpu()
+            place = torch.bucketize(size, _EDGES.to(size.device)).clamp_(max=len(_EDGES) - 1)
+            self.counts += torch.bincount(place, minlength=len(_EDGES)).cpu()
 
     @property
     def total(self) -> int:
@@ -83,22 +82,15 @@ class Histogram:
     def density(self, threshold: float) -> float:
         """Return the share of values that are neither zero nor below the threshold, those of a step counting as evenly
         spread; NaN where none was seen."""
-        if threshold <= 2.0**_LOW:
-            at, share = 1, threshold / 2.0**_LOW
-        else:
-            place = (math.log2(threshold) - _LOW) * _PER_OCTAVE
-            at, share = min(int(place), _BINS) + 2, place - int(place) if place < _BINS else 0.0
-        below = int(self.counts[:at].sum()) + share * int(self.counts[at])
-        return 1 - below / self.total if self.total else math.nan
+        below = np.interp(threshold, _EDGES.numpy(), self.counts.cumsum(0).numpy())
+        return float(1 - below / self.total) if self.total else math.nan
 
     def threshold(self, sparsity: float) -> float:
         """Return the threshold below which this share of the values lies; 0 where so many are zero by themselves."""
-        wanted, below = sparsity * self.total, self.counts.cumsum(0)
-        at = int((below < wanted).sum())
-        if at == 0:
+        wanted = sparsity * self.total
+        if wanted <= int(self.counts[0]):
             return 0.0
-        share = (wanted - int(below[at - 1])) / max(1, int(self.counts[at]))
-        return share * 2.0**_LOW if at == 1 else 2.0 ** (_LOW + min(at - 2 + share, _BINS) / _PER_OCTAVE)
+        return float(np.interp(wanted, self.counts.cumsum(0).numpy(), _EDGES.numpy()))
 
 
 class LayerCalibration:
@@ -122,7 +114,7 @@ class LayerCalibration:
             return
         values = {"input": x, "activation": self.layer.acts(first.clone())}  # it may work in place
         if "hidden" in self.sites:
-            beside = 1 if self.layer.gate is None else linear(x, up.weight, up.bias)
+            beside = 1 if self.layer.gate is None else F.linear(x, up.weight, up.bias)
             values["hidden"] = values["activation"] * beside
         for site, histogram in self.sites.items():
             try:
@@ -141,8 +133,9 @@ class LayerCalibration:
 
     @torch.no_grad()
     def output(self, thresholds: dict[str, float]) -> Tensor:
-        """Compute what the layer gives for `rows` with these thresholds."""
-        return linear(hidden_by(self.layer, self.rows, thresholds), self.layer.down.weight, self.layer.down.bias)
+        """Compute what the layer gives for `rows` with these thresholds, float64 [n, d_model]."""
+        down = self.layer.down
+        return F.linear(hidden_by(self.layer, self.rows, thresholds), down.weight, down.bias).double()
 
     @cached_property
     def exact(self) -> Tensor:
@@ -151,8 +144,7 @@ class LayerCalibration:
 
     def error(self, thresholds: dict[str, float]) -> float:
         """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
-        off = (self.output(thresholds) - self.exact).double().norm().item()
-        return off / (self.exact.double().norm().item() or 1.0)
+        return (self.output(thresholds) - self.exact).norm().item() / (self.exact.norm().item() or 1.0)
 
     def errors(self, site: str) -> list[float]:
         """Measure the error with a threshold in this place alone, at each of LEVELS, once."""
@@ -185,30 +177,32 @@ class Calibration:
         shares = [dict.fromkeys(layer.sites, 0.0 if greedy else float(sparsity)) for layer in self.layers]
         if not greedy:
             return shares
-        work = {(number, site): layer.work(site) for number, layer in enumerate(self.layers) for site in layer.sites}
-        level, left = dict.fromkeys(work, 0), sparsity * sum(work.values())
+        places = [(number, site) for number, layer in enumerate(self.layers) for site in layer.sites]
+        work = [self.layers[number].work(site) for number, site in places]
 
-        def price(place: tuple[int, str]) -> float:
-            errors, at = self.layers[place[0]].errors(place[1]), level[place]
-            return (errors[at + 1] - errors[at]) / ((LEVELS[at + 1] - LEVELS[at]) * work[place])
+        def step(place: int, level: int) -> tuple[float, int, int]:
+            """Return what the step from this level to the next one costs, with place and level."""
+            number, site = places[place]
+            errors = self.layers[number].errors(site)
+            return (errors[level + 1] - errors[level]) / work[place], place, level
 
-        prices = {place: price(place) for place in work}
-        while left > 1e-9 * sum(work.values()):
-            place = min(prices, key=prices.__getitem__)
-            step = min(LEVELS[level[place] + 1] - LEVELS[level[place]], left / work[place])
-            shares[place[0]][place[1]] = LEVELS[level[place]] + step
-            left -= step * work[place]
-            level[place] += 1
-            if level[place] + 1 < len(LEVELS):
-                prices[place] = price(place)
-            else:
-                del prices[place]
+        steps = [step(place, 0) for place in range(len(places))]
+        heapq.heapify(steps)
+        left = sparsity * sum(work)
+        while left > 1e-9 * sum(work):
+            _, place, level = heapq.heappop(steps)
+            number, site = places[place]
+            size = min(LEVELS[level + 1] - LEVELS[level], left / work[place])
+            shares[number][site] = LEVELS[level] + size
+            left -= size * work[place]
+            if level + 2 < len(LEVELS):
+                heapq.heappush(steps, step(place, level + 1))
         return shares
 
     def at(self, sparsity: float, *, greedy: bool = False) -> Thresholds:
         """Return the thresholds for this sparsity; arguments as `thresholds` takes them."""
         shares = self.sparsities(sparsity, greedy=greedy)
-        layers = [layer.at(each) for layer, each in zip(self.layers, shares)]
+        layers = [layer.at(sites) for layer, sites in zip(self.layers, shares)]
         return Thresholds(self.method, float(sparsity), greedy, self.tokens, layers)
 
 
@@ -218,23 +212,18 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     Arguments and errors are those of `thresholds`; the model is left as it was."""
     if method not in tuple(SITES):
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
-    if not (found := _layers(model, only)):
-        chosen = " that `only` takes" if only is not None else ""
+    if not (chosen := _layers(model, only)):
         raise InputError(
-            f"no feed-forward layer in {type(model).__name__}{chosen}; routed experts, which share an activation, do "
-            f"not count; {accepted()}"
+            f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
+            f"experts, which share an activation, do not count; {accepted()}"
         )
     if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
-    check_all((layer.name, layer.module) for layer in found)
-    layers = [LayerCalibration(layer, method) for layer in found]
+    check_all((layer.name, layer.module) for layer in chosen)
+    layers = [LayerCalibration(layer, method) for layer in chosen]
     run(model, [(layer.layer, layer.add) for layer in layers], batches)
-    for layer in layers:
-        if not layer.tokens:
-            raise InputError(
-                f"{layer.name!r} saw no token: the batches were empty, or have nothing for it; accepted: one token or "
-                "more, or an `only` that leaves it out"
-            )
+    if idle := [layer.name for layer in layers if not layer.tokens]:
+        raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
     return Calibration(method, layers)
 
 
@@ -264,10 +253,10 @@ def thresholds(
         only: the layers for which only(name, module) is true; the others keep all their values.
 
     Raises:
-        InputError: for a model without a feed-forward layer that is known; for layers that compute something else than
-            their parts say, quantised, adapted or sharded ones, weights on meta, layers that `sparsify` swapped, and a
-            model that has thresholds; for values that are not finite; and for wrong arguments. Routed experts are left
-            as they are, and a model that has no other layer is refused: they share one activation.
+        InputError: for a model without a feed-forward layer that is known (routed experts, which share one activation,
+            are left as they are); for layers that compute something else than their parts say, quantised, adapted or
+            sharded ones, weights on meta, layers that `sparsify` swapped, and a model that has thresholds; for values
+            that are not finite; and for wrong arguments.
     """
     _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
@@ -321,13 +310,12 @@ class Thresholds:
 
     @property
     def spared(self) -> float:
-        """The share of the layers' multiplications that meet a zero, on the calibration batches."""
+        """Return the share of the layers' multiplications that meet a zero, on the calibration batches."""
         zero, whole = 0.0, 0
         for layer in self.layers:
             size = layer.d_ff * layer.d_model
             whole += (3 if layer.gated else 2) * size
-            for site, density in layer.density.items():
-                zero += (1 - density) * _matrices(site, layer.gated) * size
+            zero += sum((1 - share) * _matrices(site, layer.gated) * size for site, share in layer.density.items())
         return zero / whole
 
     def table(self) -> list[dict]:
@@ -365,14 +353,15 @@ class Thresholds:
         those that were calibrated, and for one that `sparsify` swapped."""
         pairs = self._pairs(model)
         self.remove(model)
-        for layer, found in pairs:
-            module, parts = found.module, parts_of(found.module)
+        for layer, place in pairs:
+            module, parts = place.module, parts_of(place.module)
             if self.method == "cats":
-                activation = ThresholdedActivation(found.acts, layer.thresholds["activation"])
+                activation = ThresholdedActivation(place.acts, layer.thresholds["activation"])
                 put(module, parts.family.activation, activation.train(module.training))
-            for place, projections in cut_places(parts).items() if self.method == "teal" else ():
-                inputs = ThresholdedInput(layer.thresholds[place]).train(module.training)
-                inputs.put_on(module, place, projections)
+                continue
+            for site, projections in cut_places(parts).items():
+                inputs = ThresholdedInput(layer.thresholds[site]).train(module.training)
+                inputs.put_on(module, site, projections)
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model
@@ -419,19 +408,18 @@ class Thresholds:
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
-        names, pairs = {layer.name for layer in self.layers}, []
-        there = {found.name: found for found in _layers(model, lambda name, module: name in names)}
+        names = {layer.name for layer in self.layers}
+        there = {place.name: place for place in _layers(model, lambda name, module: name in names)}
         for layer in self.layers:
-            wanted, found = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
-            if found is None or _shape(found) != wanted:
+            wanted, place = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
+            if place is None or _shape(place) != wanted:
                 said = "d_model {}, d_ff {}, gated {}, {}".format
-                own = "is not there" if found is None else f"has {said(*_shape(found))}"
+                own = "is not there" if place is None else f"has {said(*_shape(place))}"
                 raise InputError(
                     f"these are thresholds of another model: {layer.name!r} {own}, and they are for {said(*wanted)}; "
                     "accepted: the model that they were made for"
                 )
-            pairs.append((layer, found))
-        return pairs
+        return [(layer, there[layer.name]) for layer in self.layers]
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write them as JSON, the file whole or not at all. RecordError where it can't be written."""
@@ -472,23 +460,17 @@ def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
     _check_dense(model)
     layers = []
     for name, module in uncompiled(model).named_modules():
-        family = None if experts_of(module) else named_family(module)
-        if family is None or not selected(only, name, module):
+        if experts_of(module) or named_family(module) is None or not selected(only, name, module):
             continue
-        for place in family.projections:
-            part = part_at(module, place)
-            if (
-                not isinstance(part, nn.Module)
-                or not is_projection(part)
-                or any(t.is_meta or hasattr(t, "device_mesh") for t in part.parameters())
-            ):
-                raise InputError(
-                    f"{title(name, module)}: {place} is a {type(part).__qualname__}, quantised, adapted, sharded or on "
-                    "meta; accepted: a plain torch.nn.Linear, or an `only` that leaves the layer out"
-                )
-        if (parts := parts_of(module)) is not None:
-            acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
-            layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))
+        parts = parts_of(module)
+        weights = [] if parts is None else [p for owner in parts.owners for p in owner.parameters()]
+        if parts is None or any(p.is_meta or hasattr(p, "device_mesh") for p in weights):
+            raise InputError(
+                f"{title(name, module)}: its projections are quantised, adapted, sharded or on meta; accepted: plain "
+                "ones of torch.nn.Linear, or an `only` that leaves the layer out"
+            )
+        acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
+        layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))
     return layers
 
 
@@ -525,7 +507,7 @@ class LossChange:
 
     @property
     def bits_per_byte(self) -> tuple[float, float] | None:
-        """(dense, thresholded) in bits a byte of text."""
+        """Return (dense, thresholded) in bits a byte of text."""
         if self.bytes_per_token is None:
             return None
         return tuple(nats / math.log(2) / self.bytes_per_token for nats in (self.dense, self.thresholded))
@@ -546,10 +528,11 @@ class LossChange:
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """Measure the mean loss of each window [n, length] in nats, float64 [n]. InputError for a token that the model does
     not know, and for a model that gives no scores [batch, tokens, vocabulary]."""
-    device, found, at, some = next(model.parameters()).device, [], 0, 1
+    device, means = next(model.parameters()).device, []
+    together = _SCORES // max(1, windows.shape[1] * vocabulary_of(model))
     with evaluating(model):
-        while at < len(windows):
-            tokens = windows[at : at + some].to(device)
+        for tokens in windows.split(max(1, min(32, together))):
+            tokens = tokens.to(device)
             try:
                 scores = model(tokens)
             except LookupError as error:
@@ -561,7 +544,5 @@ def losses(model: nn.Module, windows: Tensor) -> Tensor:
                     "model is accepted"
                 )
             nats = F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-            found.append(nats.double().view(len(tokens), -1).mean(1).cpu())
-            at += some
-            some = max(1, min(32, _SCORES // max(1, scores[0].numel())))  # the vocabulary is known from the first
-    return torch.cat(found)
+            means.append(nats.double().view(len(tokens), -1).mean(1).cpu())
+    return torch.cat(means)

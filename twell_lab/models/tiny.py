@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -167,15 +167,19 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
-        half = config.d_model // config.heads // 2
-        angles = torch.arange(config.context)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        self.register_buffer("cosine", angles.cos(), persistent=False)
-        self.register_buffer("sine", angles.sin(), persistent=False)
+        self._turn_positions()
         nn.init.normal_(self.embedding.weight)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 shrink = (2 * config.layers) ** -0.5 if name.endswith(("out_proj", "down_proj")) else 1.0
                 nn.init.normal_(module.weight, std=shrink * module.in_features**-0.5)
+
+    def _turn_positions(self) -> None:
+        """Make the tables of `rotate`, [context, width of a head / 2]."""
+        half = self.config.d_model // self.config.heads // 2
+        angles = torch.arange(self.config.context)[:, None] * llama.THETA ** (-torch.arange(half) / half)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
@@ -279,44 +283,39 @@ class LanguageModel(nn.Module):
             if not (folder / name).is_file():
                 hint = "; a run was killed there: resume it" if (folder / "training.pt").is_file() else ""
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
-        where = f"the weights in {str(folder)!r}"
         try:
             config, is_llama = _read_config(folder)
             weights = safetensors.torch.load_file(folder / "model.safetensors")
-            numbers = {name.split("layers.")[1].split(".")[0] for name in weights if "layers." in name}
-            # On meta nothing is built yet. Of layers without weights one is enough: it is named as missing.
+            if wrong := [name for name, weight in weights.items() if not weight.dtype.is_floating_point]:
+                raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype}; accepted: floating-point weights")
+            weights = llama.from_llama(weights) if is_llama else weights
+            check_fits(config)
             with torch.device("meta"):
-                wanted = cls(replace(config, layers=min(config.layers, len(numbers) + 1))).state_dict()
-            wanted = llama.to_llama(wanted) if is_llama else wanted
-            check_shapes(where, weights, {name: t.shape for name, t in wanted.items()})
-            for name, weight in weights.items():
-                if not weight.dtype.is_floating_point:
-                    raise InputError(f"{name} is {weight.dtype} in {where}; accepted: floating-point weights")
-            model = cls(config)
-            model.load_state_dict(llama.from_llama(weights) if is_llama else weights)
-        except InputError:
-            raise
+                model = cls(config)
+            model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
         except Exception as error:  # safetensors, json and torch raise their own kinds
-            raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"no model can be loaded from {str(folder)!r}: {reason:.400}") from error
+        model._turn_positions()
         return model
 
 
 def _read_config(folder: Path) -> tuple[ModelConfig, bool]:
     """Return the sizes that config.json says, and whether it is a Llama's. InputError for that of another model."""
     entries = read_json(folder / "config.json", "model")
-    kind = entries.get("model_type") if isinstance(entries, dict) else None
-    if is_llama := kind == llama.KIND:
-        entries = llama.sizes_of(entries)
-    elif isinstance(kind, str) and "format" not in entries:
+    if not isinstance(entries, dict):
+        raise InputError("config.json holds no object")
+    kind = entries.get("model_type")
+    if kind == llama.KIND:
+        return ModelConfig(**llama.sizes_of(entries)), True
+    if kind is not None and "format" not in entries:
         raise InputError(
-            f"{str(folder)!r} holds a model of transformers ({kind!r:.80}); accepted: a folder that LanguageModel.save "
-            "or save_pretrained wrote (tl.load reads others, too)"
+            f"it holds a model of transformers ({kind!r:.80}); accepted: a folder that LanguageModel.save or "
+            "save_pretrained wrote (tl.load reads others, too)"
         )
-    elif not isinstance(entries, dict) or type(entries.get("format")) is not int or entries.pop("format") != FORMAT:
-        raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
-    if unknown := sorted(entries.keys() - {field.name for field in fields(ModelConfig)}):
-        raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
-    return ModelConfig(**entries), is_llama
+    if type(entries.get("format")) is not int or entries.pop("format") != FORMAT:
+        raise InputError(f"config.json is not of format {FORMAT}, the one read")
+    return ModelConfig(**entries), False
 
 
 def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:

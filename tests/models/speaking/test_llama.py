@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab.core import InputError
-from twell_lab.models import llama
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training.text import tokenizer
@@ -134,17 +133,3 @@ def test_a_llama_without_its_sizes_is_refused(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != name}))
     with pytest.raises(InputError, match=name):
         LanguageModel.load(tmp_path)
-
-
-def test_names_go_there_and_back():
-    weights = model().state_dict()
-    there = llama.to_llama(weights)
-    assert sorted(there) == sorted(theirs_names(2)) and weights.keys() == llama.from_llama(there).keys()
-
-
-def theirs_names(layers):
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=8, intermediate_size=8, num_attention_heads=1
-    )
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).state_dict()

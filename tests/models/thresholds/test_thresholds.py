@@ -86,12 +86,9 @@ def test_density_falls_and_threshold_rises_all_the_way():
     for level, threshold in zip(LEVELS, rising):
         assert found.density(threshold) == pytest.approx(1 - level, abs=1e-4)
     assert found.density(0) == 1 and found.density(1e9) >= 0 and math.isnan(Histogram().density(1.0))
-
-
-def test_zeros_and_a_value_that_is_no_number():
-    found = Histogram()
-    found.add(torch.tensor([0.0, -0.0, 0.0, 2.0]))
-    assert found.density(0) == 0.25 and found.threshold(0.75) == 0 and 1.9 < found.threshold(0.9) < 2.1
+    zeros = Histogram()
+    zeros.add(torch.tensor([0.0, -0.0, 0.0, 2.0]))
+    assert zeros.density(0) == 0.25 and zeros.threshold(0.75) == 0 and 1.9 < zeros.threshold(0.9) < 2.1
     for wrong in (math.nan, math.inf):
         with pytest.raises(InputError, match="not finite"):
             found.add(torch.tensor([1.0, wrong]))
@@ -209,21 +206,16 @@ def test_a_layer_that_is_called_twice_counts_both():
     assert not torch.equal(answer(found.apply(model)), before) and torch.equal(answer(found.remove(model)), before)
 
 
-def test_modes_and_hooks_are_left_as_they_were():
-    model = llama().train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    found = tl.thresholds(model, tokens(), 0.5)
-    found.loss(model, tokens(seed=3))
-    assert [module.training for module in model.modules()] == modes
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("method", ["cats", "teal"])
 def test_what_is_put_on_and_what_comes_back_is_in_the_mode_of_the_layer(method):
     """A model in evaluation mode is taken by verbs that refuse one in training mode, such as bench.model."""
     model = llama()
+    model.model.layers[0].train()
+    modes = [module.training for module in model.modules()]
     found = tl.thresholds(model, [tokens()], method=method)
+    found.loss(model, tokens(seed=3))
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     for training in (False, True):
         assert {each.training for each in found.apply(model.train(training)).modules()} == {training}
         assert {each.training for each in found.remove(model.train(not training)).modules()} == {not training}
@@ -321,12 +313,6 @@ def test_the_loss_is_that_of_both_models_on_the_same_windows(method):
     assert torch.equal(answer(model), after)  # they were on it, and still are
 
 
-def test_no_sparsity_changes_no_loss():
-    model = llama()
-    cost = tl.thresholds(model, tokens(), 0.0).loss(model, tokens(seed=2))
-    assert cost.change == cost.low == cost.high == 0
-
-
 def test_other_thresholds_on_the_model_are_not_measured_as_these():
     model = llama()
     tl.thresholds(model, tokens(), 0.5).apply(model)
@@ -394,14 +380,6 @@ def test_inputs_with_thresholds_are_not_swapped_without_a_word():
         with pytest.raises(InputError, match="mlp: swapped by sparsify; accepted: dense layers"):
             found.remove(model)
         assert not lossy_parts(found.remove(tl.densify(model)))
-
-
-def test_an_activation_in_place_is_watched_without_being_run_twice():
-    model, plain = ours(nn.SiLU(inplace=True)), ours(nn.SiLU())
-    found = tl.thresholds(model, tokens(), 0.4)
-    assert found.layers == tl.thresholds(plain, tokens(), 0.4).layers
-    profiles = [tl.profile(found.apply(each), tokens()).table() for each in (model, plain)]
-    assert profiles[0] == profiles[1]
 
 
 @BOTH
@@ -582,12 +560,9 @@ def clamped():
         (lambda: "SakanaAI/SparseLM0.5B", r"got str; accepted: a model, such as tl.load\('SakanaAI/SparseLM0.5B'\)"),
         (lambda: None, "expected a torch.nn.Module, got NoneType"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential; routed experts"),
-        (
-            quantised,
-            r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear, quantised.*; accepted: a plain",
-        ),
-        (lambda: llama().to("meta"), "gate_proj is a Linear, .* on meta; accepted: a plain"),
-        (sharded, r"up_proj is a Linear, .* sharded or on meta"),
+        (quantised, r"model.layers.1.mlp \(LlamaMLP\).*quantised"),
+        (lambda: llama().to("meta"), "on meta"),
+        (sharded, "sharded"),
         (thresholded, "has thresholds on it; accepted: one without"),
         (half_swapped, "model.layers.0.mlp: swapped by sparsify; accepted: dense layers"),
         (not_finite, "not finite"),
@@ -631,16 +606,8 @@ def test_wrong_arguments(change, said):
         tl.thresholds(ours(nn.SiLU()), arguments.pop("batches"), arguments.pop("sparsity"), **arguments)
 
 
-def test_routed_experts_stay_as_they_are():
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, vocab_size=64, num_local_experts=4)
-    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(InputError, match="routed experts, which share an activation, do not count"):
-        tl.thresholds(model, tokens(), 0.5)
-
-
 def test_experts_beside_other_layers_are_passed_over():
+    """Routed experts share an activation, and stay as they are; a model that has no other layer is refused."""
     model = ours(nn.SiLU())
     model.experts = nn.Module()
     model.experts.up_proj, model.experts.down_proj = (
@@ -648,6 +615,8 @@ def test_experts_beside_other_layers_are_passed_over():
     )
     model.experts.act_fn = nn.SiLU()
     assert [layer.name for layer in tl.thresholds(model, tokens(), 0.5).layers] == ["layers.0.mlp", "layers.1.mlp"]
+    with pytest.raises(InputError, match="routed experts, which share an activation, do not count"):
+        tl.thresholds(nn.Sequential(model.experts), tokens(), 0.5)
 
 
 @pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])

@@ -81,9 +81,9 @@ def test_broken_saved_models_are_refused(tmp_path):
     fields = json.loads((saved / "config.json").read_text())
     for change, words in (
         ({"format": 99}, "format"),
-        ({"d_ff": 41}, r"gate_proj.weight has shape \[40, 24\] .* and \[41, 24\] in this model"),
+        ({"d_ff": 41}, "size mismatch for layers.0.mlp.gate_proj.weight"),
         ({"heads": 5}, "d_model"),
-        ({"layers": 3}, "lack 'layers.2"),
+        ({"layers": 3}, 'Missing key.* "layers.2'),
         ({"new": 1}, "new"),
     ):
         (saved / "config.json").write_text(json.dumps({**fields, **change}))
@@ -140,10 +140,10 @@ def test_inputs_longer_than_the_context_or_of_other_shapes_are_refused(shape):
     "change, words",
     [
         ({"layers": 10**30}, "layers is 1000"),
-        ({"layers": 2**31 - 1}, "lack 'layers.2"),
-        ({"layers": 1}, "unknown 'layers.1"),
+        ({"layers": 2**31 - 1}, "GiB of memory"),
+        ({"layers": 1}, 'Unexpected key.* "layers.1'),
         ({"context": 2**31 - 1}, "GiB of memory|altered"),
-        ({"vocabulary": 2**31 - 1}, "embedding.weight has shape"),
+        ({"vocabulary": 2**31 - 1}, "GiB of memory"),
         ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"),
         ({"layers": 2.0}, "layers is 2.0"),
         ({"layers": None}, "layers is None"),
