@@ -37,16 +37,23 @@ class Misaligned(Fault):
     """An access of 2, 4, 8 or 16 bytes at an address that is no multiple of it; a GPU refuses it."""
 
 
+class ConstantWrite(Fault):
+    """A write to a __constant__ variable."""
+
+
 class MismatchedBarrier(Fault):
     """Threads wait for each other at different places: on a GPU the kernel would hang, or the wrong ones would meet."""
 
 
 class SharedRace(Fault):
-    """Two threads use the same bytes of shared memory, at least one writes, and no barrier lies between them."""
+    """Two threads use the same bytes of shared memory, at least one writes, and no barrier (nor a fence and a flag) lies between
+    them. An atomic is such an access, too, beside all that is none."""
 
 
 class GlobalRace(Fault):
-    """Two threads use the same bytes of an array, at least one writes, and nothing puts one before the other."""
+    """Two threads use the same bytes of an array or a __device__ variable, at least one writes, and nothing puts one
+    before the other: no barrier in a block, and no fence and flag. An atomic is such an access, too, beside all that is
+    none."""
 
 
 class UninitialisedRead(Fault):
@@ -54,7 +61,8 @@ class UninitialisedRead(Fault):
 
 
 class WarpFault(Fault):
-    """A warp-wide operation with a mask that leaves the caller out, or a shuffle from a lane that takes no part."""
+    """A warp-wide operation with a mask that leaves the caller out, or whose lanes call it at different places or with
+    different masks; a shuffle from a lane that takes no part, or with a width that is no power of two up to 32."""
 
 
 class AssertionFault(Fault):

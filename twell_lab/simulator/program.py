@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -164,10 +164,9 @@ class Program:
             # On several cores it is chance which of several faults is met first. On one core it is always the same, so
             # the launch is repeated there, if there is time left.
             call.reset_arrays()
-            try:
-                return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
-            except faults.TooLong:
-                raise met from None
+            with suppress(faults.TooLong):
+                call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
+            raise met  # on one core it was not met, or not in time
 
 
 class _Library:
@@ -180,6 +179,7 @@ class _Library:
         self.handle.sim_launch.argtypes = [ctypes.POINTER(raw.Launch)]
         self.handle.sim_free.argtypes = [ctypes.POINTER(raw.Report)]
         self.handle.sim_make_stacks.restype = ctypes.c_void_p
+        self.handle.sim_base.restype = ctypes.c_uint64
         self.handle.sim_guard_begin.restype = ctypes.c_void_p
 
     def sizes(self, kernel: str) -> list[int]:
@@ -243,14 +243,20 @@ class _Call:
         self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
         if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
             raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
-        if large := [s for s in library.built.shared if not s.dynamic and s.size > _MOST_STATIC]:
-            raise InputError(
-                f"shared {large[0].name} has {large[0].size:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays of "
-                "fixed size, more only in an `extern __shared__` array with shared_bytes"
-            )
         # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
         others = set(library.built.kernels) - {kernel}
         own = [s for s in library.built.shared if s.function not in others]
+        fixed = [s for s in own if not s.dynamic]
+        if (taken := sum(s.size for s in fixed)) > _MOST_STATIC:
+            raise InputError(
+                f"shared {', '.join(s.name for s in fixed)} of {kernel} have {taken:,} bytes; a GPU takes "
+                f"{_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` array with shared_bytes"
+            )
+        if taken + shared_bytes > toolchain.MOST_SHARED:
+            raise InputError(
+                f"shared_bytes is {shared_bytes}; beside {taken:,} bytes in arrays of fixed size 0 to "
+                f"{toolchain.MOST_SHARED - taken} is accepted"
+            )
         self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
         sizes = library.sizes(kernel)
         if len(arguments) != len(sizes):
@@ -259,6 +265,9 @@ class _Call:
         self.arrays: list[args.Array] = []
         self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
+        self.unwritten = {p.name for p in signature.parameters if p.const}
+        self.variables = [_variable(v, library.handle.sim_base()) for v in library.built.variables]
+        self.buffers = self.arrays + self.variables
         self.copy: np.ndarray | None = None
         # (address, bytes, offset in the copy) of each piece of memory that is copied as one.
         self.groups: list[tuple[int, int, int]] = []
@@ -275,6 +284,7 @@ class _Call:
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
+        self.before = [args.bytes_at(v.address, v.nbytes).copy() for v in self.variables]
         at = _GAP
         starts = {a.address: a.past_aligned for a in self.arrays}
         for begin, end in args.merged((a.address, a.address + a.nbytes) for a in self.arrays if a.nbytes):
@@ -290,7 +300,11 @@ class _Call:
                 if address <= a.address < address + nbytes:
                     a.moved = self.copy.ctypes.data + offset + a.address - address
             a.moved = a.moved or self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
-        yield
+        try:
+            yield
+        except BaseException:
+            self.reset_arrays()
+            raise
         for address, nbytes, offset in self.groups:
             changed, original = self.copy[offset : offset + nbytes], args.bytes_at(address, nbytes)
             if not np.array_equal(changed, original):
@@ -299,15 +313,25 @@ class _Call:
     def reset_arrays(self) -> None:
         for address, nbytes, offset in self.groups:
             self.copy[offset : offset + nbytes] = args.bytes_at(address, nbytes)
+        for variable, before in zip(self.variables, self.before):
+            args.bytes_at(variable.address, variable.nbytes)[:] = before
+
+    def _kind(self, buffer: args.Array) -> int:
+        """Return what is expected of the uses of a buffer: BufferKind of runtime.h."""
+        if buffer.owner is None:
+            return raw.NO_WRITES if buffer.name in self.library.built.constants else raw.ANY_USE
+        writable = (a for a in self.arrays if a.name not in self.unwritten)
+        overlaps = (a.address < buffer.address + buffer.nbytes and buffer.address < a.address + a.nbytes for a in writable)
+        return raw.ANY_USE if any(overlaps) else raw.WRITES_UNLIKELY
 
     def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
         library = self.library
-        place = (lambda a: a.moved) if self.copy is not None else (lambda a: a.address)
+        place = (lambda a: a.moved or a.address) if self.copy is not None else (lambda a: a.address)
         values = [ctypes.c_void_p(place(v)) if isinstance(v, args.Array) else v for v in self.values]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        buffers = (raw.Buffer * len(self.arrays))(*((place(a), a.nbytes) for a in self.arrays))
+        buffers = (raw.Buffer * len(self.buffers))(*((place(a), a.nbytes, self._kind(a)) for a in self.buffers))
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
-        before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
+        before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.buffers] if trace >= 0 else []
         workers = min(workers, math.prod(self.grid))
         launch = raw.Launch(
             call=ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
@@ -376,7 +400,7 @@ class _Call:
     def _infos(self, before) -> list[ArrayInfo]:
         given = [
             ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
-            for i, a in enumerate(self.arrays)
+            for i, a in enumerate(self.buffers)
         ]
         return given + [ArrayInfo(name, "shared", _shared_dtype(s), _shared_shape(s)) for name, s in self._shared()]
 
@@ -387,7 +411,7 @@ class _Call:
         return [(s.name if names.count(s.name) == 1 else f"{s.function}::{s.name}", s) for s in found]
 
     def _describer(self) -> raw.Describer:
-        arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
+        arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.buffers]
         shared = [
             (
                 name,
@@ -399,6 +423,13 @@ class _Call:
             for name, s in self._shared()
         ]
         return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared, self.nulls)
+
+
+def _variable(v, base: int) -> args.Array:
+    """Return a __device__ or __constant__ variable as what the arguments are, with its own memory and no owner."""
+    dtype = "bfloat16" if v.type == "__nv_bfloat16" else _shared_dtype(v)
+    itemsize = 2 if dtype == "bfloat16" else dtype.itemsize
+    return args.Array(v.name, base + v.offset, v.size, dtype, itemsize, _shared_shape(v), None, 0)
 
 
 def _shared_dtype(s) -> np.dtype:

@@ -14,6 +14,7 @@ from . import faults
 
 MOST_FRAMES = 12
 WATCH_FAULTS, WATCH_COUNTS = 1, 2
+ANY_USE, NO_WRITES, WRITES_UNLIKELY = 0, 1, 2
 OWN_MEMORY, UNKNOWN_ADDRESS = -2, 2**64 - 1
 _PATH = [("pc", c_uint64 * MOST_FRAMES), ("depth", c_int32), ("pad", c_int32)]
 _TOTALS = ["requests", "accesses", "bytes", "sectors", "lines", "wavefronts", "ideal_wavefronts", "divergent"]
@@ -24,7 +25,7 @@ class Path(ctypes.Structure):
 
 
 class Buffer(ctypes.Structure):
-    _fields_ = [("begin", c_uint64), ("bytes", c_uint64)]
+    _fields_ = [("begin", c_uint64), ("bytes", c_uint64), ("kind", c_uint64)]  # kind: BufferKind of runtime.h
 
 
 class Shared(ctypes.Structure):
@@ -164,6 +165,13 @@ _WAITS = (
 ).split()
 
 
+_DOES = {0: "reads", 1: "writes", 2: "changes atomically"}
+_FLAG = (
+    "between an atomic and a plain access, too, there has to be a barrier, or a fence and a flag: __threadfence() before "
+    "the atomic that says so"
+)
+
+
 class Describer:
     """Puts a fault of one launch into words.
 
@@ -195,19 +203,23 @@ class Describer:
             self._stack_overflow,
             self._broken_heap,
             self._process_end,
+            self._constant_write,
+            self._mixed_calls,
+            self._mixed_masks,
+            self._width,
         ][fault.kind]
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
         if make is faults.MismatchedBarrier:
             parts = [what, f"  in block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"]
-        if fault.kind in (4, 5):
+        if fault.kind in (4, 5, 16, 17):
             facts |= {"other_thread": fault.other_thread, "other_block": fault.other_block}
             other = self.lines_of(fault.other_path)
             facts["other_line"] = other[-1] if other else None
-            did = "writes" if fault.other_is_write else "reads"
+            did = f"{_DOES[fault.other_is_write]} it" if fault.kind < 6 else "waits in it, too"
             same = "the same block" if fault.other_block == fault.block else f"block {fault.other_block}"
-            parts += [f"and thread {fault.other_thread} of {same} {did} it", *self._calls(other)]
+            parts += [f"and thread {fault.other_thread} of {same} {did}", *self._calls(other)]
         return make("\n".join([*parts, hint]) if hint else "\n".join(parts), **facts)
 
     def _calls(self, path) -> list[str]:
@@ -248,7 +260,7 @@ class Describer:
         return best[1:]
 
     def _verb(self, fault) -> str:
-        return {0: "reads", 1: "writes"}.get(fault.is_write, "uses")
+        return _DOES.get(fault.is_write, "uses")
 
     def _out_of_bounds(self, fault, facts):
         if fault.text:  # the compiler's own check
@@ -286,7 +298,8 @@ class Describer:
                 "with no barrier in between that both come to: __syncwarp() would do, they are of one warp"
                 if fault.thread // 32 == fault.other_thread // 32
                 else "with no __syncthreads() in between that both come to"
-            ),
+            )
+            + (f"\n{_FLAG}" if 2 in (fault.is_write, fault.other_is_write) else ""),
         )
 
     def _global_race(self, fault, facts):
@@ -298,7 +311,8 @@ class Describer:
                 "and nothing puts one before the other"
                 if fault.block == fault.other_block
                 else "and the order of blocks is not defined (also where both write the same value)"
-            ),
+            )
+            + (f"\n{_FLAG}" if 2 in (fault.is_write, fault.other_is_write) else ""),
         )
 
     def _uninitialised(self, fault, facts):
@@ -324,6 +338,29 @@ class Describer:
             ),
             "",
         )
+
+    def _constant_write(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.ConstantWrite, f"{self.kernel} {self._verb(fault)} {place}, which is __constant__: nobody writes it", ""
+
+    def _mixed_calls(self, fault, facts):
+        return (
+            faults.WarpFault,
+            f"{self.kernel} lets lanes of one warp meet in a warp-wide operation that they call at different places",
+            "every lane that the mask names must come to the same call",
+        )
+
+    def _mixed_masks(self, fault, facts):
+        mine, other = fault.lane_or_mask & 0xFFFFFFFF, fault.lane_or_mask >> 32
+        return (
+            faults.WarpFault,
+            f"{self.kernel} calls a warp-wide operation with mask {mine:#010x}, and another lane with {other:#010x}",
+            "every lane that the masks name must give the same mask",
+        )
+
+    def _width(self, fault, facts):
+        width = fault.lane_or_mask - (fault.lane_or_mask >> 63 << 64)
+        return faults.WarpFault, f"{self.kernel} shuffles with width {width}; 1, 2, 4, 8, 16 and 32 are accepted", ""
 
     def _assertion(self, fault, facts):
         return faults.AssertionFault, f"{self.kernel} failed {fault.text.decode()}", ""

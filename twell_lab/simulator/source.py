@@ -67,11 +67,13 @@ _ATTRIBUTE = re.compile(r"\b(?:__attribute__|alignas|__align__|__launch_bounds__
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers."""
+    """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const: the
+    kernel does not write through the pointer, unless it casts this away."""
 
     type: str
     name: str
     pointer: bool
+    const: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class SharedDeclaration:
-    """A __shared__ variable as the source declares it.
+class Declaration:
+    """A __shared__, __device__ or __constant__ variable as the source declares it.
 
     function: the name of the function it stands in, "" outside all. type: typedefs resolved. shape: () for a
     single value, None where the launch sets the size; an extent that depends on more than integers is -1.
@@ -332,21 +334,25 @@ def namespaces(own: OwnText) -> list[str]:
 
 
 def _parameter(text: str, types: Types) -> Parameter:
+    const = bool(re.search(r"\bconst\b", re.split(r"[*\[]", text)[0]))
     text = re.sub(r"\b(?:const|volatile|__restrict__|__restrict)\b", " ", text.partition("=")[0])
     array = "[" in text
     words = text.partition("[")[0].replace("*", " * ").replace("&", " & ").split()
     named = len(words) > 1 and re.fullmatch(r"\w+", words[-1]) and words[-1] not in SIZES and words[-1] != "long"
     kind = types.resolve(" ".join(words[:-1] if named else words))
-    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", array or kind.endswith(" *"))
+    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", array or kind.endswith(" *"), const)
 
 
-def shared(own: OwnText) -> tuple[SharedDeclaration, ...]:
-    """The __shared__ variables, in the order of the text."""
+def variables(own: OwnText, marker: str) -> tuple[Declaration, ...]:
+    """The variables behind one of the words SIM_SHARED, SIM_DEVICE and SIM_CONSTANT, in the order of the text."""
     found, types, functions = [], Types(own), list(_functions(own.code))
-    for m in re.finditer(r"\bSIM_SHARED\b", own.code):
+    for m in re.finditer(rf"\b{marker}\b", own.code):
         start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
         end = own.code.find(";", m.end())
-        statement = re.sub(r"\b(?:SIM_SHARED|extern|static|inline|volatile|const)\b", " ", own.code[start:end])
+        words = r"\b(?:SIM_\w+|extern|static|inline|volatile|const)\b"
+        statement = re.sub(words, " ", own.code[start:end])
+        if marker == "SIM_DEVICE" and "(" in re.split(r"[={]", statement)[0]:
+            continue  # a function
         function = next((name for first, last, name in functions if first < m.start() < last), "")
         kind = None
         for part in _split(statement):
@@ -356,7 +362,7 @@ def shared(own: OwnText) -> tuple[SharedDeclaration, ...]:
             kind = types.resolve(d[1]) if d[1] and d[1].strip() else kind
             extents = re.findall(r"\[([^\]]*)\]", d[3])
             shape = None if extents and not extents[0].strip() else tuple(map(types.integer, extents))
-            found.append(SharedDeclaration(d[2], function, kind or "char", shape, *own.at(m.start())))
+            found.append(Declaration(d[2], function, kind or "char", shape, *own.at(m.start())))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from os.path import basename, normpath
 from pathlib import Path
 
 from ..core import StackError
-from .source import SIZES, SharedDeclaration
+from .source import SIZES, Declaration
 
 Tool = Callable[..., str | None]  # names -> the path of the first program that is there
 
@@ -27,8 +27,9 @@ class Line:
 
 
 @dataclass(frozen=True)
-class SharedVariable:
-    """A __shared__ variable of a library. offset, size: bytes, from the start of the thread-local block.
+class Variable:
+    """A variable of a library. offset, size: bytes, from the start of the thread-local block (__shared__) or from where
+    the library is loaded.
 
     function: what it is declared in, "" for none. type: typedefs resolved ("char" where the declaration was not
     found). shape: in elements; a dynamic array has the most that there can be.
@@ -51,55 +52,66 @@ def _output(command: list, text: str = "") -> str:
     return done.stdout
 
 
-# ---- shared variables
+# ---- variables
+
+_OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|__")  # the simulator's, the compiler's and the C library's
 
 
-def find_shared(tool: Tool, library: Path, declared: Iterable[SharedDeclaration]) -> tuple[SharedVariable, ...]:
-    """The thread-local symbols of `library`, joined with what the source declares; in the order of their offsets."""
+def find_variables(
+    tool: Tool, library: Path, shared: Iterable[Declaration], others: Iterable[Declaration]
+) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+    """The thread-local symbols of `library` (its shared arrays), and those of the kernels' other variables that can be
+    written, joined with what the source declares; each in the order of their offsets."""
     readelf, filt = tool("readelf", "llvm-readelf"), tool("c++filt", "llvm-cxxfilt")
     if not readelf or not filt:
         raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
-    symbols = {}
-    for line in _output([readelf, "--wide", "--symbols", library]).splitlines():
-        f = line.split()  # number, value, size, type, binding, visibility, section, name
-        if len(f) == 8 and f[3] == "TLS" and f[6] != "UND" and not re.match(r"_ZGV|_ZT[HW]|sim_", f[7]):
-            symbols[f[7]] = (int(f[1], 16), int(f[2], 0))
-    demangled = _output([filt], "".join(f"{name}\n" for name in symbols)).splitlines()
-    found = []
-    declared = list(declared)
-    for name, (offset, size) in zip(demangled, symbols.values(), strict=True):
-        function, _, last = _at_last_colons(name)
-        last = last.partition("[")[0]  # clang's discriminators and abi tags
-        if last.startswith("sim_") or function.startswith("sim_"):
-            continue
-        found.append(_variable(last, short_name(function), offset, size, declared))
-    return tuple(sorted(found, key=lambda v: v.offset))
+    rows = [line.split() for line in _output([readelf, "--wide", "--symbols", library]).splitlines()]
+    # number, value, size, type, binding, visibility, section, name
+    rows = [row for row in rows if len(row) == 8 and row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
+    ends = {row[6]: int(row[1], 16) for row in rows if row[7] in ("sim_zeros_end", "sim_data_end")}
+    symbols: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}
+    for _, value, size, kind, _, _, section, name in rows:
+        own = kind == "TLS" or int(value, 16) < ends.get(section, 0)
+        if own and not _OWN.match(name):
+            symbols[kind == "TLS"][name] = (int(value, 16), int(size, 0))
+    found: list[tuple[Variable, ...]] = []
+    for is_shared, declared in ((True, list(shared)), (False, list(others))):
+        names = _output([filt], "".join(f"{name}\n" for name in symbols[is_shared])).splitlines()
+        variables = []
+        for name, (offset, size) in zip(names, symbols[is_shared].values(), strict=True):
+            function, _, last = _at_last_colons(name)
+            last = last.partition("[")[0]  # clang's discriminators and abi tags
+            if not last.startswith("sim_") and not function.startswith("sim_"):
+                variables.append(_variable(last, short_name(function), offset, size, declared))
+        found.append(tuple(sorted(variables, key=lambda variable: variable.offset)))
+    return found[0], found[1]
 
 
-def _variable(name: str, function: str, offset: int, size: int, declared: list[SharedDeclaration]) -> SharedVariable:
+def _variable(name: str, function: str, offset: int, size: int, declared: list[Declaration]) -> Variable:
     last = re.sub(r"<.*", "", function).rpartition("::")[2]
     same = [d for d in declared if d.name == name]
-    same = [d for d in same if d.function == last] or same
+    outside = [d for d in same if d.shape is None and not function]  # `extern` in a function: a name of the whole file
+    same = [d for d in same if d.function == last] or outside or same
     fitting = [d for d in same if d.shape and _bytes(d) == size] or same
     if not fitting:
-        return SharedVariable(name, function, offset, size, "char", (size,))
+        return Variable(name, function, offset, size, "char", (size,))
     d = fitting[0]
     item = SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
     if d.shape is None:
         item = item if item and size % item == 0 else 1
-        return SharedVariable(name, function, offset, size, d.type, (size // item,), True)
+        return Variable(name, function, offset, size, d.type, (size // item,), True)
     known = math.prod(n for n in d.shape if n >= 0)
     if d.shape.count(-1) == 1 and item and known and size % (item * known) == 0:
-        return SharedVariable(
+        return Variable(
             name, function, offset, size, d.type, tuple(size // (item * known) if n < 0 else n for n in d.shape)
         )
     if -1 not in d.shape and (not item or item * known == size):
-        return SharedVariable(name, function, offset, size, d.type, d.shape)
+        return Variable(name, function, offset, size, d.type, d.shape)
     flat = (size // item,) if item and size % item == 0 else (size,)
-    return SharedVariable(name, function, offset, size, d.type, flat)
+    return Variable(name, function, offset, size, d.type, flat)
 
 
-def _bytes(d: SharedDeclaration) -> int:
+def _bytes(d: Declaration) -> int:
     return math.prod(d.shape or (0,)) * SIZES.get(d.type, 0)
 
 

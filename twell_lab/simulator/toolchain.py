@@ -30,8 +30,8 @@ from .. import core
 from ..core import CompileError, InputError, StackError
 from . import kept, source
 from .complaint import UNIT, complaint
-from .source import OwnText, Parameter, SharedDeclaration, Signature
-from .symbols import Line, SharedVariable, find_lines, find_shared
+from .source import OwnText, Parameter, Declaration, Signature
+from .symbols import Line, Variable, find_lines, find_variables
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
@@ -46,6 +46,7 @@ KINDS = {
     ],
     "address": ["-O1", "-fsanitize=address"],
 }
+_CLANG_VOLATILE = ["-mllvm", "-tsan-distinguish-volatile=1"]
 MOST_SHARED = 232_448  # bytes of dynamic shared memory that a block may ask for at most (sm_90)
 _NEEDS = (
     "the simulator needs a C++17 compiler: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora) "
@@ -137,9 +138,9 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
     flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
     if kind == "watched":  # without no-prune, clang leaves out basic blocks whose visit follows from another's
         flags += (
-            ["-fsanitize=bounds-strict"]
+            ["-fsanitize=bounds-strict", "--param=tsan-distinguish-volatile=1"]
             if cxx.name == "g++"
-            else ["-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune"]
+            else ["-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune", *_CLANG_VOLATILE]
         )
     return [*flags, *KINDS[kind], *(f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items()))]
 
@@ -201,7 +202,7 @@ class Listing(NamedTuple):
     """kernels: by name; shared: every __shared__ variable (several functions may have one of the same name)."""
 
     kernels: dict[str, Signature]
-    shared: tuple[SharedDeclaration, ...]
+    shared: tuple[Declaration, ...]
 
 
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
@@ -211,7 +212,7 @@ def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object
     """
     own = _own_text(sources, entry, defines)
     source.refuse(own)
-    return Listing(source.kernels(own), source.shared(own))
+    return Listing(source.kernels(own), source.variables(own, "SIM_SHARED"))
 
 
 def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
@@ -253,15 +254,18 @@ def _includes(cuda: Path) -> list:
 class Built:
     """A library of one file's kernels. path: the .so; kernels: by name; shared: where its arrays lie.
 
-    dynamic: the names of the arrays whose size the launch sets. lines() finds source lines in `sources`.
+    dynamic: the names of the arrays whose size the launch sets. variables: those of the program, __device__ and
+    __constant__; constants: the names of the latter. lines() finds source lines in `sources`.
     """
 
     path: Path
     kind: str
     sources: dict[str, str]
     kernels: dict[str, Signature]
-    shared: tuple[SharedVariable, ...]
+    shared: tuple[Variable, ...]
     dynamic: tuple[str, ...]
+    variables: tuple[Variable, ...]
+    constants: tuple[str, ...]
     compiler: Compiler
     _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
@@ -311,10 +315,10 @@ def build(
 
 
 def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, name: str) -> tuple:
-    """Compiles and links `name`.so and writes it into `folder`; (kernels, shared, dynamic)."""
+    """Compiles and links `name`.so and writes it into `folder`; (kernels, shared, dynamic, variables, constants)."""
     own = _own_text(sources, entry, defines)
     source.refuse(own)
-    kernels, declared = source.kernels(own), source.shared(own)
+    kernels, declared = source.kernels(own), source.variables(own, "SIM_SHARED")
     dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         temporary = Path(temporary)
@@ -337,17 +341,21 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         )
         link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *_runtime(cxx, folder), "-ldl"]
         _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
-        shared = find_shared(_tool, inside / f"{name}.so", declared)
+        constants = source.variables(own, "SIM_CONSTANT")
+        others = (*source.variables(own, "SIM_DEVICE"), *constants)
+        shared, variables = find_variables(_tool, inside / f"{name}.so", declared, others)
         about = {
             "sha256": kept.sha256(inside / f"{name}.so"),
             "kernels": [asdict(signature) for signature in kernels.values()],
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
+            "variables": [asdict(variable) for variable in variables],
+            "constants": (constants := tuple(d.name for d in constants)),
         }
         about["own_sha256"] = _own_digest(about)
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
         kept.move(inside, folder, f"{name}.so", f"{name}.json")
-    return kernels, shared, dynamic
+    return kernels, shared, dynamic, variables, constants
 
 
 # Functions of the C library that kernels must not call as they are; heap.cpp has their replacements.
@@ -355,7 +363,11 @@ _WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRK
     _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
 # Marks the end of the kernels' code: linked after the kernels and before the runtime. A kernel can be stopped
 # anywhere; the runtime cannot, since it may hold a lock.
-_KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
+# The same for the program's variables, those that begin as zeros and the others.
+_KERNELS_END = """extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}
+extern "C" char sim_zeros_end, sim_data_end;
+char sim_zeros_end, sim_data_end = 1;
+"""
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
@@ -407,15 +419,19 @@ def _own_digest(about: dict) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple] | None:
-    """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
+def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple, tuple, tuple] | None:
+    """(kernels, shared, dynamic, variables, constants) of a library that is in the cache and whole, else None."""
     try:
         about = json.loads(kept.text(folder / f"{name}.json"))
         if about["own_sha256"] != _own_digest(about) or not kept.is_whole(folder / f"{name}.so", about["sha256"]):
             return None
         signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
-        shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
-        return {s.name: s for s in signatures}, shared, tuple(about["dynamic"])
+        shared, variables = (
+            tuple(Variable(**{**one, "shape": tuple(one["shape"])}) for one in about[kind])
+            for kind in ("shared", "variables")
+        )
+        kernels = {signature.name: signature for signature in signatures}
+        return kernels, shared, tuple(about["dynamic"]), variables, tuple(about["constants"])
     except (ValueError, KeyError, TypeError):
         return None
 

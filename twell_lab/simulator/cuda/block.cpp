@@ -83,9 +83,8 @@ static void complete(Worker& worker, Warp& w, uint32_t lanes) {
         if (kind == ALL) common = common == lanes;
     } else if (kind >= REDUCE_ADD) {
         common = reduced(kind, w, lanes);
-    } else if (kind == SYNCWARP && worker.launch->watch) {
-        watch_syncwarp(w, lanes);
     }
+    if (worker.launch->watch) order_warp(w, lanes, kind == SYNCWARP);
     for (uint32_t left = lanes; left; left &= left - 1) {
         Thread& t = *w.lane[__builtin_ctz(left)];
         if (kind <= SHUFFLE_XOR) {
@@ -116,6 +115,26 @@ static void complete(Worker& worker, Warp& w, uint32_t lanes) {
     w.runnable |= lanes;
 }
 
+// Where a lane called the warp-wide operation that it waits in; the calls inside of the header are left out.
+static uint64_t call_of(const Worker& worker, const Thread& t) {
+    const std::vector<Site>& all = worker.sites.all;
+    return all[t.wait_kind <= SHUFFLE_XOR ? all[t.site].parent : t.site].pc;
+}
+
+// Stops where `me` has come to an operation that can't be the one in which another lane waits, and both wait for both.
+static void check_meeting(Worker& worker, const Warp& w, Thread& me) {
+    for (uint32_t left = w.waiting & me.mask & ~(1u << me.lane); left; left &= left - 1) {
+        Thread& other = *w.lane[__builtin_ctz(left)];
+        if (!(other.mask >> me.lane & 1) || other.wait_kind != me.wait_kind) continue;
+        const bool calls = worker.launch->watch && me.wait_kind != SYNCWARP && call_of(worker, me) != call_of(worker, other);
+        if (other.mask == me.mask && !calls) continue;
+        SimFault f = fault_of(me, other.mask == me.mask ? MIXED_CALLS : MIXED_MASKS, me.wait_pc);
+        f.lane_or_mask = (uint64_t)other.mask << 32 | me.mask;
+        f.other_thread = other.number, f.other_block = worker.block, f.other_path = where(other);
+        stop(me, f);
+    }
+}
+
 // Completes the operation that `t` waits in, once every lane that its mask names, and that has not left, waits there too.
 static bool complete_if_all_there(Worker& worker, Warp& w, const Thread& t) {
     const uint32_t lanes = t.mask & w.alive;
@@ -143,8 +162,14 @@ extern "C" __attribute__((noinline)) uint64_t sim_warp_wide(int kind, unsigned m
         f.lane_or_mask = mask;
         stop(me, f);
     }
+    if (kind <= SHUFFLE_XOR && (width < 1 || width > LANES_A_WARP || width & (width - 1))) {
+        SimFault f = fault_of(me, BAD_WIDTH, pc);
+        f.lane_or_mask = (uint64_t)(int64_t)width;
+        stop(me, f);
+    }
     check_time(me);
     me.wait_kind = kind, me.mask = mask, me.given = value, me.parameter = parameter, me.width = width;
+    check_meeting(worker, w, me);
     me.waiting = true;
     w.waiting |= 1u << me.lane;
     if (!complete_if_all_there(worker, w, me)) {
@@ -179,7 +204,7 @@ static void open_barrier(Worker& worker, Thread& last) {
         w.at_barrier = 0;
     }
     worker.at_barrier = 0;
-    ++worker.epoch;
+    if (worker.launch->watch) order_barrier(worker);
 }
 
 static SimFault mismatch(Worker& worker) {
@@ -258,8 +283,9 @@ static void start(Worker& worker) {
     const SimLaunch& l = *worker.launch;
     const uint32_t n = l.block[0] * l.block[1] * l.block[2];
     worker.warps.assign((n + LANES_A_WARP - 1) / LANES_A_WARP, Warp{});
-    worker.alive = (int)n, worker.at_barrier = 0, worker.epoch = 0, ++worker.block_serial;
-    worker.unwritten = SimFault{}, worker.used_atomic = false;
+    worker.alive = (int)n, worker.at_barrier = 0, worker.count = n, ++worker.block_serial;
+    worker.unwritten = SimFault{};
+    order_start(worker);
     const uint64_t b = (uint64_t)worker.block;
     const SimIndex index = {(unsigned)(b % l.grid[0]), (unsigned)(b / l.grid[0] % l.grid[1]), (unsigned)(b / l.grid[0] / l.grid[1])};
     for (uint32_t i = 0; i < n; ++i) {
@@ -272,6 +298,7 @@ static void start(Worker& worker) {
         t.warp = &worker.warps[i / LANES_A_WARP];
         t.waiting = t.done = t.in_kernel = false, t.depth = 0;
         t.site = 0, t.clock = 1, t.unread_write = -1;
+        t.near = t.far = nullptr, t.unfenced = false, t.looked_at = 0, t.known.clear(), t.frames.clear();
         t.log.clear();
         memset(t.seen, 0, sizeof t.seen);
         t.warp->lane[t.lane] = &t, t.warp->number = (int)(i / LANES_A_WARP);

@@ -9,9 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#define __device__
 #define __host__
-#define __constant__
 #define __managed__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -19,11 +17,15 @@
 // A kernel that tests the architecture takes its portable path.
 #define __CUDA_ARCH__ 750
 
-#if defined(SIM_LISTING)  // preprocessing only: toolchain.py finds kernels and shared arrays by these names
+#if defined(SIM_LISTING)  // preprocessing only: toolchain.py finds kernels and variables by these names
 #define __global__ SIM_GLOBAL
 #define __shared__ SIM_SHARED
+#define __device__ SIM_DEVICE
+#define __constant__ SIM_CONSTANT
 #else
 #define __global__
+#define __device__
+#define __constant__
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10  // else GCC guards arrays of float4, __half, ... for a
 #define __shared__ __constinit thread_local                     // constructor that does nothing
 #else
@@ -71,6 +73,7 @@ extern "C" {
 uint64_t sim_warp_wide(int kind, unsigned mask, uint64_t value, int parameter, int width);
 int sim_barrier(int kind, int predicate);
 void sim_atomic(const void* address, int bytes, const void* place);
+void sim_fence(int device);
 void sim_watch_value(int name, double value);
 void sim_assertion(const char* text);
 void* sim_set(void* to, int value, uint64_t n, uint64_t room, const void* place);
@@ -130,9 +133,9 @@ SIM_LOAD(__ldg) SIM_LOAD(__ldca) SIM_LOAD(__ldcg) SIM_LOAD(__ldcs) SIM_LOAD(__ld
 #define SIM_STORE(NAME) template <class T> SIM_INLINE void NAME(T* p, T v) { *p = v; }
 SIM_STORE(__stwb) SIM_STORE(__stcg) SIM_STORE(__stcs) SIM_STORE(__stwt)
 #undef SIM_STORE
-SIM_QUIET SIM_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-SIM_INLINE void __threadfence_block() {}
-SIM_QUIET SIM_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIM_QUIET SIM_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST), sim_fence(1); }
+SIM_QUIET SIM_INLINE void __threadfence_block() { sim_fence(0); }
+SIM_QUIET SIM_INLINE void __threadfence_system() { __threadfence(); }
 
 #if defined(SIM_WATCHED)  // where the kernel calls it
 #define SIM_PLACE __builtin_return_address(0)

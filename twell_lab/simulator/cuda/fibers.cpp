@@ -117,5 +117,5 @@ void aim_at_start(Thread& t) {
 #endif
     memset(words, 0, SAVED_WORDS * sizeof *words);
     words[RETURN_WORD] = (void*)&begin;
-    t.sp = words;
+    t.sp = words, t.top = (uint64_t)words;
 }

@@ -229,7 +229,7 @@ static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint
     }
     uint64_t place = c.pc + 1, frame = c.fp;
     // Walks out of the header's functions, which the tree of calls leaves out, to the function where the tree stands.
-    for (int i = 0; me.in_kernel && i < 8 && frame != (uint64_t)me.frames[me.depth]; ++i, frame = word(frame)) {
+    for (int i = 0; me.in_kernel && i < 8 && frame != (uint64_t)me.frames.back(); ++i, frame = word(frame)) {
         const uint64_t back = word(frame + 8);
         if (back <= begin || back >= end) break;
         place = back;

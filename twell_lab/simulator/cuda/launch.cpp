@@ -54,6 +54,12 @@ static char* thread_local_block() {
     return (char*)__tls_get_addr(&index);
 }
 
+// Where this library is loaded: what its symbols' values are counted from.
+extern "C" uint64_t sim_base() {
+    thread_local_block();
+    return sim_module_base;
+}
+
 // ---- workers are kept from launch to launch, since they own much memory ----
 
 static std::mutex idle_lock;
@@ -96,7 +102,7 @@ static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& fi
     const SimLaunch& l = *w.launch;
     w.shared_begin = thread_local_block();
     const GuardedThread guarded(w);
-    if (l.watch) w.shared.assign((size_t)l.thread_local_bytes, SharedByte{});
+    if (l.watch) w.shared.assign((size_t)l.thread_local_bytes / 4 + 2, Word{});
     // A first block begins even when the time is over, as it may be where the computer is busy: so it is known where.
     for (bool first = true;; first = false) {
         const int64_t block = next.fetch_add(1);
@@ -180,12 +186,16 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
     const int64_t blocks = (int64_t)l.grid[0] * l.grid[1] * l.grid[2];
     std::atomic<int64_t> next{0}, first_fault{INT64_MAX};
     std::vector<GlobalShadow> global((size_t)l.n_buffers);
-    for (int i = 0; i < l.n_buffers; ++i)  // calloc: memory is only used for what is written
-        global[(size_t)i].bytes = l.watch ? (GlobalByte*)calloc((size_t)l.buffers[i].bytes + 1, sizeof(GlobalByte)) : nullptr;
+    for (int i = 0; i < l.n_buffers; ++i)  // calloc: memory is only used for what is touched
+        global[(size_t)i].words = l.watch ? (Word*)calloc((size_t)l.buffers[i].bytes / 4 + 2, sizeof(Word)) : nullptr;
+    Flags flags;
     const double deadline = now() + l.seconds;
     std::vector<Worker*> workers;
     for (uint32_t i = 0; i < l.workers && i < blocks; ++i) workers.push_back(take_worker());
-    for (size_t i = 0; i < workers.size(); ++i) prepare(*workers[i], l, l.stacks[i], global.data(), deadline);
+    for (size_t i = 0; i < workers.size(); ++i) {
+        prepare(*workers[i], l, l.stacks[i], global.data(), deadline);
+        workers[i]->number = (uint32_t)i, workers[i]->flags = &flags;
+    }
 
     ++sim_running;
     std::vector<std::thread> others;
@@ -202,6 +212,8 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
             report->fault.waiting = copy_out(w->fault_waiting);
             report->fault.n_waiting = (int64_t)w->fault_waiting.size();
             w->fault_waiting.clear();
+            const bool race = w->fault.kind == SHARED_RACE || w->fault.kind == GLOBAL_RACE;
+            if (race) report->fault.other_path = workers[w->other.worker]->sites.path(w->other.site);
         }
         if (!w->steps.empty()) {
             report->steps = copy_out(w->steps), report->n_steps = (int64_t)w->steps.size();
@@ -210,7 +222,7 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
         }
     }
     if (l.watch & COUNTS) gather_counts(*report, l, workers);
-    for (GlobalShadow& g : global) free(g.bytes);
+    for (GlobalShadow& g : global) free(g.words);
     std::lock_guard<std::mutex> hold(idle_lock);
     idle.insert(idle.end(), workers.begin(), workers.end());
     return report;

@@ -9,7 +9,10 @@
 #include <stdint.h>
 
 #include <atomic>
+#include <memory>
+#include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "cuda_types.h"
@@ -20,18 +23,20 @@ enum Kind { READ, WRITE, ATOMIC, BRANCH, WARP_WIDE, BARRIER, WATCH };
 enum Space { NOWHERE, GLOBAL, SHARED };
 enum FaultKind {
     NO_FAULT, OUT_OF_BOUNDS, MISALIGNED, MISMATCHED_BARRIER, SHARED_RACE, GLOBAL_RACE, UNINITIALISED, BAD_LANE, BAD_MASK,
-    ASSERTION, TOO_LONG, DIVISION, STACK_OVERFLOW, BROKEN_HEAP, PROCESS_END
+    ASSERTION, TOO_LONG, DIVISION, STACK_OVERFLOW, BROKEN_HEAP, PROCESS_END, CONSTANT_WRITE, MIXED_CALLS, MIXED_MASKS, BAD_WIDTH
 };
-constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
+constexpr int MOST_FRAMES = 12, LANES_A_WARP = 32, MOST_THREADS = 1024;
 constexpr int64_t OWN_MEMORY = -2;  // as shared_offset: the address is of the thread's own variables
 // The lower end of each stack is closed, so that a thread that needs more is stopped before it damages its neighbour's.
 // The closed part is as large as the distance between two of a compiler's stack probes (64 KiB on arm64), in whole pages.
 constexpr uintptr_t SIM_CLOSED = 64 << 10;
+constexpr uint64_t MOST_OWN_MEMORY = 512 << 10;  // bytes of a thread's own calls and arrays, as on a GPU
 constexpr uint32_t NO_SITE = 0xffffffffu, NO_THREAD = 0xffffu;
 
 // ---- what Python hands over and gets back (report.py has the same structures) ----
 
-struct SimBuffer { uint64_t begin, bytes; };            // one array argument
+enum BufferKind { ANY_USE, NO_WRITES, WRITES_UNLIKELY };  // __constant__; an argument `const T*`
+struct SimBuffer { uint64_t begin, bytes, kind; };      // one array argument, or a variable of the program
 struct SimShared { uint64_t offset, bytes; };           // one __shared__ array, by its place in the thread-local block
 struct SimLaunch {
     void (*call)(void**);
@@ -110,11 +115,32 @@ struct Event {  // one lane's part of a warp instruction
     uint16_t size;
     uint8_t value[16];
 };
-struct Access { uint32_t thread, epoch, clock, site; };  // who touched a byte of shared memory, and when
-struct SharedByte { uint32_t block_serial; bool atomic; Access write, read, other_read; };
-struct GlobalByte { uint32_t block, thread, epoch, clock, site; };  // who wrote a byte of an array; block 0: nobody yet
 
-struct GlobalShadow { GlobalByte* bytes; std::atomic<bool> written; };
+// ---- order.cpp: who used a word of 4 bytes, and what a flag tells ----
+
+enum Use { LOADS, STORES, CHANGES, LOOKS, SETS };  // CHANGES: atomically; LOOKS, SETS: a volatile load, store of an array
+struct Access {  // block: its number + 1, 0: none; mask: which bytes; clock: the thread's; worker: whose tree `site` is in
+    uint32_t block;
+    uint16_t thread;
+    uint8_t mask, use;
+    uint32_t epoch, clock, site, worker;
+};
+constexpr int USES = 5;
+struct Word {  // serial, written: of shared memory alone, the block that used it and the bytes that it wrote
+    uint32_t serial;
+    uint8_t written, lock;
+    Access uses[USES];  // from the oldest on
+};
+struct GlobalShadow { Word* words; std::atomic<bool> written; };
+
+using Known = std::vector<std::pair<uint64_t, uint32_t>>;  // (address of a flag, how many of its signals), ascending
+struct Fence { uint32_t epoch, warp, seen[LANES_A_WARP]; Known known; };  // what came before a fence of one thread
+struct Signal { uint32_t block, thread; std::shared_ptr<const Fence> near, far; };  // for its own block, for others
+struct Flags {
+    std::mutex lock;
+    std::atomic<bool> any{false};
+    std::unordered_map<uint64_t, std::vector<Signal>> signals;
+};
 
 struct Warp;
 struct Worker;
@@ -122,6 +148,7 @@ struct Heap;
 
 struct Thread : SimThread {
     void* sp;
+    uint64_t top;  // of what its calls and arrays take on its stack
     Worker* worker;
     Warp* warp;
     int number, lane;
@@ -134,8 +161,12 @@ struct Thread : SimThread {
     uint32_t site;             // the function it is in, as a place in the tree of calls
     bool in_kernel;
     int depth;                 // calls below the kernel, and the stack frame of each
-    void* frames[MOST_CALLS];
+    std::vector<void*> frames;
     uint32_t clock, seen[LANES_A_WARP];  // __syncwarp steps: own, and the last known of each lane
+    std::shared_ptr<const Fence> near, far;  // its last fence of any scope, and of the device's
+    bool unfenced;             // it has written to an array since
+    uint64_t looked_at;        // the flag that its last access looked at, or 0
+    Known known;               // the signals that it has seen, beside its worker's
     std::vector<Event> log;
     int64_t unread_write;      // index in log of a write whose value is still to be looked up, or -1
 };
@@ -179,10 +210,16 @@ struct Worker {
     Guarded guarded;
     std::vector<char> signal_stack;
     // Watched builds only.
-    bool used_atomic;  // this block, on an array
+    uint32_t number;  // among the launch's workers
+    size_t count;     // of the block's threads
     char* shared_begin;
-    std::vector<SharedByte> shared;
+    std::vector<Word> shared;
     GlobalShadow* global;  // one for each buffer, common to all workers
+    Flags* flags;          // of arrays, common to all workers
+    Flags own_flags;       // of this block's shared memory
+    bool uses_flags;
+    Known known;           // by all threads of the block, since its last barrier
+    Access other;          // what `fault` collides with
     Sites sites;
     std::vector<std::vector<uint64_t>> read_bits, written_bits;  // one bit a sector, for each buffer
     std::vector<std::vector<uint32_t>> last_reader;  // the serial of the block that read a sector last, for each buffer
@@ -229,8 +266,14 @@ extern uint64_t sim_module_base, sim_module_end, sim_code_begin;
 
 // watch.cpp: hooks into watched builds, called by block.cpp
 void watch_collective(Thread&, int kind, uint64_t pc);
-void watch_syncwarp(Warp&, uint32_t lanes);
 SimFault fault_of(Thread&, int kind, uint64_t pc);
+// order.cpp
+void order_start(Worker&);
+void order_barrier(Worker&);
+void order_warp(Warp&, uint32_t lanes, bool sync);
+void order_flag(Thread&);
+bool order_access(Thread&, Word* words, uint64_t begin, uint64_t address, uint32_t size, Use, uint32_t site, bool& unwritten,
+                  Access& other);
 // count.cpp
 void count_warp(Worker&, Warp&);
 void resolve_write(Thread&);

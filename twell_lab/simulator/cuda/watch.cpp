@@ -54,36 +54,12 @@ SimFault fault_of(Thread& me, int kind, uint64_t pc) {
     return f;
 }
 
-// ---- order: which accesses a barrier or __syncwarp has put before the current one ----
-
-void watch_syncwarp(Warp& w, uint32_t lanes) {
-    uint32_t known[LANES_A_WARP] = {};
-    for (uint32_t left = lanes; left; left &= left - 1) {
-        Thread& t = *w.lane[__builtin_ctz(left)];
-        t.seen[t.lane] = t.clock++;
-        for (int i = 0; i < LANES_A_WARP; ++i) known[i] = known[i] > t.seen[i] ? known[i] : t.seen[i];
-    }
-    for (uint32_t left = lanes; left; left &= left - 1) memcpy(w.lane[__builtin_ctz(left)]->seen, known, sizeof known);
-}
-
-static bool ordered(const Thread& me, uint32_t thread, uint32_t epoch, uint32_t clock) {
-    if (thread == (uint32_t)me.number || epoch < me.worker->epoch) return true;
-    const bool same_warp = thread / LANES_A_WARP == (uint32_t)me.number / LANES_A_WARP;
-    return same_warp && me.seen[thread % LANES_A_WARP] >= clock;
-}
-
-static bool races(const Thread& me, const Access& a) {
-    return a.thread != NO_THREAD && !ordered(me, a.thread, a.epoch, a.clock);
-}
-
-static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc,
-                         int64_t other_block = -1, int other = -1, bool other_writes = false, uint32_t other_site = 0) {
+static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc) {
     SimFault f = fault_of(me, kind, pc);
-    f.address = address, f.size = size, f.is_write = how != READ;
+    f.address = address, f.size = size, f.is_write = how;
     const uint64_t in_shared = address - (uint64_t)me.worker->shared_begin;
     f.shared_offset = in_shared < me.worker->launch->thread_local_bytes ? (int64_t)in_shared : -1;
-    f.other_block = other_block, f.other_thread = other, f.other_is_write = other_writes;
-    if (other >= 0) f.other_path = me.worker->sites.path(other_site);
+    f.other_thread = -1;
     return f;
 }
 
@@ -92,52 +68,40 @@ template <class... A>
     stop(me, fault_at(me, a...));
 }
 
-static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, uint64_t pc) {
-    Worker& w = *me.worker;
-    const uint32_t site = w.sites.child(me.site, pc);
-    const Access now_here = {(uint32_t)me.number, w.epoch, me.clock, site};
-    const Access nobody = {NO_THREAD, 0, 0, 0};
-    for (uint32_t i = 0; i < size; ++i) {
-        SharedByte& b = w.shared[address - (uint64_t)w.shared_begin + i];
-        if (b.block_serial != w.block_serial) b = {w.block_serial, false, nobody, nobody, nobody};
-        const bool unwritten = b.write.thread == NO_THREAD;
-        // It becomes a race if somebody writes it before the next barrier.
-        if (how != WRITE && unwritten && !w.unwritten.kind) w.unwritten = fault_at(me, UNINITIALISED, address, size, how, pc);
-        const Access* against[3] = {&b.write, &b.read, &b.other_read};
-        for (int k = how == ATOMIC && b.atomic; k < (how == READ ? 1 : 3); ++k) {
-            if (!races(me, *against[k])) continue;
-            if (unwritten) w.unwritten.kind = NO_FAULT;
-            stop_at(me, SHARED_RACE, address, size, how, pc, w.block, (int)against[k]->thread, k == 0, against[k]->site);
-        }
-        if (how != READ) {
-            b.write = now_here, b.read = b.other_read = nobody, b.atomic = how == ATOMIC;
-        } else if (b.read.thread == NO_THREAD || b.read.thread == now_here.thread) {
-            b.read = now_here;
-        } else {
-            b.other_read = now_here;
-        }
-    }
+[[noreturn]] static void stop_for_race(Thread& me, SimFault f, const Access& other) {
+    f.other_block = (int64_t)other.block - 1, f.other_thread = other.thread;
+    f.other_is_write = other.use == CHANGES ? ATOMIC : other.use == STORES || other.use == SETS ? WRITE : READ;
+    me.worker->other = other;  // its place is looked up when no worker runs any more
+    stop(me, f);
 }
 
-static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t address, uint32_t size, int how, uint64_t pc) {
+static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, uint64_t pc) {
     Worker& w = *me.worker;
-    GlobalByte* bytes = w.global[buffer].bytes;
-    std::atomic<bool>& touched = w.global[buffer].written;
-    w.used_atomic |= how == ATOMIC;
-    if (how == ATOMIC || (how == READ && !touched.load(std::memory_order_relaxed))) return;
-    if (how == WRITE) touched.store(true, std::memory_order_relaxed);
-    const uint32_t mine = (uint32_t)w.block + 1, site = w.sites.child(me.site, pc);
-    for (uint32_t i = 0; i < size; ++i) {
-        GlobalByte& g = bytes[offset + i];
-        const uint32_t seen = __atomic_load_n(&g.block, __ATOMIC_RELAXED);
-        // Another block may have signalled by an atomic that its writes are done. Such an order is not tracked here.
-        const bool fine = seen == mine ? ordered(me, g.thread, g.epoch, g.clock) : w.used_atomic;
-        if (seen && !fine)
-            stop_at(me, GLOBAL_RACE, address, size, how, pc, (int64_t)seen - 1, (int)g.thread, true, g.site);
-        if (how != WRITE) continue;
-        g.thread = (uint32_t)me.number, g.epoch = w.epoch, g.clock = me.clock, g.site = site;
-        __atomic_store_n(&g.block, mine, __ATOMIC_RELAXED);
+    bool unwritten = false;
+    Access other;
+    const Use use = how == READ ? LOADS : how == WRITE ? STORES : CHANGES;
+    const bool races = order_access(me, w.shared.data(), (uint64_t)w.shared_begin, address, size, use,
+                                    w.sites.child(me.site, pc), unwritten, other);
+    if (unwritten && (races || how != WRITE)) {
+        // It becomes a race if somebody writes it before the next barrier.
+        if (races) w.unwritten.kind = NO_FAULT;
+        else if (!w.unwritten.kind) w.unwritten = fault_at(me, UNINITIALISED, address, size, how, pc);
     }
+    if (races) stop_for_race(me, fault_at(me, SHARED_RACE, address, size, how, pc), other);
+}
+
+static void check_global(Thread& me, int buffer, uint64_t address, uint32_t size, int how, bool is_volatile, uint64_t pc) {
+    Worker& w = *me.worker;
+    const SimBuffer& b = w.launch->buffers[buffer];
+    if (how != READ && b.kind == NO_WRITES) stop_at(me, CONSTANT_WRITE, address, size, how, pc);
+    std::atomic<bool>& touched = w.global[buffer].written;
+    if (how == READ && b.kind != ANY_USE && !touched.load(std::memory_order_relaxed)) return;
+    if (how != READ) touched.store(true, std::memory_order_relaxed);
+    bool unwritten;
+    Access other;
+    const Use use = how == ATOMIC ? CHANGES : how == READ ? (is_volatile ? LOOKS : LOADS) : is_volatile ? SETS : STORES;
+    if (order_access(me, w.global[buffer].words, b.begin, address, size, use, w.sites.child(me.site, pc), unwritten, other))
+        stop_for_race(me, fault_at(me, GLOBAL_RACE, address, size, how, pc), other);
 }
 
 // ---- accesses ----
@@ -156,7 +120,7 @@ static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int
     me.log.push_back(e);
 }
 
-static void access(const void* pointer, uint32_t size, int how, bool aligned, uint64_t pc) {
+static void access(const void* pointer, uint32_t size, int how, uint32_t aligned, uint64_t pc, bool is_volatile = false) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
     const uint64_t address = (uint64_t)pointer, stack = (uint64_t)__builtin_frame_address(0) & ~(SIM_STACK - 1);
     if ((address & ~(SIM_STACK - 1)) == stack) return;  // a local variable: a register of the GPU
@@ -164,6 +128,7 @@ static void access(const void* pointer, uint32_t size, int how, bool aligned, ui
     if (!me.in_kernel) return;
     Worker& w = *me.worker;
     const SimLaunch& l = *w.launch;
+    if (me.looked_at) order_flag(me);
 
     int space = NOWHERE;
     const uint64_t in_shared = address - (uint64_t)w.shared_begin;
@@ -176,34 +141,37 @@ static void access(const void* pointer, uint32_t size, int how, bool aligned, ui
             const uint64_t offset = address - l.buffers[i].begin;
             if (offset >= l.buffers[i].bytes || offset + size > l.buffers[i].bytes) continue;
             space = GLOBAL;
-            if (aligned && address % size) stop_at(me, MISALIGNED, address, size, how, pc);
-            check_global(me, i, offset, address, size, how, pc);
+            if (address % aligned) stop_at(me, MISALIGNED, address, size, how, pc);
+            check_global(me, i, address, size, how, is_volatile, pc);
         }
-        // The program's own constants and __device__ variables.
+        // The program's own constants.
         if (space == NOWHERE && address >= sim_module_base && address < sim_module_end) space = GLOBAL;
     }
     if (space == NOWHERE) stop_at(me, OUT_OF_BOUNDS, address, size, how, pc);
-    if (aligned && address % size) stop_at(me, MISALIGNED, address, size, how, pc);
+    if (address % aligned) stop_at(me, MISALIGNED, address, size, how, pc);
     if (space == SHARED) check_shared(me, address, size, how, pc);
     if (w.counting()) log_event(me, address, size, how, space, pc);
 }
 
+// The compiler says "unaligned" of copies of structs, which need no more than their members, and of what it knows to be
+// misaligned; a member of 4 bytes is the usual one.
+#define PART(BYTES) ((BYTES) < 4 ? (BYTES) : 4)
 #define SIZED(BYTES)                                                                                                   \
-    HOOK void __tsan_read##BYTES(void* p) { access(p, BYTES, READ, true, HERE); }                                      \
-    HOOK void __tsan_write##BYTES(void* p) { access(p, BYTES, WRITE, true, HERE); }                                    \
-    HOOK void __tsan_volatile_read##BYTES(void* p) { access(p, BYTES, READ, true, HERE); }                             \
-    HOOK void __tsan_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, true, HERE); }                           \
-    HOOK void __tsan_unaligned_read##BYTES(void* p) { access(p, BYTES, READ, false, HERE); }                           \
-    HOOK void __tsan_unaligned_write##BYTES(void* p) { access(p, BYTES, WRITE, false, HERE); }                         \
-    HOOK void __tsan_unaligned_volatile_read##BYTES(void* p) { access(p, BYTES, READ, false, HERE); }                  \
-    HOOK void __tsan_unaligned_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, false, HERE); }                \
+    HOOK void __tsan_read##BYTES(void* p) { access(p, BYTES, READ, BYTES, HERE); }                                     \
+    HOOK void __tsan_write##BYTES(void* p) { access(p, BYTES, WRITE, BYTES, HERE); }                                   \
+    HOOK void __tsan_volatile_read##BYTES(void* p) { access(p, BYTES, READ, BYTES, HERE, true); }                      \
+    HOOK void __tsan_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, BYTES, HERE, true); }                    \
+    HOOK void __tsan_unaligned_read##BYTES(void* p) { access(p, BYTES, READ, PART(BYTES), HERE); }                     \
+    HOOK void __tsan_unaligned_write##BYTES(void* p) { access(p, BYTES, WRITE, PART(BYTES), HERE); }                   \
+    HOOK void __tsan_unaligned_volatile_read##BYTES(void* p) { access(p, BYTES, READ, PART(BYTES), HERE, true); }      \
+    HOOK void __tsan_unaligned_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, PART(BYTES), HERE, true); }    \
     HOOK void __tsan_read_write##BYTES(void* p) {                                                                      \
-        access(p, BYTES, READ, true, HERE);                                                                            \
-        access(p, BYTES, WRITE, true, HERE);                                                                           \
+        access(p, BYTES, READ, BYTES, HERE);                                                                           \
+        access(p, BYTES, WRITE, BYTES, HERE);                                                                          \
     }
 SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
-HOOK void __tsan_read_range(void* p, uint64_t n) { access(p, (uint32_t)n, READ, false, HERE); }
-HOOK void __tsan_write_range(void* p, uint64_t n) { access(p, (uint32_t)n, WRITE, false, HERE); }
+HOOK void __tsan_read_range(void* p, uint64_t n) { access(p, (uint32_t)n, READ, 1, HERE); }
+HOOK void __tsan_write_range(void* p, uint64_t n) { access(p, (uint32_t)n, WRITE, 1, HERE); }
 HOOK void __tsan_vptr_read(void*) {}
 HOOK void __tsan_vptr_update(void*, void*) {}
 HOOK void __tsan_func_entry(void*) {}
@@ -220,8 +188,8 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
     bool fits = false;
     if ((address & ~(SIM_STACK - 1)) == stack) {  // no variable reaches across a call's return address
         fits = n <= room && inside(stack, SIM_STACK);
-        for (int i = 0; i <= me.depth; ++i) {
-            const uint64_t frame = (uint64_t)me.frames[i];
+        for (const void* start : me.frames) {
+            const uint64_t frame = (uint64_t)start;
             fits &= address >= frame + 16 || address + n <= frame;
         }
     } else {
@@ -246,7 +214,7 @@ extern "C" void* sim_set(void* to, int value, uint64_t n, uint64_t room, const v
     check_range(*self(), to, n, room, WRITE, (uint64_t)place);
     for (uint64_t i = 0; i < n; i += PIECE) {
         const uint64_t bytes = n - i < PIECE ? n - i : PIECE;
-        access((char*)to + i, (uint32_t)bytes, WRITE, false, (uint64_t)place);
+        access((char*)to + i, (uint32_t)bytes, WRITE, 1, (uint64_t)place);
         memset((char*)to + i, value, bytes);
     }
     return to;
@@ -260,8 +228,8 @@ extern "C" void* sim_move(void* to, const void* from, uint64_t n, uint64_t room,
     for (uint64_t done = 0, bytes; done < n; done += bytes) {
         bytes = n - done < PIECE ? n - done : PIECE;
         const uint64_t i = upwards ? done : n - done - bytes;
-        access((const char*)from + i, (uint32_t)bytes, READ, false, (uint64_t)place);
-        access((char*)to + i, (uint32_t)bytes, WRITE, false, (uint64_t)place);
+        access((const char*)from + i, (uint32_t)bytes, READ, 1, (uint64_t)place);
+        access((char*)to + i, (uint32_t)bytes, WRITE, 1, (uint64_t)place);
         memmove((char*)to + i, (const char*)from + i, bytes);
     }
     return to;
@@ -272,8 +240,8 @@ HOOK void* __tsan_memset(void* to, int value, uint64_t n) { return sim_set(to, v
 
 extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void* place) {
     for (int i = 0; i < bytes; i += piece) {
-        access((const char*)from + i, (uint32_t)piece, READ, true, (uint64_t)place);
-        access((char*)to + i, (uint32_t)piece, WRITE, true, (uint64_t)place);
+        access((const char*)from + i, (uint32_t)piece, READ, (uint32_t)piece, (uint64_t)place);
+        access((char*)to + i, (uint32_t)piece, WRITE, (uint32_t)piece, (uint64_t)place);
     }
     memcpy(to, from, (size_t)bytes);
 }
@@ -307,28 +275,29 @@ HOOK void __ubsan_handle_divrem_overflow(const void*, uint64_t, uint64_t) {
 HOOK void __cyg_profile_func_enter(void*, void* call) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
     Thread& me = *self();
+    // The frame may be too large for a stack whose end is not closed: then self() is already another thread.
+    Thread& running = *me.worker->guarded.running;
+    if (running.top - (uint64_t)__builtin_frame_address(0) > MOST_OWN_MEMORY)
+        stop(running, fault_of(running, STACK_OVERFLOW, (uint64_t)call));
     if (!me.in_kernel) {  // the kernel itself: the root
         me.in_kernel = true, me.depth = 0;
     } else {
-        if (++me.depth == MOST_CALLS) stop(me, fault_of(me, TOO_LONG, (uint64_t)call));
+        ++me.depth;
         me.site = me.worker->sites.child(me.site, (uint64_t)call);
     }
-    me.frames[me.depth] = CALLER_FRAME;
-    // The frame is too large for a stack whose end is not closed: self() may already be another thread.
-    Thread& running = *me.worker->guarded.running;
-    if (&me != &running || ((uintptr_t)__builtin_frame_address(0) & (SIM_STACK - 1)) < SIM_CLOSED)
-        stop(running, fault_of(running, STACK_OVERFLOW, (uint64_t)call));
+    me.frames.push_back(CALLER_FRAME);
 }
 
 HOOK void __cyg_profile_func_exit(void*, void*) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
     Thread& me = *self();
+    me.frames.pop_back();
     if (me.site == 0) me.in_kernel = false;
     else me.site = me.worker->sites.all[me.site].parent, --me.depth;
 }
 
 static __attribute__((noinline)) void block_seen(Thread& me, void* frame, uint64_t pc) {
-    const bool own = me.frames[me.depth] == frame;
+    const bool own = me.frames.back() == frame;
     if ((me.worker->ticks & 0xffff) == 0 && out_of_time(*me.worker))  // of a function not yet entered: its call
         stop(me, fault_of(me, TOO_LONG, own ? pc : ((uint64_t*)frame)[1]));
     if (own && me.worker->counting()) log_event(me, 0, 0, BRANCH, NOWHERE, pc);
@@ -347,7 +316,7 @@ void watch_collective(Thread& me, int kind, uint64_t pc) {
 }
 
 extern "C" __attribute__((noinline)) void sim_atomic(const void* p, int bytes, const void* place) {
-    if (self()->worker->launch->watch) access(p, (uint32_t)bytes, ATOMIC, true, (uint64_t)place);
+    if (self()->worker->launch->watch) access(p, (uint32_t)bytes, ATOMIC, (uint32_t)bytes, (uint64_t)place);
 }
 
 extern "C" __attribute__((noinline)) void sim_watch_value(int name, double value) {
