@@ -321,7 +321,9 @@ class _Call:
         if buffer.owner is None:
             return raw.NO_WRITES if buffer.name in self.library.built.constants else raw.ANY_USE
         writable = (a for a in self.arrays if a.name not in self.unwritten)
-        overlaps = (a.address < buffer.address + buffer.nbytes and buffer.address < a.address + a.nbytes for a in writable)
+        overlaps = (
+            a.address < buffer.address + buffer.nbytes and buffer.address < a.address + a.nbytes for a in writable
+        )
         return raw.ANY_USE if any(overlaps) else raw.WRITES_UNLIKELY
 
     def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:

@@ -341,7 +341,11 @@ class Describer:
 
     def _constant_write(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
-        return faults.ConstantWrite, f"{self.kernel} {self._verb(fault)} {place}, which is __constant__: nobody writes it", ""
+        return (
+            faults.ConstantWrite,
+            f"{self.kernel} {self._verb(fault)} {place}, which is __constant__: nobody writes it",
+            "",
+        )
 
     def _mixed_calls(self, fault, facts):
         return (

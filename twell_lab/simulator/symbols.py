@@ -54,7 +54,7 @@ def _output(command: list, text: str = "") -> str:
 
 # ---- variables
 
-_OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|__")  # the simulator's, the compiler's and the C library's
+_OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|DW\.|__")  # the simulator's, the compiler's and the C library's
 
 
 def find_variables(
