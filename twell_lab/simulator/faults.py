@@ -46,8 +46,8 @@ class MismatchedBarrier(Fault):
 
 
 class SharedRace(Fault):
-    """Two threads use the same bytes of shared memory, at least one writes, and no barrier (nor a fence and a flag) lies between
-    them. An atomic is such an access, too, beside all that is none."""
+    """Two threads use the same bytes of shared memory, at least one writes, and no barrier (nor a fence and a flag) lies
+    between them. An atomic is such an access, too, beside all that is none."""
 
 
 class GlobalRace(Fault):

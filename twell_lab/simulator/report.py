@@ -167,8 +167,8 @@ _WAITS = (
 
 _DOES = {0: "reads", 1: "writes", 2: "changes atomically"}
 _FLAG = (
-    "between an atomic and a plain access, too, there has to be a barrier, or a fence and a flag: __threadfence() before "
-    "the atomic that says so"
+    "between an atomic and a plain access, too, there has to be a barrier, or a fence and a flag: __threadfence() "
+    "before the atomic that says so"
 )
 
 

@@ -67,8 +67,8 @@ _ATTRIBUTE = re.compile(r"\b(?:__attribute__|alignas|__align__|__launch_bounds__
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const: the
-    kernel does not write through the pointer, unless it casts this away."""
+    """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const:
+    the kernel does not write through the pointer, unless it casts this away."""
 
     type: str
     name: str
