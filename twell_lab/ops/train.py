@@ -10,9 +10,9 @@ survivors' columns, gate values and up values (ops.survivors). Every gradient is
 
 A tile that holds more values than it has words for puts the rest into the pool (ops.gate_pack). A row that the pool or
 the compact form cannot hold is lost (ops.survivors says when): it is computed from the dense weights, on the device and
-exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries for each row, and a dense
-tail for what exceeds it). On a CPU, for float32 and for shapes that the kernels do not take, the gate is computed again
-in the backward pass, by torch's operations.
+exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries for each row, and
+a dense tail for what exceeds it). On a CPU, for float32 and for shapes that the kernels do not take, the gate is
+computed again in the backward pass, by torch's operations.
 
 "dense" computes all neurons by torch's products, with one kernel between them in each direction (ops.train_dense).
 """

@@ -46,7 +46,7 @@ class MismatchedBarrier(Fault):
 
 
 class SharedRace(Fault):
-    """Two threads use the same bytes of shared memory, at least one writes, and no barrier (nor a fence and a flag) lies
+    """Two threads use the same bytes of shared memory, at least one writes, and no barrier (nor a fence and a flag)
     between them. An atomic is such an access, too, beside all that is none."""
 
 

@@ -30,7 +30,7 @@ from .. import core
 from ..core import CompileError, InputError, StackError
 from . import kept, source
 from .complaint import UNIT, complaint
-from .source import OwnText, Parameter, Declaration, Signature
+from .source import Declaration, OwnText, Parameter, Signature
 from .symbols import Line, Variable, find_lines, find_variables
 
 CUDA = Path(__file__).parent / "cuda"

@@ -1,8 +1,8 @@
 """Times for notebook 09: read from one record, and measured on the reader's GPU.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with
-`where`: "recorded on <device>, <day>", or "yours, now, on <device>". The notebook's roofline is in course/roofline, what
-a call costs the host in `calls`, the tile that is stepped through in `tile`.
+`where`: "recorded on <device>, <day>", or "yours, now, on <device>". The notebook's roofline is in course/roofline,
+what a call costs the host in `calls`, the tile that is stepped through in `tile`.
 """
 
 from __future__ import annotations
