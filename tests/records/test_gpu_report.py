@@ -49,15 +49,6 @@ def test_every_failure_is_told(folder):
     assert "the value" in str(told.value)
 
 
-def test_an_error_of_another_kind_is_not_hidden(folder, monkeypatch):
-    (folder / "test_a.py").write_text(GOOD)
-    monkeypatch.setattr(
-        recordings.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no processes left"))
-    )
-    with pytest.raises(OSError, match="no processes left"):
-        recordings.gpu_tests()
-
-
 def test_a_gpu_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(core.DeviceError, match="needs an NVIDIA GPU"):

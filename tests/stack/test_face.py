@@ -16,7 +16,6 @@ import twell_lab as tl
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "twell_lab"
 FACE = [name for name in tl.__all__ if name != "__version__"]
-FOLDERS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
 
 
 def promised(stub: str) -> dict[str, str]:
@@ -54,17 +53,6 @@ def test_every_name_resolves_and_says_what_it_is(name):
     assert name in dir(tl) and inspect.getdoc(found)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        tl.nothing_like_it  # noqa: B018
-
-
-def test_no_folder_shares_its_name_with_a_function():
-    """Importing the folder would put it in the function's place."""
-    functions = {name for name in FACE if not inspect.ismodule(getattr(tl, name))}
-    assert functions and not functions & (FOLDERS | {path.stem for path in PACKAGE.glob("*.py")})
-
-
 def test_a_module_of_the_package_is_imported_as_any_other():
     said = program(
         "import twell_lab as tl, twell_lab.training.loop, twell_lab.analysis.profile as firing\n"
@@ -75,11 +63,6 @@ def test_a_module_of_the_package_is_imported_as_any_other():
         "print(type(twell_lab.training.loop).__name__, type(tl).__name__)"
     )
     assert said.split() == ["module", "module"]
-
-
-def test_importing_the_package_imports_no_torch():
-    said = program("import sys, twell_lab; print(sorted({'torch', 'numpy', 'cupy', 'plotly'} & set(sys.modules)))")
-    assert said.strip() == "[]"
 
 
 WATCH = """
