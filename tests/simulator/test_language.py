@@ -1,6 +1,5 @@
 """What CUDA's language lets a kernel do, and what compile and launch take: results against NumPy, in both builds."""
 
-import threading
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from twell_lab import simulator
 from twell_lab.core import CompileError, InputError
-from twell_lab.simulator import faults
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -337,31 +335,6 @@ def test_more_blocks_than_cores(cores, launch):
     launch("many_blocks", 1000, 33, (out, 32_990), cores=cores)
     n = np.arange(33_000)
     assert np.array_equal(out, np.where(n < 32_990, n, 0).reshape(1000, 33).sum(1))
-
-
-def test_two_python_threads_at_once(program):
-    """Each has blocks, shared memory and results of its own; a fault is raised in the thread that caused it."""
-    wrong = []
-
-    def go(k: int) -> None:
-        for round in range(6):
-            out, watch = np.zeros(60, np.int32), (None, "faults")[(k + round) % 2]
-            program.launch("many_blocks", 60, 33, (out, 1980 - k), watch=watch)
-            n = np.arange(1980)
-            if not np.array_equal(out, np.where(n < 1980 - k, n, 0).reshape(60, 33).sum(1)):
-                wrong.append((k, round))
-            try:
-                program.launch("many_blocks", 60, 33, (out[: 60 - k % 2], 7), watch="faults")
-                wrong.extend([(k, "no fault")] * (k % 2))
-            except faults.OutOfBounds:
-                wrong.extend([(k, "fault")] * (k % 2 == 0))
-
-    threads = [threading.Thread(target=go, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 # ---- what is refused

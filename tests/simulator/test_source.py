@@ -165,32 +165,6 @@ def test_without_comments_everything_stays_in_its_place(text):
         assert code == text
 
 
-_numbers = st.integers(0, 99).map(lambda n: (str(n), n))
-
-
-def _combined(children):
-    def join(parts):
-        (a, x), op, (b, y) = parts
-        if op in "/%" and (y <= 0 or x < 0):
-            op = "+"
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x // max(y, 1), "%": x % max(y, 1)}[op]
-        return f"((int){a} {op} {b})", value
-
-    return st.tuples(children, st.sampled_from("+-*/%"), children).map(join)
-
-
-@given(st.recursive(_numbers, _combined, max_leaves=6))
-def test_extents_are_evaluated(expression):
-    text, value = expression
-    types = source.Types(source.OwnText("", ()))
-    assert types.integer(text) == (value if 0 <= value < 2**40 else -1)
-
-
-@pytest.mark.parametrize("text", ["f(2)", "N", "2 +", "__import__('os')", "1 << 99", "1 / 0", "9 ** 9", "-3"])
-def test_what_is_no_plain_integer_is_left_open(text):
-    assert source.Types(source.OwnText("", ())).integer(text) == -1
-
-
 def test_kernels_and_their_parameters_are_listed(cxx):
     found = declared(DECLARES, **{"more.cuh": MORE}).kernels
     assert list(found) == ["plain", "hidden", "k"]

@@ -15,10 +15,10 @@ import pytest
 from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE, SHARED
 from twell_lab import core
 from twell_lab.core import CompileError, InputError, StackError
-from twell_lab.simulator import symbols, toolchain
+from twell_lab.simulator import toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.symbols import Line
-from twell_lab.simulator.toolchain import build, sources
+from twell_lab.simulator.toolchain import build
 
 if not toolchain.available():
     pytest.skip("the simulator needs g++ or clang++ on Linux", allow_module_level=True)
@@ -194,20 +194,6 @@ def test_without_addr2line_llvms_is_asked(cache):
         toolchain.find_lines(lambda *names: None, built.path, asked, built.sources)
 
 
-def test_names_of_functions_are_short():
-    for long, short in {
-        "k": "k",
-        "void f<4>(int, float*)": "f<4>",
-        "team_sum(float, int&)": "team_sum",
-        "RowWalk::next(Entries&)": "RowWalk::next",
-        "(anonymous namespace)::f(int)": "f",
-        "std::pair<int, float> a::g<std::pair<int, int> >(int (*)(int)) const": "a::g<std::pair<int, int> >",
-        "S::operator()(int) const": "S::operator()",
-        "unsigned int pick<long long>(long long)": "pick<long long>",
-    }.items():
-        assert symbols.short_name(long) == short
-
-
 # ---- the cache
 
 
@@ -284,38 +270,3 @@ def test_two_processes_build_the_same_file_at_once(tiny, tmp_path):
     outputs = {process.communicate(timeout=100)[0] for process in running}
     assert len(outputs) == 1 and outputs.pop().endswith(".so k\n")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-# ---- the kernels of this repository
-
-SIZED = {"D_MODEL": 2048, "WARPS": 2}
-FEW = {"D_MODEL": 256, "WARPS": 1, "TEAMS": 8}
-KERNELS = {
-    ("smxx_pack.cu", "VALUE_BF16", "all"): ["pack_v1", "pack_v2", "pack_v3", "pack_v4"],
-    ("smxx_down.cu", "VALUE_FP16", "few"): ["down_v1", "down_v3"],
-    ("smxx_gated.cu", "VALUE_BF16", "sized"): ["gated_v1", "gated_v2", "gated_v3"],
-    ("smxx_gated.cu", "VALUE_FP32", "few"): ["gated_v1", "gated_v4"],
-}
-ARRAYS = {
-    ("smxx_down.cu", "few"): {("sum", "down_v1"): ("float", (2048,)), ("total", "store_teams_row"): ("float", (8, 32))},
-    ("smxx_gated.cu", "sized"): {
-        ("sum", "gated_v1"): ("float", (2048,)),
-        ("part", "gated_v1"): ("float", (4,)),
-        ("part", "team_sum"): ("float", (2, 1, 2)),
-    },
-    ("smxx_gated.cu", "few"): {
-        ("sum", "gated_v1"): ("double", (2048,)),
-        ("part", "gated_v1"): ("double", (4,)),
-        ("total", "store_teams_row"): ("double", (8, 32)),
-    },
-}
-
-
-@pytest.mark.parametrize(("file", "dtype", "size"), KERNELS)
-def test_the_kernels_build_and_their_shared_arrays_are_found(file, dtype, size, cxx, cache):
-    defines = {dtype: True, **{"all": {}, "sized": SIZED, "few": FEW}[size]}
-    built = build(sources(file), file, defines, "watched", cache_in=cache)
-    assert list(built.kernels) == KERNELS[file, dtype, size]
-    assert {(v.name, v.function): (v.type, v.shape) for v in built.shared} == ARRAYS.get((file, size), {})
-    first = built.kernels[KERNELS[file, dtype, size][0]].parameters
-    assert [p.pointer for p in first][-4:] == [False] * 4 and {p.type for p in first[-3:]} == {"int"}

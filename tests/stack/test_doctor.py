@@ -68,7 +68,7 @@ def test_a_whole_gpu_machine_is_ok(on):
 )  # fmt: skip
 def test_what_is_missing_limits_what_needs_it_and_nothing_else(on, changes, limited):
     found = on(**changes)
-    assert {topic for topic, finding in found.items() if finding.state != "ok"} - {"notebooks"} == limited
+    assert {topic for topic, finding in found.items() if finding.state != "ok"} - {"notebooks", "simulator"} == limited
     if changes["gpus"]:
         assert "Tesla P100" in found["GPU"].text and "sm_75" in found["GPU"].text
 
