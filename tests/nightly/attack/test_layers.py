@@ -47,14 +47,14 @@ def test_it_sees_a_path_that_is_wrong(wrong, change):
 
 def test_it_sees_other_bits_the_second_time(monkeypatch):
     calls = []
-    real = attack.inference.infer
+    real = attack.functional.infer
 
     def unsteady(x, *weights, **how):
         y = real(x, *weights, **how)
         calls.append(1)
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 and y.dtype == torch.float32 else y
 
-    monkeypatch.setattr(attack.inference, "infer", unsteady)
+    monkeypatch.setattr(attack.functional, "infer", unsteady)
     with pytest.raises(attack.Broken, match="infer, twell: the second call gave other bits"):
         attack.layers(seed=1, cases=20)
 

@@ -26,6 +26,7 @@ PROCESSES = 2
 VECTORS = "rows, tiles and chunks are whole vectors: no column lies between"
 POWERS = "step is a power of two"
 SAME = "the sum, or the count, is the same in every lane"
+BUTTERFLY = "17, 8, 4, 2 and 1 also bring every lane's value once"
 NOTHING = "one more turn, in which no lane has anything"
 # (file, what is changed, shift): why no result can change.
 SURVIVORS = {
@@ -51,7 +52,7 @@ SURVIVORS = {
     ): "the hidden values of such a row lie beside its words instead",
     ("smxx_up.cu", "if (threadIdx.x «==»0) {", +1): SAME,
     ("smxx_quantise_rows.cu", "if (most «<»121u << 23)", +1): "up to 2^-5 the steps of E4M3 are still 2^-9",
-    ("smxx_quantise_rows.cu", "«for (int step =»WARP / 2", +1): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    ("smxx_quantise_rows.cu", "«for (int step =»WARP / 2", +1): BUTTERFLY,
     ("smxx_quantise_rows.cu", "if (threadIdx.x % WARP «==»0) part", +1): SAME,
     ("smxx_quantise_rows.cu", "«for (int w =»1; w < THREADS / WARP", -1): "the first warp's largest is looked at twice",
     ("smxx_quantise_rows.cu", "if (threadIdx.x «==»0) scales", +1): SAME,
@@ -64,11 +65,7 @@ SURVIVORS = {
         "#define SLAB «2048»",
         +1,
     ): "launch.py deals slabs of 2048; larger ones hold them and do not overlap",
-    (
-        "dense_row.cuh",
-        "v += __shfl_xor_sync(ALL_LANES, v, step)",
-        +1,
-    ): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    ("dense_row.cuh", "v += __shfl_xor_sync(ALL_LANES, v, step)", +1): BUTTERFLY,
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", +1): "what is past the last chunk lies past D_MODEL",
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", -1): VECTORS,
     ("dense_row.cuh", "if (c «<»D_MODEL)", -1): VECTORS,
@@ -81,11 +78,7 @@ SURVIVORS = {
     ("dense_row.cuh", "t «<»TEAMS; ++t", +1): "one more barrier, at which no team adds",
     ("row_walk.cuh", "if (at_ «<»listed_)", +1): NOTHING,
     ("row_walk.cuh", "group_ + WARP «<»tiles()", +1): "one more group, of no tiles",
-    (
-        "row_walk.cuh",
-        "v += __shfl_xor_sync(ALL_LANES, v, step)",
-        +1,
-    ): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    ("row_walk.cuh", "v += __shfl_xor_sync(ALL_LANES, v, step)", +1): BUTTERFLY,
     ("row_walk.cuh", "step «<»WARP; step *= 2", +1): POWERS,
     ("row_walk.cuh", "step «<»WARP; step *= 2", -1): POWERS,
     ("row_walk.cuh", "if (++strip_ * WARP «>=»width)", +1): NOTHING,
