@@ -1,6 +1,5 @@
 """What CUDA's language lets a kernel do, and what compile and launch take: results against NumPy, in both builds."""
 
-
 import numpy as np
 import pytest
 import torch
