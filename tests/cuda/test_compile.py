@@ -1,17 +1,13 @@
 """The compiler's cache and what surrounds it, with a stand-in for NVRTC; and a few calls of the real one."""
 
-import errno
-import os
-import subprocess
 import sys
-import threading
 import types
 
 import pytest
 import torch
 
 from twell_lab import core
-from twell_lab.core import CompileError, DeviceError, InputError, StackError
+from twell_lab.core import CompileError, DeviceError, StackError
 from twell_lab.cuda import compile as compiler
 from twell_lab.ops import kernels
 
@@ -82,15 +78,6 @@ def test_a_change_of_what_is_included_compiles_anew_and_taking_it_back_hits(text
     assert compile(folder) == first and len(runs) == compiled
 
 
-def test_headers_that_trade_their_texts_are_other_headers(texts, runs, folder):
-    (texts / "k.cu").write_text('#include "a.cuh"\n#include "b.cuh"\n')
-    names = []
-    for a, b in ((1, 2), (2, 1)):
-        (texts / "a.cuh").write_text(f"#define A {a}\n"), (texts / "b.cuh").write_text(f"#define A {b}\n")
-        names.append(compile(folder).name)
-    assert names[0] != names[1]
-
-
 def test_files_macros_architectures_and_compilers_have_entries_of_their_own(texts, runs, folder, monkeypatch):
     variants = [{}, {"N": 1}, {"N": 2}, {"N": True}, {"N": "11"}, {"M": 1}, {"N": 1, "M": 1}]
     variants += [{"arch": "sm_80"}, {"file": "l.cu"}]
@@ -110,39 +97,10 @@ def test_a_source_or_header_that_is_not_there(texts, runs, folder):
     assert not runs
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_folder_that_cannot_be_written_only_warns(texts, runs, folder, monkeypatch, number):
-    def refuse(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "replace", refuse)
-    for times in (1, 2):
-        with pytest.warns(UserWarning, match=os.strerror(number)):
-            cubin = compile(folder)
-        assert cubin.image.startswith(b"\x7fELF") and cubin.log and len(runs) == times
-
-
 def test_a_folder_under_a_file_only_warns(texts, runs, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="kernel cache not written"):
         assert compile(tmp_path / "file" / "cache").image
-
-
-def test_several_at_once_leave_one_whole_entry(texts, runs, folder):
-    barrier, found = threading.Barrier(6), []
-
-    def work():
-        barrier.wait()
-        found.append(compile(folder))
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6 and len({cubin.name for cubin in found}) == 1 and len(list(folder.iterdir())) == 2
-    before = len(runs)
-    assert compile(folder).image.startswith(b"\x7fELF image") and len(runs) == before
 
 
 # ---- cubins compiled elsewhere
@@ -176,13 +134,6 @@ def test_prebuilding_makes_what_launches_ask_for(runs, tmp_path, monkeypatch):
         target = compiler.architecture((9, 0), source.alone)
         assert compiler.compile(source.file, target, dict(macros)).name in names
     assert len(runs) == len(names)
-
-
-def test_prebuilding_where_nothing_can_be_written(runs, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is not a folder that can be written"):
-        kernels.prebuild(tmp_path / "file", ["sm_90"], [torch.bfloat16], [2048])
-    assert runs == []  # before a minute was spent
 
 
 # ---- which architecture
@@ -220,10 +171,6 @@ def test_the_newest_target_of_the_same_major_version(monkeypatch, tmp_path, preb
         assert compiler.architecture(capability) == wanted
 
 
-def test_sources_that_run_alone_get_the_features_of_their_gpu():
-    assert compiler.architecture((9, 0), alone=True) == "sm_90a"
-
-
 # ---- no compiler
 
 
@@ -246,43 +193,6 @@ def test_without_cupy_the_command_is_named(monkeypatch, tmp_path):
     for call in calls:
         with pytest.raises(StackError, match=r"pip install 'twell-lab\[cu12\]'.*pip install 'twell-lab\[compile\]'"):
             call()
-
-
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("error", [ImportError("libnvrtc.so.12: cannot open"), RuntimeError("no NVRTC"), OSError("x")])
-def test_without_nvrtc_the_reason_is_named(monkeypatch, error):
-    def fail():
-        raise error
-
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    nvrtc = types.SimpleNamespace(getVersion=fail)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nvrtc=nvrtc))
-    with pytest.raises(StackError, match=f"{type(error).__name__}: {error}"):
-        compiler.compiler()
-
-
-def test_importing_needs_no_cupy_and_touches_no_gpu():
-    program = (
-        "import sys\nsys.modules['cupy'] = sys.modules['cuda'] = None\nimport torch\n"
-        "from twell_lab.ops import kernels\nkernels.sources()\nassert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=core.kernels_dir().parent, check=True)
-
-
-def test_cupy_gets_a_folder_where_it_cannot_make_its_own(monkeypatch, tmp_path):
-    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    core.let_cupy_start()
-    assert "CUPY_CACHE_DIR" not in os.environ
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
-    monkeypatch.setenv("CUPY_CACHE_DIR", "chosen")
-    core.let_cupy_start()
-    assert os.environ["CUPY_CACHE_DIR"] == "chosen"
-    monkeypatch.delenv("CUPY_CACHE_DIR")
-    core.let_cupy_start()
-    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "cache")
 
 
 # ---- what ptxas says

@@ -29,41 +29,12 @@ pytest.importorskip("transformers")
 
 # What configurations call their widths, by the value that they get here; heads of 8 where they are asked for.
 SIZES = {
-    16: (
-        "hidden_size",
-        "d_model",
-        "dim",
-        "n_embd",
-        "encoder_hidden_size",
-        "word_embed_proj_dim",
-        "embed_dim",
-        "width",
-        "hidden_dim",
-    ),
-    24: (
-        "intermediate_size",
-        "ffn_dim",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "d_ff",
-        "ffn_hidden_size",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "encoder_intermediate_size",
-        "intermediate_dim",
-        "mlp_dim",
-        "inner_dim",
-    ),
-    2: (
-        "num_attention_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "num_key_value_heads",
-        "n_head",
-        "num_heads",
-    ),
-    8: ("head_dim", "attention_head_dim"),
-    4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
+    16: "hidden_size d_model dim n_embd encoder_hidden_size word_embed_proj_dim embed_dim width hidden_dim",
+    24: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size moe_intermediate_size "
+    "shared_expert_intermediate_size encoder_intermediate_size intermediate_dim mlp_dim inner_dim",
+    2: "num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads n_head num_heads",
+    8: "head_dim attention_head_dim",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts",
 }
 
 
@@ -97,30 +68,11 @@ def classes() -> Iterator[tuple[str, str]]:
 
 # What constructors ask for besides a configuration.
 GIVEN = {
-    "hidden_size": 16,
-    "dim": 16,
-    "context_dim": 24,
-    "in_features": 16,
-    "hidden_features": 24,
-    "out_features": 16,
-    "input_dim": 16,
-    "intermediate_size": 24,
-    "output_size": 16,
-    "hidden_act": "relu",
-    "activation_function": "relu",
-    "activation": "relu",
-    "layer_idx": 0,
-    "layer_id": 0,
-    "layer_num": 0,
-    "layer_index": 0,
-    "n_state": 24,
-    "ffn_dim": 24,
-    "in_dim": 16,
-    "dim_hidden": 24,
-    "out_dim": 16,
-    "stage_idx": 0,
-    "swiglu_limit": 7.0,
-    "stagger_blocks_this_layer": False,
+    **dict.fromkeys("hidden_size dim in_features out_features input_dim output_size in_dim out_dim".split(), 16),
+    **dict.fromkeys("context_dim hidden_features intermediate_size n_state ffn_dim dim_hidden".split(), 24),
+    **dict.fromkeys("hidden_act activation_function activation".split(), "relu"),
+    **dict.fromkeys("layer_idx layer_id layer_num layer_index stage_idx".split(), 0),
+    **{"swiglu_limit": 7.0, "stagger_blocks_this_layer": False},
 }
 
 
@@ -129,7 +81,7 @@ def shrunk(config):
     from transformers.activations import ACT2FN
 
     for value, names in SIZES.items():
-        for name in names:
+        for name in names.split():
             with suppress(Exception):  # not every configuration lets itself be read and written at will
                 if isinstance(getattr(config, name, None), int):
                     setattr(config, name, value)

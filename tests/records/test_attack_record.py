@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab import core, records
-from twell_lab.app import cli, recordings, tables
+from twell_lab.app import recordings
 from twell_lab.bench import attack
 from twell_lab.core import InputError
 
@@ -84,79 +84,3 @@ def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
     json.dumps(row, allow_nan=False)
     recordings.attack(cases=3)
     assert asked["cases"] == 3 and asked["seconds"] is None
-
-
-@pytest.mark.parametrize(
-    "how, left_out",
-    [({"cases": 2000}, "1,996 of 2,000 layers"), ({}, "320 of 420 s"), ({"seconds": 60.0}, "0 of 60 s")],
-)
-def test_the_notes_say_how_much_an_interruption_left_out(how, left_out, monkeypatch, capsys):
-    counts, clock = attack.layers(2, cases=4), iter([0.0, 100.0])
-
-    def layers(seed, **how):
-        raise attack.Interrupted(counts)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attack, "layers", layers)
-    monkeypatch.setattr(recordings.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, *told, kernels: told))
-    _, _, (row,), notes = recordings.attack(seed=2, **how)
-    assert notes["left_out"] == {"layers on a GPU": f"{left_out}: interrupted"} and notes["attack"]["seed"] == 2
-    assert capsys.readouterr().err == f"layers on a GPU: left out {left_out}: interrupted\n"
-    assert row["layers"] == 4 and row["cases"] == counts.cases and row["seconds"] == 100.0
-
-
-def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
-    asked = {}
-    monkeypatch.setitem(
-        recordings.RECORDINGS,
-        "attack",
-        lambda **told: asked.update(told) or records.Record.new("attack", "a test's own", [{"attack": "x"}]),
-    )
-    monkeypatch.setattr(records.Record, "save", lambda self, folder=None: "there")
-    assert cli.main(["record", "attack", "--seed", "4", "--cases", "9"]) == 0 and asked == {"seed": 4, "cases": 9}
-    assert cli.main(["record", "cpu", "--cases", "9"]) == 2
-    assert "cpu takes no --cases; accepted: with attack" in capsys.readouterr().err
-
-
-def test_the_table_of_the_readme():
-    def record(date, gpu, rows):
-        return records.Record(
-            name="attack",
-            purpose="a test's own",
-            rows=rows,
-            date=date,
-            commit=None,
-            dirty=None,
-            kernels={},
-            machine={"gpus": [{"name": "NVIDIA H100"}]} if gpu else {"gpus": []},
-        )
-
-    layers = {
-        "attack": "layers on a GPU",
-        "cases": 20000,
-        "rows": 3000000,
-        "excused_rows": 2,
-        "overflowed_rows": 1,
-        "rounded_rows": 0,
-        "worst_ratio": 0.91,
-    }
-    made = [
-        record("2026-01-01T00:00:00Z", False, [{"attack": "old", "cases": 1}]),
-        record("2026-01-02T00:00:00Z", True, [layers]),
-        record(
-            "2026-01-03T00:00:00Z", False, [{"attack": "formats", "cases": 100000}, {"suite": "attack", "passed": 3}]
-        ),
-    ]
-    lines = tables.attacks(made).splitlines()
-    assert lines[2:] == [
-        "| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
-        "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |",
-    ]
-    cut = record("2026-01-04T00:00:00Z", True, [{**layers, "layers": 1234}])
-    cut.notes["left_out"] = {"layers on a GPU": "766 of 2,000 layers: interrupted"}
-    cut_line = (
-        "| layers on a GPU (cut short after 1,234 layers) | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-04 |"
-    )
-    assert tables.attacks([*made, cut]).splitlines()[2:] == [cut_line, lines[3]]
-    assert "nothing is recorded yet" in tables.attacks([])

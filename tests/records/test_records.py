@@ -15,37 +15,22 @@ from twell_lab import core, records
 from twell_lab.core import RecordError
 
 ROW = {
-    "kind": "ffn_forward",
-    "device": "NVIDIA Example",
-    "dtype": "bfloat16",
-    "tokens": 4,
-    "d_model": 8,
-    "d_ff": 16,
-    "nnz": 2.5,
-    "workload": "lognormal",
-    "path": "twell",
-    "ms": 0.5,
-    "dense_ms": 1.0,
-    "x_dense": 2.0,
-    "spread": 0.01,
-    "samples": [0.5, 0.51],
-    "peak_bytes": 1024,
+    **{
+        "kind": "ffn_forward",
+        "device": "NVIDIA Example",
+        "dtype": "bfloat16",
+        "workload": "lognormal",
+        "path": "twell",
+    },
+    **{"tokens": 4, "d_model": 8, "d_ff": 16, "nnz": 2.5, "ms": 0.5, "dense_ms": 1.0, "x_dense": 2.0, "spread": 0.01},
+    **{"samples": [0.5, 0.51], "peak_bytes": 1024},
 }
 
 
 def make(**changes) -> records.Record:
-    values = {
-        "name": "example",
-        "purpose": "a test's own",
-        "rows": [dict(ROW)],
-        "date": "2026-01-02T03:04:05Z",
-        "commit": "c" * 40,
-        "dirty": False,
-        "kernels": {},
-        "machine": {"os": "Linux"},
-        "notes": {"why": "none"},
-    }
-    return records.Record(**{**values, **changes})
+    origin = {"date": "2026-01-02T03:04:05Z", "commit": "c" * 40, "dirty": False, "kernels": {}}
+    values = {"name": "example", "purpose": "a test's own", "rows": [dict(ROW)], "machine": {"os": "Linux"}}
+    return records.Record(**{**values, **origin, "notes": {"why": "none"}, **changes})
 
 
 leaves = (
@@ -76,18 +61,11 @@ def test_new_fills_in_where_it_comes_from():
     assert str(Path.home()) not in record.to_json()
 
 
-def test_file_names_sort_by_date_and_nothing_is_overwritten(tmp_path):
-    first, second = make().save(tmp_path), make(purpose="another").save(tmp_path)
-    assert first.name == "example-20260102T030405Z.json" and second.name == "example-20260102T030405Z-2.json"
-    assert records.load(first).purpose == "a test's own"
-    assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
-
-
-def test_load_all_is_oldest_first_and_skips_the_unverified_entry(tmp_path):
-    make(date="2026-02-01T00:00:00Z", name="a").save(tmp_path)
-    make(date="2026-01-01T00:00:00Z", name="b").save(tmp_path)
-    (tmp_path / "UNVERIFIED.json").write_text("{}")
-    assert [record.name for record in records.load_all(tmp_path)] == ["b", "a"]
+def test_records_are_listed_oldest_first_and_none_is_overwritten(tmp_path):
+    paths = [make(date=f"2026-0{month}-01T00:00:00Z").save(tmp_path) for month in (2, 1, 1)]
+    (tmp_path / records.UNVERIFIED).write_text("{}")
+    assert len(set(paths)) == 3
+    assert [record.date[:7] for record in records.load_all(tmp_path)] == ["2026-01", "2026-01", "2026-02"]
     assert records.load_all(tmp_path / "missing") == []
 
 
@@ -96,26 +74,84 @@ def test_the_records_of_the_project_can_all_be_read():
         assert record.rows or record.notes
 
 
+WRONG = [
+    *(("schema", value) for value in (3, True)),
+    *(("name", value) for value in ("", "Two Words", "../up")),
+    *(("date", value) for value in ("yesterday", None)),
+    *(("commit", 7), ("dirty", "no"), ("kernel_hash", "abc"), ("kernels", None), ("kernels", {"smxx_pack": "abc"})),
+    *(("machine", None), ("notes", []), ("rows", {}), ("rows", [1]), ("purpose", " ")),
+]
+WRONG_ROW = [
+    *(("ms", value) for value in (0, None, True, "fast", 10**400, float("nan"))),
+    *(("device", ""), ("path", None), ("kind", 3), ("tokens", "4"), ("d_ff", [8]), ("nnz", float("inf"))),
+    *(("x_dense", 2**63), ("spread", True), ("dtype", 16), ("workload", {})),
+]
+
+
+@pytest.mark.parametrize("field, value", WRONG)
+def test_a_wrong_field_is_named(tmp_path, field, value):
+    with pytest.raises(RecordError, match=field):
+        make(**{field: value})
+    path = make().save(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(RecordError, match=f"{path.name}.*{field}"):
+        records.load(path)
+
+
+@pytest.mark.parametrize("key, value", WRONG_ROW)
+def test_a_wrong_row_is_named(key, value):
+    with pytest.raises(RecordError, match=rf"rows\[1\].{key}"):
+        make(rows=[ROW, {**ROW, key: value}])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "whole, and a colour", "without kernels"])
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    whole = json.loads(make().to_json())
+    changed = {
+        "whole, and a colour": {**whole, "colour": 1},
+        "without kernels": {key: whole[key] for key in whole if key != "kernels"},
+    }
+    (tmp_path / "x.json").write_text(json.dumps(changed[text]) if text in changed else text)
+    with pytest.raises(RecordError, match="x.json"):
+        records.load_all(tmp_path)
+
+
+def test_what_json_has_no_form_for_is_refused(tmp_path):
+    for value in (float("nan"), {1, 2}):
+        with pytest.raises(RecordError, match="finite numbers"):
+            make(notes={"x": value}).save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
+        core.write_atomically(tmp_path / "page.html", "text")
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_counts_are_evidence(tmp_path):
+    good = {"passed": 3, "failed": 0}
+    wrong = [{"passed": "many", "failed": 0}, {"passed": 3}, {"passed": 3, "failed": 1}, {"passed": 0, "failed": 0}]
+    for number, tests in enumerate([good, *wrong, [3, 0], None]):
+        folder = tmp_path / str(number)
+        make(kernels=records.kernel_hashes(), notes={"gpu_tests": tests}).save(folder)
+        if tests == good:
+            assert "were tested" in records.verify(folder)
+        else:
+            with pytest.raises(RecordError, match="is no evidence"):
+                records.verify(folder)
+
+
 def test_flat_rows_have_exactly_the_listed_keys():
     short = {"kind": "decode", "device": "NVIDIA Example", "path": "dense eager", "ms": 1.0}
     flat = records.flat_rows([make(rows=[ROW, short, {"test": "not a measurement"}])])
     assert [tuple(row) for row in flat] == [records.FLAT_KEYS] * 2
     assert (flat[0]["ms"], flat[0]["record"], flat[0]["date"]) == (0.5, "example", "2026-01-02T03:04:05Z")
     assert flat[1]["tokens"] is None and flat[1]["path"] == "dense eager"
-
-
-def test_a_printed_record_is_a_table_of_its_measurements_without_samples():
-    record = make(rows=[{**ROW, "samples": [0.123456] * 9}, {"test": "not a measurement"}])
-    told, heads, *lines = str(record).splitlines()
-    assert told == "example, 2026-01-02T03:04:05Z: a test's own" and "x dense" in heads
-    assert len(lines) == 1 and ROW["path"] in lines[0] and "0.5" in lines[0].split()
-    assert "0.123456" not in str(record) and "0.123456" not in repr(record)
-    assert str(make(rows=[{"test": "alone"}])) == told
-    both = str(make(rows=[{**ROW, "workload": "one"}, {**ROW, "workload": "another"}])).splitlines()
-    assert "workload" not in heads and both[1].endswith("workload")
-    assert both[2].endswith(" one") and both[3].endswith(" another")
-    heads = str(make(rows=[{**ROW, "head": True}, {**ROW, "head": False}])).splitlines()
-    assert [line.split()[-1] for line in heads[1:]] == ["head", "True", "False"]
 
 
 def test_only_gpu_rows_of_other_kernels_are_stale():
@@ -132,116 +168,6 @@ def test_only_gpu_rows_of_other_kernels_are_stale():
         rows=rows, kernels=None, kernel_hash="0" * 64, schema=1, notes={"kernels": "off: torch's dense path"}
     )  # none of them ran
     assert [row["stale"] for row in records.flat_rows([without])] == [False, False]
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("schema", 3),
-        ("name", ""),
-        ("name", "Two Words"),
-        ("name", "../up"),
-        ("purpose", " "),
-        ("date", "yesterday"),
-        ("date", None),
-        ("commit", 7),
-        ("dirty", "no"),
-        ("dirty", 1),
-        ("schema", True),
-        ("kernel_hash", "abc"),
-        ("kernels", None),
-        ("kernels", {"smxx_pack": "abc"}),
-        ("machine", None),
-        ("notes", []),
-        ("rows", {}),
-        ("rows", [1]),
-    ],
-)
-def test_a_wrong_field_is_named(tmp_path, field, value):
-    with pytest.raises(RecordError, match=field):
-        make(**{field: value})
-    path = make().save(tmp_path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
-    with pytest.raises(RecordError, match=f"{path.name}.*{field}"):
-        records.load(path)
-
-
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("ms", 0),
-        ("ms", None),
-        ("ms", True),
-        ("ms", "fast"),
-        ("device", ""),
-        ("path", None),
-        ("kind", 3),
-        ("ms", 10**400),
-        ("ms", float("nan")),
-        ("tokens", "4"),
-        ("tokens", float("nan")),
-        ("d_ff", [8]),
-        ("nnz", float("inf")),
-        ("x_dense", 2**63),
-        ("spread", True),
-        ("dtype", 16),
-        ("workload", {}),
-    ],
-)
-def test_a_wrong_row_is_named(key, value):
-    with pytest.raises(RecordError, match=rf"rows\[1\].{key}"):
-        make(rows=[ROW, {**ROW, key: value}])
-
-
-def test_a_missing_or_unknown_field_is_named(tmp_path):
-    path = make().save(tmp_path)
-    whole = json.loads(path.read_text())
-    path.write_text(json.dumps({key: whole[key] for key in whole if key != "kernels"}))
-    with pytest.raises(RecordError, match=f"{path.name}: kernels is missing"):
-        records.load(path)
-    path.write_text(json.dumps({**whole, "colour": 1}))
-    with pytest.raises(RecordError, match="colour"):
-        records.load(path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
-def test_a_file_that_is_no_record_is_named(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(RecordError, match="x.json"):
-        records.load_all(tmp_path)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"bytes"])
-def test_what_json_has_no_form_for_is_refused(tmp_path, value):
-    with pytest.raises(RecordError, match="finite numbers"):
-        make(notes={"x": value}).save(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
-        core.write_atomically(tmp_path / "page.html", "text")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
-        core.write_atomically(tmp_path / "page.html", "text")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
-    (tmp_path / "build").write_text("in the way")
-    with pytest.raises(RecordError, match="build"):
-        core.write_atomically(tmp_path / "build" / "page.html", "text")
 
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
@@ -282,29 +208,6 @@ def test_datasheet_figures_are_sourced_and_dated():
         assert gpu["tensor_dtype"] == ("float16" if gpu["capability"] == "7.5" else "bfloat16"), gpu["name"]
     names = [name for gpu in sheet["gpus"] for name in gpu["driver_names"]]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    "tests",
-    [
-        {"passed": "many", "failed": 0},
-        {"passed": True, "failed": 0},
-        {"passed": 3, "failed": False},
-        {"passed": 3},
-        {"passed": 3, "failed": 1},
-        {"passed": 0, "failed": 0},
-        [3, 0],
-        "passed",
-        None,
-        {"passed": [1], "failed": 0.0},
-    ],
-)
-def test_only_counts_are_evidence(tmp_path, tests):
-    make(kernels=records.kernel_hashes(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
-    assert "were tested" in records.verify(tmp_path / "good")
-    make(kernels=records.kernel_hashes(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
-    with pytest.raises(RecordError, match="is no evidence"):
-        records.verify(tmp_path / "bad")
 
 
 # ---- when a kernel counts as changed

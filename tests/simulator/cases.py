@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.ops.rows.drawn import gate_of
 from twell_lab.cuda.launch import run
 from twell_lab.formats import TwELL
 from twell_lab.ops import accuracy, reference
@@ -17,47 +18,10 @@ from twell_lab.ops.gated import gated
 from twell_lab.ops.pack import pack
 
 NO_TAIL = (None, None, None)
-FINITE = ["sparse", "dense", "silent", "all", "full tiles", "one over", "some rows over", "denormal"]
+FINITE = ["sparse", "dense", "silent", "all", "full tiles", "one over", "some over", "denormal"]
 PATTERNS = [*FINITE, "odd values", "any bits"]
 # (tile, words): from two words to a slot for every column, and columns that no vector divides.
 GEOMETRIES = [(256, 32), (64, 17), (32, 33), (100, 5), (8, 3), (7, 2), (300, 40)]
-
-
-def gate_of(pattern: str, rows: int, columns: int, dtype: torch.dtype, tile: int, words: int, seed: int = 0) -> Tensor:
-    """A gate [rows, columns], before the ReLU, with the named pattern of positives."""
-    generator = torch.Generator().manual_seed(rows * 7919 + columns + seed)
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    if pattern == "any bits":
-        low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
-        return torch.randint(low, high, (rows, columns), generator=generator).to(bits).view(dtype)
-    noise = torch.rand(rows, columns, generator=generator)
-    value = torch.randn(rows, columns, generator=generator).abs() + 1e-3
-    column = torch.arange(columns) % tile
-    if pattern == "odd values":
-        tiny = torch.finfo(dtype).tiny
-        odd = torch.tensor([torch.nan, torch.inf, tiny / 4, tiny, -0.0, -torch.inf, -torch.nan, 0.0])
-        value = torch.where(noise < 0.05, odd[(noise * 1e6).long() % len(odd)], value)
-    if pattern == "denormal":
-        value *= torch.finfo(dtype).tiny
-    keep = {
-        "sparse": noise < 0.02,
-        "dense": noise < 0.6,
-        "silent": noise < 0,
-        "all": noise >= 0,
-        "full tiles": (column < words - 1).expand(rows, -1),  # exactly as many as there are slots
-        "one over": (column >= tile - words).expand(rows, -1),
-        "some rows over": noise < torch.where(torch.arange(rows) % 3 == 0, 0.5, 0.01)[:, None],
-        "odd values": noise < 0.1,
-        "denormal": noise < 0.3,
-    }[pattern]
-    gate = torch.where(keep, value, -value)
-    if pattern == "silent":
-        gate[:, ::3] = -0.0
-    return gate.to(dtype)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def check_pack(gate: Tensor, tile: int, words: int, version: int) -> None:
@@ -111,24 +75,12 @@ class Layer:
         return (self.gate, NO_TAIL), (None, tail)
 
     def gated(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return run(
-            gated,
-            self.x,
-            self.packed.packed,
-            gate,
-            tail,
-            self.up,
-            self.down_t,
-            self.up_bias,
-            self.down_bias,
-            self.tile,
-            version,
-        )
+        weights = self.up, self.down_t, self.up_bias, self.down_bias
+        return run(gated, self.x, self.packed.packed, gate, tail, *weights, self.tile, version)
 
     def plain(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return run(
-            down, self.packed.packed, gate, tail, self.down_t, self.down_bias, self.gate.shape[1], self.tile, version
-        )
+        weights = self.down_t, self.down_bias, self.gate.shape[1]
+        return run(down, self.packed.packed, gate, tail, *weights, self.tile, version)
 
     def _wide(self, *names: str) -> list[Tensor | None]:
         tensors = [getattr(self, name) for name in names]

@@ -1,17 +1,13 @@
-"""Exact rounding to a binary float format, by searching its values in whole numbers: nothing in here rounds."""
+"""Exact rounding to a binary float format of what two doubles say together: nothing in here rounds before it has to."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
 MODES = ("rn", "rz", "ru", "rd")
-UNIT = 400  # values are counted in 2^-400: every finite one of the formats, and every product of two, is whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,6 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity; also the number of smaller values that are not negative."""
         return ((1 << self.exponent) - 1) << self.fraction
 
     @property
@@ -46,39 +41,47 @@ class Format:
     def one(self) -> int:
         return ((1 << self.exponent - 1) - 1) << self.fraction
 
-    def size(self, bits: int) -> int:
-        """The positive value of these bits, in 2^-UNIT; for infinity, the value that would follow the greatest."""
-        place, digits = divmod(bits, self.step)
-        return (digits + (self.step if place else 0)) << UNIT + max(place, 1) + 1 - (
-            1 << self.exponent - 1
-        ) - self.fraction
-
-    def rounded(self, whole: int, rest: bool, negative: bool, mode: str = "rn") -> int:
-        """The bits of a magnitude in units of 2^-UNIT: it is `whole` or, with `rest`, between that and one more."""
-        below = bisect_right(range(self.infinity), whole, key=self.size) - 1
-        twice, low, high = 2 * whole + rest, 2 * self.size(below), 2 * self.size(below + 1)
+    def of(self, value: np.ndarray, rest: np.ndarray | float = 0.0, mode: str = "rn") -> np.ndarray:
+        """The bits of value + rest, rounded once. rest: less than half of the last place of a double `value`. The sign
+        of a zero is that of `value`."""
+        value = np.asarray(value, np.float64)
+        negative, size = np.signbit(value), np.abs(value)
+        with np.errstate(invalid="ignore"):
+            rest = np.where(np.isfinite(value), np.where(negative, -1.0, 1.0) * rest, 0.0)
+        least = 2 - (1 << self.exponent - 1)  # the exponent of the smallest normal value
+        size = np.where(np.isfinite(size), size, 1.0)
+        place = np.where(size > 0, np.maximum(np.frexp(size)[1].astype(np.int64) - 1, least), least)
+        scaled = np.ldexp(size, self.fraction - place)
+        below = np.floor(scaled).astype(np.int64)
+        part, below = scaled - below, below + (place - least) * self.step
+        borrowed = (part == 0) & (rest < 0)
+        part, below = np.where(borrowed, 1.0, part), below - borrowed
         if mode == "rn":
-            up = 2 * twice > low + high or (2 * twice == low + high and below % 2 == 1)
+            up = (part > 0.5) | ((part == 0.5) & ((rest > 0) | ((rest == 0) & (below % 2 == 1))))
+            away = np.ones_like(negative)
         else:
-            up = twice > low and mode == ("rd" if negative else "ru")
-        return self.sign * negative | below + up
+            away = negative if mode == "rd" else ~negative if mode == "ru" else np.zeros_like(negative)
+            up = away & ((part > 0) | (rest > 0))
+        bits = np.where(below >= self.infinity, self.infinity - 1 + away, below + up) | np.where(negative, self.sign, 0)
+        special = np.where(np.isnan(value), self.nan, np.where(negative, self.sign, 0) | self.infinity)
+        return np.where(np.isfinite(value), bits, special)
 
-    def of_fraction(self, value: Fraction, mode: str = "rn") -> int:
-        """The bits of a number, rounded; zero becomes +0."""
-        whole, rest = divmod(abs(value.numerator) << UNIT, value.denominator)
-        return self.rounded(whole, rest != 0, value < 0, mode) if value else 0
-
-    def of(self, value: float, exactly: Callable[[], Fraction] | None = None, mode: str = "rn") -> int:
-        """The bits of a result: `value` says if it is NaN, infinite or zero; else its value is `exactly()`."""
-        if math.isnan(value):
-            return self.nan
-        if math.isinf(value):
-            return self.sign * (value < 0) | self.infinity
-        number = Fraction(value) if exactly is None else exactly()
-        return self.of_fraction(number, mode) if number else self.sign * (math.copysign(1, value) < 0)
+    def of_integers(self, given: np.ndarray, mode: str) -> np.ndarray:
+        """The bits of whole numbers of up to 64 bits, rounded."""
+        whole = [(float(number), number) for number in given.tolist()]
+        return self.of([near for near, _ in whole], [float(number - int(near)) for near, number in whole], mode)
 
 
 HALF, BFLOAT16, FLOAT32 = Format("half", 10, 5), Format("bfloat16", 7, 8), Format("float32", 23, 8)
+
+
+def exact_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A sum of doubles, and what its rounding lost (Knuth's TwoSum)."""
+    with np.errstate(all="ignore"):
+        total = a + b
+        of_b = total - a
+        lost = (a - (total - of_b)) + (b - of_b)
+    return total, np.where(np.isfinite(total), lost, 0.0)
 
 
 def bits_of(array) -> np.ndarray:

@@ -16,8 +16,7 @@ from tests.simulator.exact import MODES
 
 HEADERS = Path(__file__).resolve().parents[2] / "twell_lab" / "simulator" / "cuda"
 COMPILERS = [name for name in ("c++", "clang++") if shutil.which(name)]
-# Optimised and not, and by two compilers where there are two.
-BUILDS = [(COMPILERS[0], "-O1"), (COMPILERS[-1], "-O0")] if COMPILERS else []
+BUILDS = [(name, "-O1") for name in COMPILERS]
 
 TYPES = {
     "u8": ("unsigned char", np.uint8),
@@ -66,38 +65,13 @@ def _functions_of(n: str, pair: str) -> None:
     for name in (
         "__hneg",
         "__habs",
-        "hsqrt",
-        "hrcp",
-        "htrunc",
-        "hceil",
-        "hfloor",
-        "hrint",
-        "hexp",
-        "hexp2",
-        "hexp10",
-        "hlog",
-        "hlog2",
-        "hlog10",
-        "hsin",
-        "hcos",
-        "htanh",
-        "hrsqrt",
-        "-",
+        *"hsqrt hrcp htrunc hceil hfloor hrint hexp hexp2 hexp10 hlog hlog2 hlog10".split(),
     ):
-        sixteen(name.strip("_").replace("-", "minus"), "u16", f"{name}({x})")
-    for name in (
-        "hadd",
-        "hsub",
-        "hmul",
-        "hmax",
-        "hmin",
-        "hmax_nan",
-        "hmin_nan",
-        "hadd_sat",
-        "hsub_sat",
-        "hmul_sat",
-        "hdiv",
-    ):
+        sixteen(name.strip("_"), "u16", f"{name}({x})")
+    for name in ("hsin", "hcos", "htanh", "hrsqrt"):
+        sixteen(name, "u16", f"{name}({x})")
+    sixteen("minus", "u16", f"-({x})")
+    for name in "hadd hsub hmul hmax hmin hmax_nan hmin_nan hadd_sat hsub_sat hmul_sat hdiv".split():
         sixteen(name, "u16", f"__{name}({x}, {y})")
         of_pairs = "h2div" if name == "hdiv" else "2_".join(name.split("_")) if "_" in name else f"{name}2"
         add(f"pair_{name}", "u32", "u16", f"bits_of(__{of_pairs}({two}, {other}))")
@@ -133,21 +107,9 @@ for _mode in MODES:
 for _name in ("fdiv_rn(x, y)", "frcp_rn(x)", "fsqrt_rn(x)", "frsqrt_rn(x)", "saturatef(x)"):
     FUNCTIONS[_name.split("(")[0]] = "f32", "f32", f"__{_name}"
 for _name in (
-    "popc(x)",
-    "clz(x)",
-    "ffs(x)",
-    "brev(x)",
-    "umulhi(x, y)",
-    "mulhi(x, y)",
-    "umul24(x, y)",
-    "mul24(x, y)",
-    "byte_perm(x, y, z)",
-    "funnelshift_l(x, y, z)",
-    "funnelshift_r(x, y, z)",
-    "funnelshift_lc(x, y, z)",
-    "funnelshift_rc(x, y, z)",
-    "usad(x, y, z)",
-    "sad(x, y, z)",
+    *("popc(x)", "clz(x)", "ffs(x)", "brev(x)", "umulhi(x, y)", "mulhi(x, y)", "umul24(x, y)", "mul24(x, y)"),
+    *("byte_perm(x, y, z)", "funnelshift_l(x, y, z)", "funnelshift_r(x, y, z)", "funnelshift_lc(x, y, z)"),
+    *("funnelshift_rc(x, y, z)", "usad(x, y, z)", "sad(x, y, z)"),
 ):
     FUNCTIONS[_name.split("(")[0]] = "u32", "u32", f"(unsigned int)__{_name}"
 for _name in ("popcll(x)", "clzll(x)", "ffsll(x)", "brevll(x)", "umul64hi(x, y)", "mul64hi(x, y)"):
@@ -235,19 +197,8 @@ def source(functions: dict) -> str:
 def compile(compiler: str, code: str, to: Path, *flags: str) -> Path:
     """Builds `to` from C++ text; a warning of the compiler is an error."""
     to.with_suffix(".cpp").write_text(code)
-    command = [
-        compiler,
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-fPIC",
-        "-ffp-contract=off",
-        f"-I{HEADERS}",
-        *flags,
-        str(to.with_suffix(".cpp")),
-        "-o",
-        str(to),
-    ]
+    flags = ("-std=c++17", "-Wall", "-Wextra", "-fPIC", "-ffp-contract=off", f"-I{HEADERS}", *flags)
+    command = [compiler, *flags, str(to.with_suffix(".cpp")), "-o", str(to)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr[:4000]
     return to
@@ -279,12 +230,8 @@ def some_integers(kind: str) -> np.ndarray:
     """Small ones, those near powers of two and near ties of every format, the limits, random ones of all sizes."""
     limits, rng = np.iinfo(TYPES[kind][1]), random.Random(3)
     near = [1 << power for power in range(65)]
-    near += [
-        (1 << power) + (1 << power - down)
-        for power in range(64)
-        for down in (7, 8, 9, 10, 11, 12, 23, 24, 25)
-        if power >= down
-    ]
+    downs = (7, 8, 9, 10, 11, 12, 23, 24, 25)
+    near += [(1 << power) + (1 << power - down) for power in range(64) for down in downs if power >= down]
     found = [n + d for n in near for d in (-1, 0, 1)] + list(range(100)) + [limits.max, -limits.min]
     found += [rng.getrandbits(rng.randint(1, 64)) for _ in range(300)]
     return np.array([v for n in found for v in (n, -n) if limits.min <= v <= limits.max], TYPES[kind][1])

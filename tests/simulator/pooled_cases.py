@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.formats.pools import pool_used
 from twell_lab.cuda.launch import run
-from twell_lab.formats import POOL_ROWS, packed_and_pool
+from twell_lab.formats import packed_and_pool
 from twell_lab.ops import accuracy, reference
 from twell_lab.ops.down import ANY_NUMBER, down_pooled
 from twell_lab.ops.gated import gated_pooled
@@ -60,11 +61,7 @@ class Pooled:
         unread = torch.arange(31, **here) >= counts[..., None]
         packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
         used = (counts - 31).clamp(min=0)
-        used = (
-            torch.cat([used, used.new_zeros(-tokens % POOL_ROWS, used.shape[1])])
-            .view(-1, POOL_ROWS, used.shape[1])
-            .sum(1)
-        )
+        used = pool_used(packed)
         pool[torch.arange(64, **here) >= used[..., None]] = POISON
         self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32, **here)
         self.lost[0] = 0
@@ -113,31 +110,3 @@ class Pooled:
         assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), exact.isinf())
         assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0, (name, version)
         return y
-
-
-def gate_of(tokens: int, d_ff: int, dtype: torch.dtype, rate: float = 0.05, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(tokens + d_ff + seed)
-    keep = torch.rand(tokens, d_ff, generator=generator) < rate
-    value = torch.randn(tokens, d_ff, generator=generator).abs() + 1e-3
-    return torch.where(keep, value, -value).to(dtype)
-
-
-def adversarial(tokens: int, d_ff: int, dtype: torch.dtype) -> Tensor:
-    """Rows with one full tile, one over, 40 in a tile, several tiles over, all, none: in groups that fit and that do
-    not."""
-    gate = gate_of(tokens, d_ff, dtype)
-
-    def put(row: int, tile: int, count: int) -> None:
-        if row < tokens and tile * 256 < d_ff:
-            part = gate[row, tile * 256 : (tile + 1) * 256]
-            part.copy_(-part.abs())
-            part[-count:] = part[-count:].abs()
-
-    put(0, 0, 40), put(1, 0, 31), put(2, 0, 32), put(2, 1, 45), put(3, 0, 33), put(14, 1, 63)
-    for row in range(16, 32):
-        put(row, 0, 40)  # 64 / 9: seven of them fit
-    gate[32:34] = 1.0
-    put(34, 0, 30)  # behind a lost row, with no need of the pool
-    gate[48:49], gate[49:50] = -1.0, -0.0
-    put(299, d_ff // 256, 45)
-    return gate

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator import modelled
-from twell_lab import core, simulator
+from twell_lab import simulator
 from twell_lab.core import InputError
-from twell_lab.layers.paths.cost import CACHE_USED
-from twell_lab.simulator import counts as counting
-from twell_lab.simulator.counts import H100, Counts, Footprint, Gpu, Traffic, predicted_time
+from twell_lab.simulator.counts import Counts, Footprint, Gpu, Traffic, predicted_time
 from twell_lab.simulator.report import ArrayInfo
 
 
@@ -127,13 +125,6 @@ def test_the_prediction_is_the_slowest_part():
     assert "16000" in str(predicted) and str(predicted).index("device") < str(predicted).index("<-")
 
 
-@pytest.mark.parametrize("often", [[], [0, 0], [1, -1], [1, math.nan], [math.inf, 1], [[1, 1]]])
-def test_what_cannot_be_how_often_rows_are_read_is_refused(often):
-    counts = Counts(footprints={"w": Footprint(read_sectors=4, block_read_sectors=8, bytes=128)})
-    with pytest.raises(InputError, match="rows\\['w'\\] is"):
-        predicted_time(counts, H100, {"w": often})
-
-
 def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
     counts = Counts(footprints={"w": Footprint(read_sectors=40, block_read_sectors=140, bytes=1280)})  # 4 rows of 320
 
@@ -148,43 +139,6 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
     assert memory(0, {"w": often}) == pytest.approx(140)
     with pytest.raises(InputError, match="'x'.*touched w"):
         memory(0, {"x": often})
-
-
-def test_an_h100_keeps_what_its_datasheet_and_the_planner_say():
-    sheet = json.loads((core.data_dir() / "gpus.json").read_text())
-    (l2,) = [gpu["l2_mb"] for gpu in sheet["gpus"] if gpu["name"] == H100.name]
-    assert H100.kept_bytes == CACHE_USED * l2 * 2**20
-
-
-def test_packing_is_predicted_as_the_kernel_header_says():
-    """smxx_pack.cu: 16,384 x 5,632 values are 0.065 ms of device memory; one thread a tile is limited elsewhere."""
-    values = gate(rows=4, columns=5632)
-    full = 16384 / 4
-    v1, v2 = (
-        predicted_time(counted(kernel(values, 256, 32)).scaled(full)) for kernel in (modelled.pack_v1, modelled.pack_v2)
-    )
-    for each in (v1, v2):
-        assert 0.0615e-3 < each.bounds["device memory"] < 0.10e-3  # the gate alone, and a sector for every word
-    assert (v1.limit, v2.limit) == ("L1 cache", "device memory")
-    assert v1.seconds > 4 * v2.seconds
-
-
-def test_the_reachable_rates_are_below_the_datasheet():
-    sheet = json.loads((core.data_dir() / "gpus.json").read_text())
-    listed = {gpu["name"]: gpu for gpu in sheet["gpus"]}
-    assert H100.memory_bytes_per_s < 1e9 * listed[H100.name]["bandwidth_gb_s"]
-
-
-def test_the_table_is_aligned_and_complete():
-    counts = counted(modelled.block_sum(np.arange(64.0)))
-    shown = str(counts)
-    for block in shown.split("\n\n")[:-1]:
-        head, *rows = block.splitlines()
-        assert rows and all(len(row) <= len(head) for row in rows)
-    for word in ("global reads", "shared writes", "atomics", "bank conflicts", "different bytes", "64 threads"):
-        assert word in shown
-    assert "global writes" not in shown  # there were none
-    assert "<pre>" in counts._repr_html_() and "<script" not in counts._repr_html_()
 
 
 def test_as_plain_data():
@@ -206,12 +160,6 @@ def test_what_is_refused():
     ):
         with pytest.raises(InputError, match=named):
             call()
-
-
-def test_a_launch_that_touched_nothing():
-    counts = Counts.of(np.zeros(0, modelled.SITES), np.zeros(0, modelled.FOOTPRINT), {}, [], 0)
-    assert counts.by_line() == [] and predicted_time(counts).seconds == 0 and "0 threads" in str(counts)
-    assert counting.table(["a"], []) == "a"
 
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")

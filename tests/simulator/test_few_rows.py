@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulator.pooled_cases import POISON, Pooled, bits, gate_of
+from tests.ops.rows.drawn import gate_of
+from tests.simulator.pooled_cases import POISON, Pooled, bits
 from twell_lab import simulator
 from twell_lab.cuda.launch import value
 from twell_lab.formats import packed_and_pool
@@ -67,7 +68,7 @@ def check(layer: Pooled, rows: list[int], gated: bool = True, **how) -> torch.Te
 
 
 def heavy(tokens: int, columns: int, rows: list[int], rate: float, dtype=torch.bfloat16) -> torch.Tensor:
-    gate, dense = (gate_of(tokens, columns, dtype, each, seed=9) for each in (0.05, rate))
+    gate, dense = (gate_of(share, tokens, columns, dtype, seed=9) for share in (0.05, rate))
     gate[rows] = dense[rows]
     return gate
 
@@ -85,7 +86,7 @@ def test_few_rows_of_many_entries(rows, gated, dtype):
 
 
 def test_neighbours_share_the_pool():
-    gate = gate_of(40, 600, torch.bfloat16).clamp(max=0)
+    gate = gate_of(0.05, 40, 600, torch.bfloat16).clamp(max=0)
     gate[16, 256:288], gate[18, 250:300], gate[20, 260:295], gate[21, 256:290] = 1.0, 2.0, 3.0, 4.0
     layer = Pooled.draw(gate, 64, biases=True)
     assert not packed_and_pool(gate)[2].any()
@@ -131,7 +132,7 @@ def test_the_order_of_the_list_changes_no_bit():
 
 def test_what_is_left_to_the_dense_product():
     rows = list(range(FEW + 1))
-    layer = Pooled.draw(gate_of(FEW + 3, 40, torch.bfloat16), 8)
+    layer = Pooled.draw(gate_of(0.05, FEW + 3, 40, torch.bfloat16), 8)
     for listed, how in (([], {}), (rows, {"blocks": 40}), (rows[:9], {"blocks": 8}), ([2, 5], {"beyond": [5]})):
         assert (share(layer, listed, **how) == torch.full_like(layer.x, POISON)).all()
     check(layer, rows[:FEW], blocks=FEW)

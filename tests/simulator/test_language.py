@@ -1,16 +1,11 @@
 """What CUDA's language lets a kernel do, and what compile and launch take: results against NumPy, in both builds."""
 
-import ctypes
-import threading
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from twell_lab import simulator
 from twell_lab.core import CompileError, InputError
-from twell_lab.simulator import faults
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -341,43 +336,6 @@ def test_more_blocks_than_cores(cores, launch):
     assert np.array_equal(out, np.where(n < 32_990, n, 0).reshape(1000, 33).sum(1))
 
 
-def test_two_python_threads_at_once(program):
-    """Each has blocks, shared memory and results of its own; a fault is raised in the thread that caused it."""
-    wrong = []
-
-    def go(k: int) -> None:
-        for round in range(6):
-            out, watch = np.zeros(60, np.int32), (None, "faults")[(k + round) % 2]
-            program.launch("many_blocks", 60, 33, (out, 1980 - k), watch=watch)
-            n = np.arange(1980)
-            if not np.array_equal(out, np.where(n < 1980 - k, n, 0).reshape(60, 33).sum(1)):
-                wrong.append((k, round))
-            try:
-                program.launch("many_blocks", 60, 33, (out[: 60 - k % 2], 7), watch="faults")
-                wrong.extend([(k, "no fault")] * (k % 2))
-            except faults.OutOfBounds:
-                wrong.extend([(k, "fault")] * (k % 2 == 0))
-
-    threads = [threading.Thread(target=go, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-def test_libraries_share_the_memory_of_their_threads(tmp_path):
-    """Closed pages between stacks split memory in thousands of pieces, and Linux grants a process 65,530."""
-    (tmp_path / "few.cu").write_text('extern "C" __global__ void few(int* out) { out[threadIdx.x] = N; }')
-    pieces = []
-    for n in range(3):
-        out = np.zeros(1000, np.int32)
-        simulator.compile(tmp_path / "few.cu", {"N": n}).launch("few", 1, 1000, (out,), watch=None)
-        assert (out == n).all()
-        pieces.append(len(Path("/proc/self/maps").read_text().splitlines()))
-    assert pieces[2] - pieces[0] < 100
-
-
 # ---- what is refused
 
 
@@ -391,71 +349,42 @@ def test_arrays_that_share_memory_still_do(program):
 
 
 ITEMS, DOUBLES, LONGS = np.zeros(4, np.int32), np.zeros(4), np.zeros(4, np.int64)
+OUT = (ITEMS,)
 REFUSED = {
-    "has no kernel 'place'; it has places": ("place", 1, 1, (ITEMS,)),
-    r"places takes 1 arguments \(out\); 2 were given": ("places", 1, 1, (ITEMS, 3)),
-    r"places takes 1 arguments \(out\); 0 were given": ("places", 1, 1, ()),
-    "out of places is of type list; a torch tensor, a NumPy array or None": ("places", 1, 1, ([1, 2],)),
-    "out of places is of type int; a torch": ("places", 1, 1, (5,)),
+    "has no kernel 'place'": ("place", 1, 1, OUT),
+    r"places takes 1 arguments \(out\); 2": ("places", 1, 1, (ITEMS, 3)),
+    "out of places is of type list": ("places", 1, 1, ([1, 2],)),
     "out of places is a NumPy array with strides": ("places", 1, 1, (np.zeros((4, 4), np.int32)[:, 0],)),
-    "out of places is not contiguous; a contiguous tensor": ("places", 1, 1, (torch.zeros(4, 4).t()[:, :2],)),
+    "out of places is not contiguous": ("places", 1, 1, (torch.zeros(4, 4).t()[:, :2],)),
     "out of places is meta": ("places", 1, 1, (torch.zeros(4, device="meta"),)),
-    "n of many_blocks is 2.5; a whole number": ("many_blocks", 1, 33, (ITEMS, 2.5)),
-    "n of many_blocks is None; a whole number": ("many_blocks", 1, 33, (ITEMS, None)),
+    "n of many_blocks is 2.5": ("many_blocks", 1, 33, (ITEMS, 2.5)),
+    "n of many_blocks is None": ("many_blocks", 1, 33, (ITEMS, None)),
     "n of many_blocks is 2147483648; -2147483648 to 2147483647": ("many_blocks", 1, 33, (ITEMS, 2**31)),
     "small of language is -1; 0 to 255": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, -1, 1.0, 0)),
-    "scale of language is 'a'; a number": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
+    "scale of language is 'a'": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
     r"out of language is int32; the kernel takes double\*": ("language", 1, 1, (ITEMS, ITEMS, LONGS, True, 1, 1.0, 0)),
-    r"big of language is float64; the kernel takes long long\*": (
-        "language",
-        1,
-        1,
-        (DOUBLES, ITEMS, DOUBLES, True, 1, 1.0, 0),
-    ),
-    "block is .*1025.*": ("places", 1, 1025, (ITEMS,)),
-    r"block is \(33, 32, 1\), 1056 threads; at most 1024": ("places", 1, (33, 32), (ITEMS,)),
-    "block is 0": ("places", 1, 0, (ITEMS,)),
-    "grid is -1": ("places", -1, 1, (ITEMS,)),
-    r"grid is \(1, 0\)": ("places", (1, 0), 1, (ITEMS,)),
-    r"grid is \(1, 1, 1, 1\)": ("places", (1, 1, 1, 1), 1, (ITEMS,)),
-    "grid is 1.5": ("places", 1.5, 1, (ITEMS,)),
+    "block is .*1025": ("places", 1, 1025, OUT),
+    r"block is \(33, 32, 1\)": ("places", 1, (33, 32), OUT),
+    "block is 0": ("places", 1, 0, OUT),
+    r"grid is \(1, 0\)": ("places", (1, 0), 1, OUT),
+    "grid is 1.5": ("places", 1.5, 1, OUT),
+    "watch is 'everything'": ("places", 2, 2, OUT, {"watch": "everything"}),
+    "trace is 2; a block number from 0 to 1": ("places", 2, 2, OUT, {"trace": 2}),
+    "shared_bytes is 1000000": ("places", 2, 2, OUT, {"shared_bytes": 10**6}),
+    "cores is 0": ("places", 2, 2, OUT, {"cores": 0}),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_launches_that_cannot_be(message, program):
+    (*launch, options), more = REFUSED[message], {}
+    if isinstance(options, dict):
+        more = options
+    else:
+        launch.append(options)
     with pytest.raises(InputError, match=message):
-        program.launch(*REFUSED[message])
+        program.launch(*launch, **more)
     assert not ITEMS.any()
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"watch": "everything"}, "watch is 'everything'; one of"),
-        ({"trace": 2}, "trace is 2; a block number from 0 to 1"),
-        ({"trace": -1}, "trace is -1"),
-        ({"shared_bytes": -1}, "shared_bytes is -1; 0 to 232448"),
-        ({"cores": 0}, "cores is 0"),
-        ({"shared_bytes": 10**6}, "shared_bytes is 1000000"),
-        ({"cores": -3}, "cores is -3"),
-    ],
-)
-def test_options_that_cannot_be(options, message, program):
-    with pytest.raises(InputError, match=message):
-        program.launch("places", 2, 2, (np.zeros(4, np.int32),), **options)
-
-
-def test_numbers_of_every_make(program):
-    for n in (7, np.int32(7), np.uint8(7), torch.tensor(7), ctypes.c_int(7), True + 6):
-        out = np.zeros(1, np.int32)
-        program.launch("many_blocks", 1, 33, (out, n))
-        assert out[0] == 21
-
-
-def test_an_empty_array_has_no_element(program):
-    with pytest.raises(faults.OutOfBounds):
-        program.launch("places", 1, 1, (np.zeros(0, np.int32),))
 
 
 def test_files_that_cannot_be(tmp_path):

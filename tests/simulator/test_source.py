@@ -135,21 +135,15 @@ def test_watches_follow_their_lines_and_leave_the_numbers_alone():
     ("place", "expression", "message"),
     [
         ("k.cu:8", "a", r"line 8 ends in ','; .* ends in ; or \{"),
-        ("k.cu:9", "a", "ends in 'nothing'"),
         ("k.cu:10", "a", r"ends in '\\\\'"),
-        ("k.cu:11", "a", "ends in 'nothing'"),
         ("k.cu:6", "a", r"ends in '}'"),
         ("k.cu:4", "a", "an else follows line 4"),
         ("k.cu:13", "a", "k.cu has lines 1 to 12"),
-        ("0", "a", "lines 1 to 12"),
         ("h.cuh:x = 1;", "x", "lines 1, 3 have this text in h.cuh"),
         ("h.cuh:z", "x", "no line has this text in h.cuh"),
-        ("k.cu:", "x", "no line has this text"),
         ("other.cuh:3", "x", "names 'other.cuh'; the sources are k.cu, h.cuh"),
         ("k.cu:1", "", "is no expression"),
-        ("k.cu:1", "a;", "is no expression"),
         ("k.cu:1", "a // b", "is no expression"),
-        ("k.cu:1", "a\nb", "is no expression"),
         ("k.cu:1", 3, "is no expression"),
     ],
 )
@@ -169,34 +163,6 @@ def test_without_comments_everything_stays_in_its_place(text):
         assert all(c == " " or c == old for c, old in zip(code, text, strict=True))
     if not set(text) & set("/\"'"):
         assert code == text
-
-
-_numbers = st.integers(0, 99).map(lambda n: (str(n), n))
-
-
-def _combined(children):
-    def join(parts):
-        (a, x), op, (b, y) = parts
-        if op in "/%" and (y <= 0 or x < 0):
-            op = "+"
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x // max(y, 1), "%": x % max(y, 1)}[op]
-        return f"((int){a} {op} {b})", value
-
-    return st.tuples(children, st.sampled_from("+-*/%"), children).map(join)
-
-
-@given(st.recursive(_numbers, _combined, max_leaves=6))
-def test_extents_are_evaluated(expression):
-    text, value = expression
-    types = source.Types(source.OwnText("", ()))
-    assert types.integer(text) == (value if 0 <= value < 2**40 else -1)
-
-
-@pytest.mark.parametrize(
-    "text", ["f(2)", "N", "2 +", "__import__('os')", "1 << 99", "1 / 0", "9 ** 9", "1.5", "-3", "'a'"]
-)
-def test_what_is_no_plain_integer_is_left_open(text):
-    assert source.Types(source.OwnText("", ())).integer(text) == -1
 
 
 def test_kernels_and_their_parameters_are_listed(cxx):
@@ -238,13 +204,10 @@ def test_the_macros_decide_what_is_there():
     [
         (KERNEL % 'asm volatile("{\\n.reg .b32 r;\\nwgmma.mma_async.sync;\\n}");', r"k.cu:2: wgmma\.mma_async.*tensor"),
         (KERNEL % 'asm("cp.async.bulk.tensor.2d [%0];"\n  :: "r"(1));', r"cp\.async\.bulk\.tensor\.2d .*accelerator"),
-        (KERNEL % 'asm("cp.async.cg.shared.global [%0], [%1], 16;");', r"cp\.async\.cg.*background"),
-        (KERNEL % '__asm__ __volatile__ ("mma.sync.aligned.m16n8k16.row.col.f32");', r"mma\.sync"),
         ('#define L(x) asm("ldmatrix.sync.x4 %0;" : "=r"(x))\n' + KERNEL % "\nL(a);", r"k.cu:4: ldmatrix\.sync\.x4"),
         (KERNEL % 'asm("@%%p mov.u32 %0, %%laneid;" : "=r"(a) : "memory");', r"k.cu:2: mov\.u32.*inline PTX"),
         ("#include <mma.h>\n", r"k.cu:1: <mma.h>"),
         ("#include <stdint.h>\n#include <cuda/barrier>\n", "k.cu:2: <cuda/barrier>"),
-        ('#include "cooperative_groups.h"\n', "k.cu:1: <cooperative_groups.h>"),
         ("namespace cg = cooperative_groups;\n", "cooperative groups"),
         ("__global__ void __cluster_dims__(2, 1, 1) k() {}\n", "__cluster_dims__.*cluster"),
         ("__global__ void k(const CUtensorMap map) {}\n", "CUtensorMap"),

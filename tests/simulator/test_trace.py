@@ -67,15 +67,6 @@ def test_replaying_every_step_gives_what_was_packed(seed, kernel, words):
     assert not trace.at(-1)["packed"].any()
 
 
-def test_the_state_follows_the_steps_one_by_one():
-    trace = traced(modelled.pack_v2(gate(), 256, 32))
-    seen = np.zeros((1, 2, 32), np.int32)
-    for step in trace:
-        if step.kind == "write":
-            seen.reshape(-1)[list(step.elements)] = step.values
-        assert np.array_equal(trace.at(step.index)["packed"], seen)
-
-
 def test_shared_memory_is_masked_until_it_is_written():
     x = np.arange(64.0)
     trace = traced(modelled.block_sum(x))
@@ -97,35 +88,12 @@ def test_barriers_are_where_the_last_warp_arrives():
     assert traced(modelled.pack_v2(gate(), 256, 32)).barriers == []
 
 
-def test_one_step_may_hold_the_barrier_of_the_whole_block():
-    block = Block(64, modelled.SUM_LINES, [])
-    for _ in range(2):
-        block._step([301], modelled.BARRIER, 0, 0, [(thread, -1, 0, b"") for thread in range(64)])
-    assert traced(block).barriers == [0, 1]
-
-
 def test_who_reads_and_who_writes():
     trace = traced(modelled.block_sum(np.arange(64.0)))
     assert trace.writes("part") == {i: (i,) for i in range(64)}
     assert trace.reads("part") == {i: (i % 32, i % 32 + 32) for i in range(64)}
     assert trace.writes("y") == trace.reads("y") == {i: (i, i + 32) for i in range(32)}  # atomics do both
     assert trace.writes("x") == {}
-
-
-def test_who_touched_what_last():
-    trace = traced(modelled.block_sum(np.arange(64.0)))
-    before, end = trace.at(trace.barriers[0]).last("part"), trace.at(len(trace) - 1).last("part")
-    assert before.thread.tolist() == list(range(64)) and before.wrote.all() and before.written.all()
-    assert end.thread.tolist() == [32 + i % 32 for i in range(64)] and not end.wrote.any()
-    assert end.written.all()
-    untouched = trace.at(0).last("y")
-    assert (untouched.thread == -1).all() and (untouched.step == -1).all()
-
-
-def test_helpers_keep_the_path_from_the_kernel():
-    trace = traced(modelled.block_sum(np.arange(64.0)))
-    step = next(step for step in trace if len(step.path) == 2)
-    assert [line.function for line in step.path] == ["block_sum", "load"] and step.line.file == "helpers.cuh"
 
 
 def test_watched_values_are_the_last_ones():
@@ -154,12 +122,6 @@ def test_vectors_cover_several_elements():
     assert trace[0].describe() == "warp 0, toy.cu:1: 2 lanes read x[0..15]"
     assert trace.reads("x") == {i: (i // 8,) for i in range(16)}
     assert trace.at(0).last("x").thread.tolist() == [0] * 8 + [1] * 8
-
-
-def test_strided_elements_are_not_spelled_out():
-    block = toy(ArrayInfo("x", "global", np.dtype("f4"), (9000,), np.zeros(36000, np.uint8)))
-    block.access(READ, "x", [1], {t: 256 * t for t in range(32)})
-    assert traced(block)[0].touched == "[0, 256, .., 7936]"
 
 
 def test_a_part_of_an_element():

@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,22 +54,6 @@ def astray(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     assert not astray(page, text_of(page))
-
-
-def test_a_link_that_leads_nowhere_is_found():
-    text = "[a](README.md) [b](gone.md) [c](notebooks/glossary.ipynb#TwELL) [d](README.md#gone) [e](https://x.org/y)"
-    assert astray(ROOT / "here.md", text) == ["gone.md#", "README.md#gone"]
-
-
-def test_make_targets_extras_and_constraints_that_the_readme_names_exist():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([\w-]+)", readme, re.MULTILINE)) <= targets
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for names in re.findall(r"-e '\.\[([\w,]+)\]'", readme):
-        assert set(names.split(",")) <= set(extras)
-    for name in re.findall(r"constraints/\w+\.txt|environment\.yml", readme):
-        assert (ROOT / name).is_file()
 
 
 def generated() -> list:

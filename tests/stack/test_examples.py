@@ -71,10 +71,3 @@ def test_the_commands_for_a_model_of_ones_own_run(own_model, capsys):
         )
     shown = capsys.readouterr().out
     assert "the same text" in shown and "bench: " in shown
-
-
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`twell-lab (\w+)", README + LIBRARY))))
-def test_each_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        cli.main([command, "--help"])
-    assert leaving.value.code == 0 and command in capsys.readouterr().out

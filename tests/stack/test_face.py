@@ -6,7 +6,6 @@ import inspect
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import twell_lab as tl
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "twell_lab"
 FACE = [name for name in tl.__all__ if name != "__version__"]
-FOLDERS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
 
 
 def promised(stub: str) -> dict[str, str]:
@@ -54,17 +52,6 @@ def test_every_name_resolves_and_says_what_it_is(name):
     assert name in dir(tl) and inspect.getdoc(found)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        tl.nothing_like_it  # noqa: B018
-
-
-def test_no_folder_shares_its_name_with_a_function():
-    """Importing the folder would put it in the function's place."""
-    functions = {name for name in FACE if not inspect.ismodule(getattr(tl, name))}
-    assert functions and not functions & (FOLDERS | {path.stem for path in PACKAGE.glob("*.py")})
-
-
 def test_a_module_of_the_package_is_imported_as_any_other():
     said = program(
         "import twell_lab as tl, twell_lab.training.loop, twell_lab.analysis.profile as firing\n"
@@ -75,11 +62,6 @@ def test_a_module_of_the_package_is_imported_as_any_other():
         "print(type(twell_lab.training.loop).__name__, type(tl).__name__)"
     )
     assert said.split() == ["module", "module"]
-
-
-def test_importing_the_package_imports_no_torch():
-    said = program("import sys, twell_lab; print(sorted({'torch', 'numpy', 'cupy', 'plotly'} & set(sys.modules)))")
-    assert said.strip() == "[]"
 
 
 WATCH = """
@@ -116,45 +98,3 @@ def test_the_whole_face_leaves_torch_as_it_was():
     before, after = said["hooks"]
     assert any("optimizer" in name for name in before) and any("_global_forward_hooks" in name for name in before)
     assert before == after and said["changed"] == []
-
-
-USER = """
-import torch
-import twell_lab as tl
-from twell_lab.training.config import TrainResult
-
-packed = tl.pack(torch.randn(4, 512), tile=256, words=32)
-dense: torch.Tensor = packed.to_dense()
-result: TrainResult = tl.train(tl.TrainConfig(l1=1e-3, steps=100))
-firing: tl.FiringProfile = tl.profile(result.model, [torch.zeros(1, 8, dtype=torch.int64)])
-plan: tl.Plan = tl.plan(firing, result.model, tokens=(1, 512))
-model: torch.nn.Module = tl.sparsify(result.model, plan)
-try:
-    tl.densify(model)
-except tl.InputError as error:
-    print(error.args)
-reveal_type(tl.train)
-"""
-WRONG = USER + 'tl.train("no config")\ntl.sparsified(model)\npacked.to_densee()\n'
-
-
-@pytest.mark.skipif(find_spec("mypy") is None, reason="mypy comes with the test extra")
-def test_a_users_program_is_checked_against_our_types(tmp_path):
-    """As a type checker sees it: right calls pass, and a wrong argument, name and method are found."""
-    from mypy import api
-
-    (tmp_path / "right.py").write_text(USER)
-    (tmp_path / "wrong.py").write_text(WRONG)
-    shared = [
-        "--follow-imports=silent",
-        "--ignore-missing-imports",
-        "--config-file=",
-        f"--cache-dir={tmp_path / 'kept'}",
-    ]
-    said, trouble, _ = api.run([*shared, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
-    assert not trouble
-    right = [line for line in said.splitlines() if "right.py" in line]
-    wrong = [line for line in said.splitlines() if "wrong.py" in line and "error" in line]
-    assert len(right) == 1 and "TrainResult" in right[0], said  # what reveal_type said
-    assert ["[arg-type]" in wrong[0], "sparsified" in wrong[1], "to_densee" in wrong[2]] == [True] * 3, said
-    assert len(wrong) == 3

@@ -51,18 +51,6 @@ def test_a_sparse_layer_loads_few_of_the_packages_files():
 
 
 def test_the_library_itself_loads_neither_cupy_nor_a_plot():
-    names = (
-        "pack",
-        "ffn",
-        "SparseFFN",
-        "sparsify",
-        "profile",
-        "plan",
-        "train",
-        "bench",
-        "formats",
-        "records",
-        "ops",
-    )
+    names = ("pack", "ffn", "SparseFFN", "sparsify", "profile", "plan", "train", "bench", "formats", "records", "ops")
     found = fresh(names)
     assert found["heavy"] == [] and not found["cuda"]

@@ -51,14 +51,8 @@ def test_every_kernel_and_data_file_is_in_the_wheel(wheel):
 
 def test_it_is_small_and_leaves_the_large_models_out(wheel):
     assert wheel.stat().st_size < MOST_BYTES
-    files = [each for each in zipfile.ZipFile(wheel).infolist()]
-    assert not [
-        each.filename for each in files if each.filename.startswith(tuple(f"twell_lab/{x}" for x in CHECKOUT_ALONE))
-    ]
-    assert [each.filename for each in files if each.filename.endswith(".png")] == [
-        "twell_lab/data/pictures/speedup.png"
-    ]
-    assert max(each.file_size for each in files) < 3_000_000
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith(tuple(f"twell_lab/{folder}" for folder in CHECKOUT_ALONE))]
 
 
 def test_its_notebooks_are_those_of_the_checkout_without_outputs(wheel):
@@ -74,11 +68,6 @@ def test_its_notebooks_are_those_of_the_checkout_without_outputs(wheel):
             assert cell["source"] == whole["source"] or "](../" in text and cell["cell_type"] == "markdown"
             assert "](../" not in "".join(cell["source"])
         assert not [cell for cell in packed if cell.get("outputs") or cell.get("execution_count")]
-
-
-def test_its_notebooks_name_what_they_link_to_in_a_checkout(wheel):
-    packed = zipfile.ZipFile(wheel).read("twell_lab/notebooks/08-first-kernels.ipynb").decode()
-    assert "More: smxx_pack (`docs/kernels/smxx_pack.md`)." in packed and "`pack_v1` (`kernels/smxx_pack.cu`)" in packed
 
 
 def test_what_an_index_shows_of_the_readme_links_nowhere_into_a_checkout(wheel):
@@ -110,12 +99,6 @@ def run(unpacked: Path, cwd: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_the_unpacked_wheel_gives_the_course(unpacked, tmp_path):
-    run(unpacked, tmp_path, "-m", "twell_lab", "course", "mine", "--no-open")
-    copies = sorted(path.name for path in (tmp_path / "mine").iterdir())
-    assert copies == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_the_unpacked_wheel_finds_its_own_files(unpacked, tmp_path):

@@ -19,110 +19,24 @@ from tests.nightly.attack import kills
 from tests.nightly.attack.harness import PLACE
 from twell_lab.app import cli, recordings
 
+# Written beside each other: words without a space, then those that need quotes.
 NUMBERS = (
-    "0",
-    "-1",
-    "1",
-    "2",
-    "3",
-    "7",
-    "1.5",
-    "-0.0",
-    "1e-320",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
-    "",
-    " ",
-    "x",
-    "None",
-    "0x10",
-    "1_000",
-    "٣",
-    "²",
-    "9" * 19,
-    "9" * 30,
-    str(2**31),
-    str(2**63),
-    str(2**64),
-    "1" + "0" * 5000,
-    "1e5",
-    "--",
-    "-",
-    "%s",
-    "\n",
-    "\udcff",
+    *"0 -1 1 2 3 7 1.5 -0.0 1e-320 1e400 nan inf -inf x None 0x10 1_000 ٣ ² 1e5 -- - %s".split(),
+    *("", " ", "\n", "\udcff", "9" * 19, "9" * 30, str(2**31), str(2**63), str(2**64), "1" + "0" * 5000),
 )
 WORDS = (
-    "",
-    " ",
-    "x",
-    "cpu",
-    "cuda",
-    "cuda:99",
-    "meta",
-    "mps",
-    "cpu:-1",
-    "bfloat16",
-    "float64",
-    "int8",
-    "relu",
-    "relu2",
-    "silu",
-    "bytes",
-    "bpe:",
-    "bpe:0",
-    "bpe:300",
-    "bpe:99999999999",
-    "bpe:-1",
-    "ddp",
-    "fsdp",
-    "off",
-    "auto",
-    "lognormal",
-    "é",
-    "\udcff",
-    "a\nb",
-    "..",
-    "list",
-    "60M",
-    "hf:",
-    "hf:nobody/nothing?bytes=x",
-    "hf:a/b?bytes=nan",
-    "x" * 300,
-    "x" * 5000,
-    "%d",
-    "{}",
-    "'",
-    "\t",
+    *"x cpu cuda cuda:99 meta mps cpu:-1 bfloat16 float64 int8 relu relu2 silu bytes bpe: bpe:0 bpe:300".split(),
+    *"bpe:99999999999 bpe:-1 ddp fsdp off auto lognormal é .. list 60M hf: hf:nobody/nothing?bytes=x".split(),
+    *("hf:a/b?bytes=nan", "", " ", "\udcff", "a\nb", "x" * 300, "x" * 5000, "%d", "{}", "'", "\t"),
 )
 
 # Not for root: a faulty writer could then put a file in the place of a device, which the machine needs.
 DEVICES = ("/dev/null", "/dev/full") if os.geteuid() else ()
 
 SMALL = (
-    "--steps",
-    "2",
-    "--batch",
-    "2",
-    "--context",
-    "8",
-    "--d-model",
-    "8",
-    "--heads",
-    "1",
-    "--layers",
-    "1",
-    "--d-ff",
-    "16",
-    "--device",
-    "cpu",
-    "--eval-windows",
-    "2",
-    "--eval-every",
-    "2",
-)
+    "--steps 2 --batch 2 --context 8 --d-model 8 --heads 1 --layers 1 --d-ff 16 --device cpu --eval-windows 2 "
+    "--eval-every 2"
+).split()
 
 
 @cache
@@ -150,18 +64,8 @@ def _home() -> Path:
     from twell_lab.training.config import TrainConfig
     from twell_lab.training.loop import train
 
-    config = TrainConfig(
-        steps=2,
-        batch=2,
-        context=8,
-        d_model=8,
-        heads=1,
-        layers=1,
-        d_ff=16,
-        device="cpu",
-        text=str(home / "text.txt"),
-        eval_windows=2,
-    )
+    sizes = {"steps": 2, "batch": 2, "context": 8, "d_model": 8, "heads": 1, "layers": 1, "d_ff": 16}
+    config = TrainConfig(**sizes, device="cpu", text=str(home / "text.txt"), eval_windows=2)
     train(config, out=home / "model", progress=False)
     shutil.copytree(home / "model", home / "half-a-model")
     (home / "half-a-model" / "model.safetensors").write_bytes(b"half")
@@ -170,24 +74,9 @@ def _home() -> Path:
 
 def _paths(r: Random) -> str:
     home = _home()
-    found = sorted(os.fsdecode(each) for each in os.listdir(os.fsencode(home)))
-    return r.choice(
-        (
-            *(str(home / name) for name in found),
-            *(str(home / name) for name in found),
-            str(home / "nowhere"),
-            "",
-            ".",
-            "/",
-            *DEVICES,
-            "/proc/self/mem",
-            "/proc/self/nope",
-            "x" * 300,
-            str(home / "text.txt" / "under"),
-            "~",
-            "-",
-        )
-    )
+    here = [str(home / os.fsdecode(name)) for name in sorted(os.listdir(os.fsencode(home)))]
+    others = ("", ".", "/", *DEVICES, "/proc/self/mem", "/proc/self/nope", "x" * 300, "~", "-")
+    return r.choice((*here, *here, str(home / "nowhere"), str(home / "text.txt" / "under"), *others))
 
 
 def _files(r: Random) -> str:
@@ -199,25 +88,10 @@ def _files(r: Random) -> str:
 
 def _new(r: Random) -> str:
     """A place to write to."""
-    fresh = tempfile.mkdtemp(dir=_home() / "hollow")
-    return r.choice(
-        (
-            fresh,
-            fresh,
-            fresh + "/a/b",
-            str(_home() / "text.txt"),
-            str(_home() / "text.txt" / "x"),
-            *DEVICES[1:],
-            "/dev/null/x",
-            "/proc/x",
-            "",
-            str(_home() / "dangling"),
-            str(_home() / "loop"),
-            fresh + "/" + "x" * 300,
-            fresh + "/\udcff",
-            str(_home() / "model"),
-        )
-    )
+    home, fresh = _home(), tempfile.mkdtemp(dir=_home() / "hollow")
+    inside = [f"{fresh}/{name}" for name in ("a/b", "x" * 300, "\udcff")]
+    taken = [str(home / name) for name in ("text.txt", "text.txt/x", "dangling", "loop", "model")]
+    return r.choice((fresh, fresh, *inside, *taken, *DEVICES[1:], "/dev/null/x", "/proc/x", ""))
 
 
 def _number(r: Random) -> str:
@@ -242,173 +116,66 @@ def _word(r: Random) -> str:
     return r.choice(WORDS)
 
 
-# For each command: what makes it quick and valid, and its options with what may be put in them.
-_TRAIN = {
-    **dict.fromkeys(
-        (
-            "--d-model",
-            "--layers",
-            "--heads",
-            "--d-ff",
-            "--l1",
-            "--l1-delay",
-            "--l1-warmup",
-            "--dead-window",
-            "--reinit",
-            "--reinit-sigma",
-            "--dead-every",
-            "--steps",
-            "--batch",
-            "--context",
-            "--accumulate",
-            "--lr",
-            "--warmup",
-            "--weight-decay",
-            "--clip",
-            "--seed",
-            "--log-every",
-            "--eval-every",
-            "--eval-windows",
-            "--checkpoint-every",
-        ),
-        _number,
-    ),
-    **dict.fromkeys(
-        ("--activation", "--tokenizer", "--device", "--dtype", "--kernels", "--parallel", "--config"), _word
-    ),
-    "--text": _paths,
-    "--out": _new,
-    "--resume": _paths,
-    "--steps": _few,
-}
+def _may(numbers: str = "", words: str = "", **others) -> dict:
+    """What an option may get: each named in `numbers` or `words`, and others by the function given."""
+    named = {f"--{name}": _number for name in numbers.split()} | {f"--{name}": _word for name in words.split()}
+    return named | {f"--{name.replace('_', '-')}" if name != "first" else "": value for name, value in others.items()}
 
 
 def _given(command: str) -> tuple[list[str], dict]:
+    """What makes a command quick and valid, and its options with what may be put in them."""
     home = _home()
-    model, words = str(home / "model"), str(home / "text.txt")
-    planning = dict.fromkeys(("", "--text"), _paths) | dict.fromkeys(("--windows", "--tokens"), _number)
-    planning |= dict.fromkeys(("--device", "--dtype"), _word)
-    return {
-        "doctor": ([], {}),
-        "tour": (["--render", str(home / "list.json")], {"--render": _files, "--text": _paths, "--out": _new}),
-        "train": ([*SMALL, "--text", words], _TRAIN),
-        "prepare": (
-            [words, "--out", str(home / "hollow" / "fresh")],
-            {"": _paths, "--out": _new, "--tokenizer": _word},
+    model, words, hollow = str(home / "model"), str(home / "text.txt"), home / "hollow"
+    read = f"{model} --text {words} --windows 2"
+    plan = f"{read} --tokens 1 --device cpu --predict-only"
+    planning = _may("windows tokens", "device dtype", first=_paths, text=_paths)
+    small = "--tokens 2 --d-model 8 --d-ff 16 --nnz 2 --seconds 0.01 --device cpu"
+    model_rows = f"{model} --text {words} --tokens 4 --batches 1 --seconds 0.01 --device cpu"
+    train = (
+        "d-model layers heads d-ff l1 l1-delay l1-warmup dead-window reinit reinit-sigma dead-every batch context "
+        "accumulate lr warmup weight-decay clip seed log-every eval-every eval-windows checkpoint-every"
+    )
+    usual, options = {
+        "doctor": ("", {}),
+        "tour": (f"--render {home}/list.json", _may(render=_files, text=_paths, out=_new)),
+        "train": (
+            " ".join([*SMALL, "--text", words]),
+            _may(train, "activation tokenizer device dtype kernels parallel config", text=_paths, out=_new)
+            | _may(resume=_paths, steps=_few),
         ),
-        "profile": (
-            [model, "--text", words, "--windows", "2"],
-            {"": _paths, "--text": _paths, "--windows": _number, "--out": _new, "--against": _files},
-        ),
-        "plan": (
-            [model, "--text", words, "--windows", "2", "--tokens", "1", "--device", "cpu", "--predict-only"],
-            planning | {"--out": _new},
-        ),
-        "sparsify": (
-            [model, "--out", str(home / "hollow" / "swapped"), "--text", words, "--windows", "2", "--tokens", "1"]
-            + ["--device", "cpu", "--predict-only"],
-            planning | {"--plan": _files, "--out": _new},
-        ),
-        "thresholds": (
-            [model, "--text", words, "--windows", "2"],
-            {
-                "": _paths,
-                "--text": _paths,
-                "--windows": _number,
-                "--sparsity": _number,
-                "--method": _word,
-                "--out": _new,
-            },
-        ),
+        "prepare": (f"{words} --out {hollow}/fresh", _may("", "tokenizer", first=_paths, out=_new)),
+        "profile": (read, _may("windows", first=_paths, text=_paths, out=_new, against=_files)),
+        "plan": (plan, planning | _may(out=_new)),
+        "sparsify": (f"{plan} --out {hollow}/swapped", planning | _may(plan=_files, out=_new)),
+        "thresholds": (read, _may("windows sparsity", "method", first=_paths, text=_paths, out=_new)),
         "sample": (
-            [model, "--tokens", "4", "--device", "cpu"],
-            {
-                "": _paths,
-                "--prompt": _word,
-                "--tokens": _few,
-                "--temperature": _number,
-                "--top-k": _number,
-                "--seed": _number,
-                "--device": _word,
-            },
+            f"{model} --tokens 4 --device cpu",
+            _may("temperature top-k seed", "prompt device", first=_paths, tokens=_few),
         ),
-        "export": ([model, "--out", str(home / "hollow" / "llama")], {"": _paths, "--out": _new}),
-        "bench": (
-            ["--tokens", "2", "--d-model", "8", "--d-ff", "16", "--nnz", "2", "--seconds", "0.01", "--device", "cpu"],
-            {
-                "--tokens": _number,
-                "--d-model": _number,
-                "--d-ff": _number,
-                "--nnz": _number,
-                "--dtype": _word,
-                "--device": _word,
-                "--workload": _word,
-                "--seconds": _soon,
-                "--out": _new,
-            },
-        ),
+        "export": (f"{model} --out {hollow}/llama", _may(first=_paths, out=_new)),
+        "bench": (small, _may("tokens d-model d-ff nnz", "dtype device workload", seconds=_soon, out=_new)),
         "bench model": (
-            [model, "--text", words, "--tokens", "4", "--batches", "1", "--seconds", "0.01", "--device", "cpu"],
-            {
-                "": _paths,
-                "--text": _paths,
-                "--plan": _files,
-                "--firing": _files,
-                "--tokens": _few,
-                "--batches": _few,
-                "--dtype": _word,
-                "--device": _word,
-                "--seconds": _soon,
-                "--out": _new,
-            },
+            model_rows,
+            _may("", "dtype device", first=_paths, text=_paths, plan=_files, firing=_files)
+            | _may(tokens=_few, batches=_few, seconds=_soon, out=_new),
         ),
         "predict": (
-            ["T4", "--tokens", "2", "--d-model", "8", "--d-ff", "300", "--nnz", "2"],
-            {
-                "": lambda r: r.choice((_word(r), "list", "H100 SXM")),
-                "--tokens": _number,
-                "--d-model": _number,
-                "--d-ff": _number,
-                "--nnz": _number,
-                "--workload": _word,
-            },
+            "T4 --tokens 2 --d-model 8 --d-ff 300 --nnz 2",
+            _may("tokens d-model d-ff nnz", "workload", first=lambda r: r.choice((_word(r), "list", "H100 SXM"))),
         ),
-        "course": ([str(home / "hollow" / "course")], {"": _new}),
-        "submit": ([words], {"": _paths, "--out": _new}),
-        "record": ([], {"": _word, "--out": _new}),
-        "records": (["--folder", str(home / "records")], {"--folder": _files}),
-        "compile": (
-            [str(home / "hollow" / "cubins"), "--arch", "x"],
-            {"": _new, "--arch": _word, "--dtype": _word, "--d-model": _number},
-        ),
+        "course": (f"{hollow}/course", _may(first=_new)),
+        "submit": (words, _may(first=_paths, out=_new)),
+        "record": ("", _may(first=_word, out=_new)),
+        "records": (f"--folder {home}/records", _may(folder=_files)),
+        "compile": (f"{hollow}/cubins --arch x", _may("d-model", "arch dtype", first=_new)),
     }[command]
+    return usual.split(), options
 
 
+# The more often a command stands here, the more often it is drawn.
 COMMANDS = (
-    "doctor",
-    "tour",
-    "train",
-    "train",
-    "train",
-    "train",
-    "prepare",
-    "prepare",
-    "profile",
-    "profile",
-    "plan",
-    "sparsify",
-    "thresholds",
-    "sample",
-    "export",
-    "bench",
-    "bench",
-    "bench model",
-    "predict",
-    "course",
-    "submit",
-    "record",
-    "records",
-    "compile",
+    *("doctor", "tour", *["train"] * 4, *["prepare"] * 2, *["profile"] * 2, "plan", "sparsify", "thresholds", "sample"),
+    *("export", *["bench"] * 2, "bench model", "predict", "course", "submit", "record", "records", "compile"),
 )
 
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -22,17 +23,20 @@ from tests.nightly.attack import kills
 from tests.nightly.attack.harness import PLACE, damaged
 from twell_lab import core, records, simulator
 from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.planner import plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
 from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator import toolchain
 from twell_lab.training import checkpoint
+from twell_lab.training.loop import train
 from twell_lab.training.text import prepared, source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
 # A digest covers these files: damage is always noticed, or makes no difference.
 GUARDED = ("simulator",)
+WINDOWS = [torch.zeros(2, 8, dtype=torch.long)]
 
 
 @cache
@@ -46,30 +50,20 @@ def _model() -> LanguageModel:
     return LanguageModel(ModelConfig(vocabulary=256, d_model=8, layers=1, heads=1, d_ff=16, context=8))
 
 
-# Each maker fills a folder. Each reader returns something to compare, after it has used what it read.
+# Each maker fills a folder. Each reader uses what it read; that of a guarded kind returns something to compare.
 
 
-def _make_checkpoint(folder: Path) -> None:
-    from twell_lab.training.loop import train
-
+def _make_run(folder: Path) -> None:
+    """A training's checkpoint and metrics, without its final model, which is a kind of its own."""
     train(kills.config(kills._text()), out=folder, progress=False)
     for path in [*folder.iterdir()]:
-        if path.name != checkpoint.STATE:
-            path.unlink()  # the final model is a kind of its own
+        if path.name not in (checkpoint.STATE, "metrics.jsonl"):
+            path.unlink()
 
 
 def _read_checkpoint(folder: Path):
-    state = checkpoint.load(folder)
-    plain = {
-        name: value
-        for name, value in vars(state).items()
-        if not isinstance(value, torch.Tensor) and name not in ("weights", "optimizer", "silent")
-    }
-    tensors = {**state.weights, **state.optimizer, "order": state.order, "noise": state.noise}
+    checkpoint.load(folder)
     checkpoint.config_of(folder)
-    return json.dumps(plain, sort_keys=True), {
-        name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in tensors.items()
-    }
 
 
 def _make_model(folder: Path) -> None:
@@ -107,34 +101,13 @@ def _read_tokenizer(folder: Path):
 
 
 def _make_record(folder: Path) -> None:
-    rows = [
-        {
-            "kind": "ffn_forward",
-            "device": "cpu",
-            "path": "twell",
-            "ms": 0.5,
-            "tokens": 4,
-            "nnz": 2.5,
-            "dense_ms": 1.0,
-            "x_dense": 2.0,
-            "spread": 0.05,
-        },
-        {"suite": "free in form", "passed": 3},
-    ]
-    records.Record(
-        name="attacked",
-        purpose="a test's own",
-        rows=rows,
-        date="2026-01-02T03:04:05Z",
-        commit=None,
-        dirty=None,
-        kernels={},
-        machine={"os": "x"},
-        notes={"gpu_tests": {"passed": 1, "failed": 0}},
-    ).save(folder)
-    (folder / records.UNVERIFIED).write_text(
-        json.dumps({"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"})
-    )
+    row = {"kind": "ffn_forward", "device": "cpu", "path": "twell", "ms": 0.5, "tokens": 4, "nnz": 2.5}
+    row |= {"dense_ms": 1.0, "x_dense": 2.0, "spread": 0.05}
+    record = kills._record(1)
+    record.rows, record.notes = [row, *record.rows], {"gpu_tests": {"passed": 1, "failed": 0}}
+    record.save(folder)
+    unverified = {"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"}
+    (folder / records.UNVERIFIED).write_text(json.dumps(unverified))
 
 
 def _read_record(folder: Path):
@@ -146,39 +119,32 @@ def _read_record(folder: Path):
 
 
 def _make_profile(folder: Path) -> None:
-    profile(_model(), [torch.zeros(2, 8, dtype=torch.long)]).save(folder / "profile.json")
-
-
-def _read_profile(folder: Path):
-    found = FiringProfile.load(folder / "profile.json")
-    str(found), found.tokens, found.save(folder / "again.json")
-    json.dumps(found.table(), allow_nan=False)
+    profile(_model(), WINDOWS).save(folder / "it.json")
 
 
 def _make_plan(folder: Path) -> None:
-    from twell_lab.analysis.planner import plan
-
-    windows = torch.zeros(2, 8, dtype=torch.long)
-    plan(profile(_model(), [windows]), _model(), tokens=(1, 8), measure=False).save(folder / "plan.json")
-
-
-def _read_plan(folder: Path):
-    found = Plan.load(folder / "plan.json")
-    str(found), found.timed_on, found.save(folder / "again.json")
-    json.dumps(found.table(), allow_nan=False)
-    for layer in found.layers:
-        str(layer), layer.choice(1), layer.choice(10**6)
+    plan(profile(_model(), WINDOWS), _model(), tokens=(1, 8), measure=False).save(folder / "it.json")
 
 
 def _make_thresholds(folder: Path) -> None:
-    thresholds(_model(), [torch.zeros(2, 8, dtype=torch.long)]).save(folder / "thresholds.json")
+    thresholds(_model(), WINDOWS).save(folder / "it.json")
 
 
-def _read_thresholds(folder: Path):
-    found = Thresholds.load(folder / "thresholds.json")
-    str(found), found.save(folder / "again.json")
-    json.dumps(found.table(), allow_nan=False)
-    found.remove(found.apply(_model()))
+def _read_as(kind: type, then: Callable = lambda result: None):
+    """Return a reader of a result that is saved as JSON, which uses all that it gives."""
+
+    def read(folder: Path):
+        result = kind.load(folder / "it.json")
+        str(result), result.save(folder / "again.json")
+        json.dumps(result.table(), allow_nan=False)
+        then(result)
+
+    return read
+
+
+def _choose(found: Plan) -> None:
+    for layer in found.layers:
+        str(layer), layer.choice(1), layer.choice(10**6)
 
 
 def _make_tour(folder: Path) -> None:
@@ -194,20 +160,13 @@ def _read_tour(folder: Path):
             render_file(folder / "tour.json", folder / "page")
 
 
-def _make_metrics(folder: Path) -> None:
-    from twell_lab.training.loop import train
-
-    train(kills.config(kills._text()), out=folder, progress=False)
-
-
 def _read_metrics(folder: Path):
     """A resumed run makes the file anew."""
-    from twell_lab.training.loop import train
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(kills.config(kills._text()), resume=folder, progress=False)
-    return [sorted(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
 
 
 def _make_simulator(folder: Path) -> None:
@@ -219,16 +178,14 @@ def _simulator(folder: Path, made) -> object:
     """Kernels, arrays and the content of the library of a build in this folder. Where the cache is not whole, `made` is
     put there in place of a new build."""
     program = simulator.compile("smxx_transpose.cu", {"VALUE_BF16": True})
-    real = toolchain._make
-    if made is not None:
 
-        def again(cxx, sources, entry, defines, kind, folder, name):
-            (folder / f"{name}.so").unlink(missing_ok=True) if (folder / f"{name}.so").is_file() else None
-            (folder / f"{name}.so").write_bytes(made[3])
-            return made[:3]
+    def put(cxx, sources, entry, defines, kind, folder, name):
+        (folder / f"{name}.so").unlink(missing_ok=True) if (folder / f"{name}.so").is_file() else None
+        (folder / f"{name}.so").write_bytes(made[3])
+        return made[:3]
 
-        real = again
-    with mock.patch.object(toolchain, "_make", real), warnings.catch_warnings():
+    make = mock.patch.object(toolchain, "_make", put if made else toolchain._make)
+    with make, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = toolchain.build(program.sources, program.file, program.defines, "fast", cache_in=folder)
     return built.kernels, built.shared, tuple(built.dynamic), built.path.read_bytes()
@@ -243,17 +200,17 @@ def _read_simulator(folder: Path):
     return _simulator(folder, _simulated()) if simulator.available() else None
 
 
-KINDS = {
-    "checkpoint": (_make_checkpoint, _read_checkpoint, 6),
+KINDS = {  # how each is made and read, and how often it is drawn
+    "checkpoint": (_make_run, _read_checkpoint, 6),
     "model": (_make_model, _read_model, 4),
     "text": (_make_text, _read_text, 4),
     "tokenizer": (_make_tokenizer, _read_tokenizer, 4),
     "record": (_make_record, _read_record, 6),
-    "profile": (_make_profile, _read_profile, 6),
-    "plan": (_make_plan, _read_plan, 6),
-    "thresholds": (_make_thresholds, _read_thresholds, 4),
+    "profile": (_make_profile, _read_as(FiringProfile), 6),
+    "plan": (_make_plan, _read_as(Plan, _choose), 6),
+    "thresholds": (_make_thresholds, _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))), 4),
     "tour": (_make_tour, _read_tour, 3),
-    "metrics": (_make_metrics, _read_metrics, 1),
+    "metrics": (_make_run, _read_metrics, 1),
     "simulator": (_make_simulator, _read_simulator, 3),
 }
 

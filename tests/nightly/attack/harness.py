@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import signal
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -53,19 +52,13 @@ def attack(
 
 
 def said(name: str, seed: int, number: int, error: BaseException | str) -> str:
-    where = (
-        ""
-        if isinstance(error, str)
-        else " at "
-        + " < ".join(
-            f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:])
-        )
-    )
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return (
-        f"{name}, seed {seed}, case {number}{where}\n  {text[:1500]}\n  again: --attack-seed {seed} --attack-case "
-        f"{number}"
-    )
+    where, text = "", error
+    if isinstance(error, BaseException):
+        frames = reversed(traceback.extract_tb(error.__traceback__)[-4:])
+        where = " at " + " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
+        text = f"{type(error).__name__}: {error}"
+    again = f"--attack-seed {seed} --attack-case {number}"
+    return f"{name}, seed {seed}, case {number}{where}\n  {text[:1500]}\n  again: {again}"
 
 
 def assert_none(failures: list[str]) -> None:
@@ -162,45 +155,12 @@ def _serve(pipe, name: str, where: str, seed: int, memory: int) -> None:
 # ---- damage ----
 
 HOSTILE = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2**31,
-    2**63,
-    2**64,
-    10**30,
-    -(10**30),
-    0.5,
-    -0.0,
-    1e308,
-    5e-324,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    "",
-    "x",
-    "0",
-    "NaN",
-    "\u0000",
-    "\ud800",
-    "é" * 50,
-    "x" * 5000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": None},
-    ["x"] * 40,
-    "../../../etc/passwd",
-    "float32",
-    "bfloat16",
-    "complex64",
-    "cpu",
-    "cuda:99",
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.0, 1e308, 5e-324),
+    *(float("nan"), float("inf"), float("-inf"), "", "x", "0", "NaN", "\u0000", "\ud800", "é" * 50, "x" * 5000),
+    *([], {}, [[]], [None], {"": None}, ["x"] * 40, "../../../etc/passwd"),
+    *("float32", "bfloat16", "complex64", "cpu", "cuda:99"),
 )
+WAYS = (*["flip"] * 3, "flips", *["cut"] * 2, "empty", "zeros", "noise", "gap", "twice", "more", *["value"] * 2)
 
 
 def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
@@ -208,50 +168,25 @@ def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
     if not content:
         return r.randbytes(r.randint(1, 50)), "filled"
     at, size = r.randrange(len(content)), min(len(content), r.choice((1, 2, 8, 64, 512, 4096)))
-    way = r.choice(
-        (
-            "flip",
-            "flip",
-            "flip",
-            "flips",
-            "cut",
-            "cut",
-            "empty",
-            "zeros",
-            "noise",
-            "gap",
-            "twice",
-            "more",
-            "value",
-            "value",
-        )
-    )
-    if way == "flip":
-        return content[:at] + bytes([content[at] ^ 1 << r.randrange(8)]) + content[
-            at + 1 :
-        ], f"bit flipped in byte {at}"
-    if way == "flips":
+    way, before, after = r.choice(WAYS), content[:at], content[at + size :]
+    middle = content[at : at + size]
+    if way == "value":
+        return _other_value(content, r)
+    if way in ("flip", "flips"):
         changed = bytearray(content)
-        for _ in range(r.randint(2, 20)):
+        for _ in range(1 if way == "flip" else r.randint(2, 20)):
             changed[r.randrange(len(changed))] ^= 1 << r.randrange(8)
-        return bytes(changed), "bits flipped"
-    if way == "cut":
-        return content[:at], f"cut after {at} bytes"
-    if way == "empty":
-        return b"", "emptied"
-    if way == "zeros":
-        return content[:at] + bytes(len(content[at : at + size])) + content[at + size :], f"{size} zeros at {at}"
-    if way == "noise":
-        return content[:at] + r.randbytes(len(content[at : at + size])) + content[
-            at + size :
-        ], f"{size} random bytes at {at}"
-    if way == "gap":
-        return content[:at] + content[at + size :], f"{size} bytes gone at {at}"
-    if way == "twice":
-        return content[: at + size] + content[at:], f"{size} bytes twice at {at}"
-    if way == "more":
-        return content + r.randbytes(size), f"{size} bytes more"
-    return _other_value(content, r)
+        return bytes(changed), way
+    made = {
+        "cut": before,
+        "empty": b"",
+        "zeros": before + bytes(len(middle)) + after,
+        "noise": before + r.randbytes(len(middle)) + after,
+        "gap": before + after,
+        "twice": before + middle + middle + after,
+        "more": content + r.randbytes(size),
+    }
+    return made[way], f"{way}: {size} bytes at {at}"
 
 
 def _other_value(content: bytes, r: random.Random) -> tuple[bytes, str]:
@@ -294,13 +229,3 @@ def _places(value):
         yield value, key
         if isinstance(value[key], (dict, list)):
             yield from itertools.islice(_places(value[key]), 200)
-
-
-def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until done() is true, for so many seconds at most; returns whether it was."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if done():
-            return True
-        time.sleep(0.002)
-    return done()

@@ -19,45 +19,24 @@ import torch
 from tests.nightly.attack.harness import PLACE, forked
 from twell_lab import core, records
 from twell_lab.analysis.plan import Plan
-from twell_lab.analysis.profile import FiringProfile
+from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.text import prepared
+from twell_lab.training.text.source import BYTES
 from twell_lab.training.text.tokenizer import load as load_tokenizer
 
-EVENTS = (
-    "open",
-    "os.rename",
-    "os.mkdir",
-    "os.remove",
-    "os.rmdir",
-    "os.unlink",
-    "shutil.rmtree",
-    "shutil.copyfile",
-    "os.truncate",
-)
+EVENTS = tuple("open os.rename os.mkdir os.remove os.rmdir os.unlink shutil.rmtree shutil.copyfile os.truncate".split())
 TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
 LEFT = (".part", ".old", "building-", ".tmp")
 
 
 def config(text: Path) -> TrainConfig:
-    return TrainConfig(
-        steps=14,
-        batch=4,
-        context=16,
-        d_model=16,
-        layers=2,
-        heads=2,
-        d_ff=32,
-        log_every=2,
-        eval_every=7,
-        eval_windows=8,
-        device="cpu",
-        l1=0.01,
-        text=str(text),
-        checkpoint_every=1,
-    )
+    sizes = {"steps": 14, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "heads": 2, "d_ff": 32, "l1": 0.01}
+    rows = {"log_every": 2, "eval_every": 7, "eval_windows": 8, "checkpoint_every": 1}
+    return TrainConfig(**sizes, **rows, device="cpu", text=str(text))
 
 
 @cache
@@ -219,20 +198,18 @@ def _nothing_left(folder: Path) -> None:
 # ---- everything else that is written ----
 
 
-def _given(seed: int):
-    """(generator, record): what the writers save, another for each seed."""
-    g = torch.Generator().manual_seed(seed)
-    record = records.Record(
-        name="attacked",
-        purpose=f"number {seed}",
-        rows=[{"value": seed}] * (seed % 50 + 1),
-        date="2026-01-02T03:04:05Z",
-        commit=None,
-        dirty=None,
-        kernels={},
-        machine={"seed": seed},
-    )
-    return g, record
+def _record(seed: int) -> records.Record:
+    rows, date = [{"value": seed}] * (seed % 50 + 1), "2026-01-02T03:04:05Z"
+    origin = {"date": date, "commit": None, "dirty": None, "kernels": {}, "machine": {"seed": seed}}
+    return records.Record(name="attacked", purpose=f"number {seed}", rows=rows, **origin)
+
+
+def _model(seed: int) -> LanguageModel:
+    model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(seed)
+    return model
 
 
 def write_here(kind: str, folder: str, seed: int, count: int) -> None:
@@ -250,35 +227,19 @@ def write_here(kind: str, folder: str, seed: int, count: int) -> None:
 
 
 def _prepared_to(kind: str, folder: Path, seed: int):
-    g, record = _given(seed)
-    if kind == "record":
-        return lambda: core.write_atomically(folder / "record.json", record.to_json())
-    if kind == "model":
-        from twell_lab.models.tiny import LanguageModel, ModelConfig
-
-        model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.fill_(seed)
-        return lambda: model.save(folder)
-    if kind == "tokenizer":
-        from twell_lab.training.text.source import BYTES
-
-        return lambda: BYTES.save(folder / "tokenizer.json")
+    """What saves a thing of this kind, another for each seed."""
     if kind == "profile":
-        from twell_lab.analysis.profile import profile
-        from twell_lab.models.tiny import LanguageModel, ModelConfig
-
-        model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
-        firing = profile(model, [torch.randint(16, (1 + seed % 4, 8), generator=g)])
+        windows = torch.randint(16, (1 + seed % 4, 8), generator=torch.Generator().manual_seed(seed))
+        firing = profile(_model(1), [windows])
         return lambda: firing.save(folder / "profile.json")
-    if kind == "plan":
-        made = Plan(device="cpu", dtype="float32", layers=[], rates={"a": float(seed)}, inputs=None)
-        return lambda: made.save(folder / "plan.json")
-    if kind == "careless":
-        return lambda: _carelessly(folder / "careless.json", json.dumps({"value": seed}))
-    assert kind == "text"
-    return lambda: prepared.prepare(str(_text_of(seed)), folder)
+    return {
+        "record": lambda: core.write_atomically(folder / "record.json", _record(seed).to_json()),
+        "model": lambda: _model(seed).save(folder),
+        "tokenizer": lambda: BYTES.save(folder / "tokenizer.json"),
+        "plan": lambda: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "plan.json"),
+        "careless": lambda: _carelessly(folder / "careless.json", json.dumps({"value": seed})),
+        "text": lambda: prepared.prepare(str(_text_of(seed)), folder),
+    }[kind]
 
 
 def _carelessly(path: Path, text: str) -> None:
@@ -305,28 +266,22 @@ def _text_of(seed: int) -> Path:
 
 def _read(kind: str, folder: Path):
     """Something that tells apart what was saved there; None where there is nothing of that name."""
-    if kind == "record":
-        return records.load(folder / "record.json").purpose if (folder / "record.json").exists() else None
-    if kind == "model":
-        from twell_lab.models.tiny import LanguageModel
-
-        if not ((folder / "model.safetensors").exists() and (folder / "config.json").exists()):
+    if kind == "text":
+        if not prepared.is_prepared(folder):
             return None
-        return float(next(LanguageModel.load(folder).parameters()).detach().flatten()[0])
-    if kind == "tokenizer":
-        return load_tokenizer(folder / "tokenizer.json").vocabulary if (folder / "tokenizer.json").exists() else None
-    if kind == "profile":
-        return FiringProfile.load(folder / "profile.json").tokens if (folder / "profile.json").exists() else None
-    if kind == "plan":
-        return Plan.load(folder / "plan.json").rates["a"] if (folder / "plan.json").exists() else None
-    if kind == "careless":
-        return (
-            json.loads((folder / "careless.json").read_text())["value"] if (folder / "careless.json").exists() else None
-        )
-    if not prepared.is_prepared(folder):
+        made = prepared.load(folder)
+        return made.sha256, bytes(made.tokens.numpy()).decode()[:30]
+    files = {"model": ["model.safetensors", "config.json"]}.get(kind, [f"{kind}.json"])
+    if not all((folder / name).exists() for name in files):
         return None
-    made = prepared.load(folder)
-    return made.sha256, bytes(made.tokens.numpy()).decode()[:30]
+    return {
+        "record": lambda path: records.load(path).purpose,
+        "model": lambda path: float(next(LanguageModel.load(folder).parameters()).detach().flatten()[0]),
+        "tokenizer": lambda path: load_tokenizer(path).vocabulary,
+        "profile": lambda path: FiringProfile.load(path).tokens,
+        "plan": lambda path: Plan.load(path).rates["a"],
+        "careless": lambda path: json.loads(path.read_text())["value"],
+    }[kind](folder / files[0])
 
 
 KINDS = ("record", "model", "tokenizer", "profile", "plan", "text", "text")

@@ -7,6 +7,7 @@ from random import Random
 
 import torch
 
+from tests.ops.rows.drawn import gate_of
 from tests.simulator import cases, pooled_cases
 from twell_lab import simulator
 
@@ -30,7 +31,7 @@ def check(r: Random, counts: Counter) -> None:
 def _gate(r: Random, dtype, patterns, most: int):
     tile, words = r.choice(cases.GEOMETRIES)
     columns = r.choice((r.randint(1, most), max(1, tile * r.randint(1, max(1, most // tile)) + r.randint(-1, 1))))
-    gate = cases.gate_of(r.choice(patterns), r.randint(1, 5), columns, dtype, tile, words, r.getrandbits(40))
+    gate = gate_of(r.choice(patterns), r.randint(1, 5), columns, dtype, tile, words, r.getrandbits(40))
     return gate, tile, words
 
 
@@ -50,15 +51,8 @@ def _pack(r: Random, dtype) -> None:
 
 def _layer(kernel: str, r: Random, dtype) -> None:
     gate, tile, words = _gate(r, dtype, cases.FINITE, 400)
-    layer = cases.Layer.draw(
-        gate,
-        WIDTHS[dtype],
-        tile,
-        words,
-        r.choice(("", "u", "d", "ud")),
-        r.choice(("", "", "n", "i", "ni")),
-        r.getrandbits(30),
-    )
+    biases, spoilt = r.choice(("", "u", "d", "ud")), r.choice(("", "", "n", "i", "ni"))
+    layer = cases.Layer.draw(gate, WIDTHS[dtype], tile, words, biases, spoilt, r.getrandbits(30))
     source = r.choice(layer.sources)
     version = r.choice(cases.versions(kernel, dtype, WIDTHS[dtype]))
     if kernel == "gated":
@@ -70,13 +64,8 @@ def _layer(kernel: str, r: Random, dtype) -> None:
 
 def _pooled(r: Random, dtype) -> None:
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-    gate = pooled_cases.gate_of(
-        r.randint(1, 40),
-        r.choice((r.randint(1, 60), r.randint(200, 600))),
-        dtype,
-        r.choice((0.01, 0.1, 0.3)),
-        r.getrandbits(30),
-    )
+    columns = r.choice((r.randint(1, 60), r.randint(200, 600)))
+    gate = gate_of(r.choice((0.01, 0.1, 0.3)), r.randint(1, 40), columns, dtype, seed=r.getrandbits(30))
     for _ in range(r.randrange(4)):
         row, first, many = r.randrange(gate.shape[0]), r.randrange(gate.shape[1]), r.choice((31, 32, 40, 63, 256))
         gate[row : row + r.choice((1, 16)), first : first + many] = 1.0

@@ -18,10 +18,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.nightly.mutants import mutants
+from tests.ops.rows.drawn import gate_of
 from tests.ops.rows.int8 import odd_rows
-from tests.simulator import cases
 from tests.simulator.cases import Layer
-from tests.simulator.pooled_cases import Pooled, gate_of
+from tests.simulator.pooled_cases import Pooled
 from twell_lab import simulator
 from twell_lab.formats import TwELL
 from twell_lab.ops.down import ANY_NUMBER
@@ -79,15 +79,15 @@ def pack(program: Program, version: int, gate, tile: int, words: int, expected: 
 
 def pack_checks() -> Iterator[Callable[[Program], None]]:
     for rows, columns, tile, words, patterns in [
-        (3, 40, 16, 5, ["some rows over", "full tiles", "one over", "odd values", "all", "silent"]),
+        (3, 40, 16, 5, ["some over", "full tiles", "one over", "odd values", "all", "silent"]),
         (13, 24, 8, 9, ["all", "dense"]),
         (2, 840, 520, 40, ["dense", "sparse"]),  # more than a warp's vectors hold
-        (3, 37, 16, 5, ["some rows over", "full tiles", "odd values"]),
+        (3, 37, 16, 5, ["some over", "full tiles", "odd values"]),
         (2, 40, 35, 36, ["all"]),
         (1, 1, 1, 2, ["all"]),
     ]:
         for pattern in patterns:
-            gate = cases.gate_of(pattern, rows, columns, torch.bfloat16, tile, words)
+            gate = gate_of(pattern, rows, columns, torch.bfloat16, tile, words)
             expected = TwELL.from_gate(gate, tile, words)
             for version in (1, 2, 3, 4) if columns % 8 == tile % 8 == 0 else (1, 2):
                 yield partial(pack, version=version, gate=gate, tile=tile, words=words, expected=expected)
@@ -147,13 +147,13 @@ def layers(d_model: int) -> list[Layer]:
     """Of a few rows each: part full, all kept, silent; more tiles than lanes; strips; rows that are not finite."""
     made = []
     for d_ff, tile, words, patterns, spoilt in [
-        (75, 16, 5, ["some rows over", "all"], ""),
+        (75, 16, 5, ["some over", "all"], ""),
         (73, 33, 3, ["one over", "silent", "full tiles"], ""),
         (132, 4, 3, ["sparse", "full tiles"], ""),
         (129, 4, 5, ["all", "dense"], "i"),
         (20, 16, 17, ["sparse", "dense", "all"], "n"),
     ]:
-        gates = [cases.gate_of(pattern, 1, d_ff, torch.bfloat16, tile, words, seed=3) for pattern in patterns]
+        gates = [gate_of(pattern, 1, d_ff, torch.bfloat16, tile, words, seed=3) for pattern in patterns]
         made.append(Layer.draw(torch.cat(gates), d_model, tile, words, "ud" if len(made) % 2 == 0 else "", spoilt))
     return made
 
@@ -223,9 +223,9 @@ def pooled_layers() -> list[tuple[Pooled, int]]:
     full = Pooled.draw(torch.tensor([1.0, 1.0, -1.0]).repeat_interleave(32).view(3, 32).bfloat16(), 264)
     full.gate[1, 9], full.x[:2] = -1.0, full.x[:2].abs()
     full.x[:2, 7], full.up, full.down_t = torch.inf, full.up.abs(), full.down_t.abs()
-    wide = Pooled.draw(gate_of(2, 256 * 32 + 60, torch.bfloat16, 0.02), 264)  # 33 tiles
+    wide = Pooled.draw(gate_of(0.02, 2, 256 * 32 + 60, torch.bfloat16), 264)  # 33 tiles
     wide.gate[0, -50:] = wide.gate[1, -6:] = 1.0
-    single = Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)
+    single = Pooled.draw(gate_of(0.05, 1, 300, torch.bfloat16), 264, biases=True)
     return [*((layer, ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
 
 

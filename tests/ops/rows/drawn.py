@@ -12,25 +12,30 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PATTERNS = ("sparse", "dense", "silent", "all", "full tiles", "one over", "some over", "odd values")
 
 
-def gate_of(pattern: str, rows: int, columns: int, dtype, tile: int = 256, words: int = 32) -> Tensor:
-    """Return a gate [rows, columns], before its activation, in which what fires follows the named pattern."""
-    draw = torch.Generator().manual_seed(rows * 7919 + columns)
+def gate_of(pattern: str | float, rows: int, columns: int, dtype, tile: int = 256, words: int = 32, seed: int = 0):
+    """Return a gate [rows, columns], before its activation, in which what fires follows the named pattern, or has this
+    probability."""
+    draw = torch.Generator().manual_seed(rows * 7919 + columns + seed)
+    if pattern == "any bits":
+        whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        limits = torch.iinfo(whole)
+        return torch.randint(limits.min, limits.max, (rows, columns), generator=draw).to(whole).view(dtype)
     noise, value = torch.rand(rows, columns, generator=draw), torch.randn(rows, columns, generator=draw).abs() + 1e-3
     column, row = torch.arange(columns) % tile, torch.arange(rows)[:, None]
     if pattern == "odd values":  # NaN, infinities, denormals and negative zero
         odd = torch.tensor([torch.nan, torch.inf, 1e-41, 6e-8, -0.0, -torch.inf, -torch.nan])
         value = torch.where(noise < 0.05, odd[(noise * 1e6).long() % 7], value)
+    if pattern == "denormal":
+        value *= torch.finfo(dtype).tiny
+    rates = {"sparse": 0.02, "dense": 0.6, "silent": 0.0, "all": 2.0, "odd values": 0.1, "denormal": 0.3}
     fires = {
-        "sparse": noise < 0.02,
-        "dense": noise < 0.6,
-        "silent": noise < 0,
-        "all": noise >= 0,
         "full tiles": (column < words - 1).expand(rows, -1),  # exactly as many as there are slots
         "one over": (column >= tile - words).expand(rows, -1),
         "some over": noise < torch.where(row % 5 == 0, 0.5, 0.01),
         "heavy": noise < torch.where(row % 3 == 0, 0.9, 0.01),
-        "odd values": noise < 0.1,
-    }[pattern]
+    }.get(pattern)
+    if fires is None:
+        fires = noise < rates.get(pattern, pattern)
     return torch.where(fires, value, -value).to(dtype)
 
 

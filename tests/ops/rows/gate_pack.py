@@ -66,14 +66,7 @@ def case(source, version, *shape, dtype=BF16, biases=False, how=""):
     more = ("biases" * biases, how)
     oldest = (8, 0) if dtype == BF16 else (7, 5)
     return Case(
-        named(name, dtype, *shape, *more),
-        (source,),
-        draw,
-        operation,
-        reference,
-        reads=read,
-        oldest=oldest,
-        large=True,
+        named(name, dtype, *shape, *more), (source,), draw, operation, reference, reads=read, oldest=oldest, large=True
     )
 
 

@@ -158,8 +158,8 @@ class Text(Readable):
         """Return the same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
         return replace(self, tokenizer=tokenizer)
 
-    def split(self) -> tuple[Text, Text]:
-        """Cut into a training text (about nine tenths of the bytes) and the rest, for validation.
+    def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
+        """Cut into a training text (about this fraction of the bytes, above 0 and below 1) and the rest, for validation.
 
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
@@ -168,7 +168,7 @@ class Text(Readable):
         """
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        wanted = max(int(TRAINING * self.size), 1)
+        wanted = min(max(int(fraction * self.size), 1), self.size - 1)
         share = self.size - wanted
         fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
         nearby = self.data[wanted - 1 : min(wanted + 4096, self.size - 1)].numpy().tobytes()

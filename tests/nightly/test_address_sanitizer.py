@@ -36,7 +36,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     # saw.
     options = "detect_leaks=0:detect_stack_use_after_return=0"
     environment = {**os.environ, "LD_PRELOAD": LIBASAN, "ASAN_OPTIONS": options, "TWELL_LAB_CXX": "g++"}
-    command = [sys.executable, "-m", "tests.simulator.test_address_sanitizer", *arguments]
+    command = [sys.executable, "-m", "tests.nightly.test_address_sanitizer", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -82,10 +82,11 @@ def kernels() -> None:
     """Launches every version on a small adversarial layer and prints their names."""
     import torch
 
+    from tests.ops.rows.drawn import gate_of
     from tests.simulator import cases
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated
-    gate = cases.gate_of("some rows over", 4, 88, torch.bfloat16, 16, 5)
+    gate = gate_of("some over", 4, 88, torch.bfloat16, 16, 5)
     gate[1], gate[2] = 1.0, -1.0
     layer = cases.Layer.draw(gate, D_MODEL, 16, 5, "ud", "n")
     with simulator.watching("address") as runs:
