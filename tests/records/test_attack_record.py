@@ -111,7 +111,9 @@ def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
     monkeypatch.setitem(
         recordings.RECORDINGS,
         "attack",
-        lambda **told: asked.update(told) or records.Record.new("attack", "a test's own", [{"attack": "x"}]),
+        lambda seed=0, cases=None: (
+            asked.update(seed=seed, cases=cases) or records.Record.new("attack", "a test's own", [{"attack": "x"}])
+        ),
     )
     monkeypatch.setattr(records.Record, "save", lambda self, folder=None: "there")
     assert cli.main(["record", "attack", "--seed", "4", "--cases", "9"]) == 0 and asked == {"seed": 4, "cases": 9}
