@@ -25,10 +25,12 @@ HEAD = 8 + 25  # bytes of a PNG before which no text may stand: its signature an
 def points(recorded: list[records.Record]) -> dict:
     """What is drawn: how many times as fast as torch's layer plain calls are, by tokens at once with 29 of 5,632
     neurons firing, and by how many fire with 16,384 tokens; {where: device and day, tokens, firing: curves by name}."""
-    record, by_tokens = tables.layer_rows(
+    record, by_tokens = tables.calls_of_a_layer(
         recorded, "inference", lambda row: tables.is_drawn(row) and 25 < row["nnz"] < 33
     )
-    _, by_firing = tables.layer_rows([record], "inference", lambda row: tables.is_drawn(row) and row["tokens"] == 16384)
+    _, by_firing = tables.calls_of_a_layer(
+        [record], "inference", lambda row: tables.is_drawn(row) and row["tokens"] == 16384
+    )
 
     def curve(rows: list[dict], path: str, along: str) -> list[list[float]]:
         found = [

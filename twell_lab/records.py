@@ -16,9 +16,10 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +28,15 @@ from .core import WHOLE, RecordError, read_json, write_atomically
 
 SCHEMA = 2
 UNVERIFIED = "UNVERIFIED.json"
+ENDING = ".json.unfinished"
 TOLD = "H100"  # in the name of the GPU that pages and figures tell of where they tell of one
-FLAT_KEYS = (
-    "record",
-    "kind",
-    "device",
-    "dtype",
-    "tokens",
-    "d_model",
-    "d_ff",
-    "nnz",
-    "workload",
-    "path",
-    "ms",
-    "dense_ms",
-    "x_dense",
-    "spread",
-    "wall_ms",
-    "dense_wall_ms",
-    "host_us",
-    "date",
-    "commit",
-    "stale",
+FLAT_KEYS = tuple(
+    "record kind device dtype tokens d_model d_ff nnz workload path ms dense_ms x_dense spread wall_ms dense_wall_ms "
+    "host_us date commit stale".split()
 )
-
-COLUMNS = {  # what is printed of a measurement, and its heading
-    "device": "device",
-    "dtype": "dtype",
-    "tokens": "tokens",
-    "d_model": "d_model",
-    "d_ff": "d_ff",
-    "nnz": "mean nnz",
-    "path": "path",
-    "ms": "ms",
-    "spread": "spread",
-    "x_dense": "x dense",
-    "wall_ms": "wall ms",
-}
+# What is printed of a measurement, and its heading.
+COLUMNS = {key: key for key in "device dtype tokens d_model d_ff nnz path ms spread x_dense wall_ms".split()}
+COLUMNS |= {"nnz": "mean nnz", "x_dense": "x dense", "wall_ms": "wall ms"}
 
 
 @dataclass
@@ -79,14 +52,12 @@ class Record:
             a share of the norm of that (`layer_error` a layer's within a model); `loss` what a model's cross-entropy
             is, in nats a token. Other rows, such as those of test reports, may hold anything.
         date: UTC, as "2026-11-22T10:53:58Z".
-        commit: the commit that the code came from; None outside a checkout.
-        dirty: whether the code differed from that commit.
+        commit, dirty: the commit that the code came from, and whether the code differed from it; None outside a
+            checkout.
         machine: what `core.describe_machine` returns.
         notes: anything else that JSON can hold.
-        kernels: the hash of each kernel that ran on a GPU, by name; None in schema 1, which does not say it.
-        kernel_hash: one hash over all kernel sources and launch code with their file names, in schema 1; None in
-            schema 2.
-        schema: the version of the file format, 1 or 2.
+        kernels: the hash of each kernel that ran on a GPU, by name.
+        schema: the version of the file format.
 
     Raises:
         RecordError: naming a field with a value that it may not have.
@@ -100,16 +71,14 @@ class Record:
     dirty: bool | None
     machine: dict = field(repr=False)
     notes: dict = field(default_factory=dict, repr=False)
-    kernels: dict[str, str] | None = field(default=None, repr=False)
-    kernel_hash: str | None = None
+    kernels: dict[str, str] = field(default_factory=dict, repr=False)
     schema: int = SCHEMA
 
     def __post_init__(self):
         _check(self)
 
     def __str__(self) -> str:
-        """Return what was measured, a line for each measurement. Where there are several workloads, or a model was also
-        measured without its head, a line says which."""
+        """Return what was measured, a line for each measurement; where workloads or heads differ, a line says which."""
         measured = [row for row in self.rows if "kind" in row]
         told = f"{self.name}, {self.date}: {self.purpose}"
         more = {"head": "LM head", "workload": "workload"}
@@ -127,7 +96,7 @@ class Record:
         kernels: Iterable[str] | None = None,
         described: dict | None = None,
     ) -> Record:
-        """A record of what was just measured on this machine, with date, commit, hashes and machine filled in.
+        """Return a record of what was just measured on this machine, with date, commit, hashes and machine filled in.
 
         Args:
             name, purpose, rows, notes: as in Record.
@@ -158,22 +127,10 @@ class Record:
 
     def to_json(self) -> str:
         """The record as JSON text. Raises RecordError for a value that JSON cannot hold, such as NaN."""
-        order = (
-            "schema",
-            "name",
-            "purpose",
-            "date",
-            "commit",
-            "dirty",
-            "kernels",
-            "kernel_hash",
-            "machine",
-            "notes",
-            "rows",
-        )
+        data = {key: getattr(self, key) for key in ("schema", *_FIELDS)}
+        data["rows"] = data.pop("rows")  # the longest comes last
         try:
-            data = asdict(self)
-            return json.dumps({key: data[key] for key in order}, indent=1, allow_nan=False) + "\n"
+            return json.dumps(data, indent=1, allow_nan=False) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"record {self.name!r} cannot be written as JSON: {error}; rows and notes take "
@@ -181,18 +138,10 @@ class Record:
             ) from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into a folder, whole or not at all. Another record is never overwritten.
+        """Write `name-date.json` into a folder, whole or not at all, and return its path. No other record is replaced.
 
-        Args:
-            folder: by default data/records of this checkout or, where the package is installed, the working folder.
-                It is made where it is missing.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            RecordError: for a folder that cannot be written.
-        """
+        folder: by default data/records of this checkout or, where the package is installed, the working folder. It is
+        made where it is missing. Raises RecordError for a folder that cannot be written."""
         target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
         return target
@@ -200,17 +149,22 @@ class Record:
     def free_path(self, folder: Path, ending: str = ".json") -> Path:
         """A path in this folder, `name-date` with this ending, that no file has yet."""
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
-        target, again = folder / f"{stem}{ending}", 2
-        while target.exists():
-            target, again = folder / f"{stem}-{again}{ending}", again + 1
-        return target
+        names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+        return next(path for name in names if not (path := folder / f"{name}{ending}").exists())
 
 
 # ---- what a record may hold
 
 
+Rule = tuple[Callable[[Any], bool], str]  # what holds for a value, and what is accepted, in words
+
+
 def _matches(pattern: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_number(value) -> bool:
@@ -222,35 +176,32 @@ def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or holds(value)
 
 
-_HASH = _matches("[0-9a-f]{64}")
-_HASHES = lambda value: isinstance(value, dict) and all(map(_HASH, value.values()))  # noqa: E731
-# Of each field, and of each field of a row with a `kind`: what holds for its value, and what is accepted, in words.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "schema": (lambda value: type(value) is int and 1 <= value <= SCHEMA, f"1 to {SCHEMA}"),
+_is_hash = _matches("[0-9a-f]{64}")
+
+
+_FIELDS: dict[str, Rule] = {
+    "schema": (lambda value: type(value) is int and value == SCHEMA, f"{SCHEMA}"),
     "name": (_matches("[a-z0-9][a-z0-9_.-]*"), "lower-case letters, digits, '-', '_' and '.'"),
     "purpose": (lambda value: isinstance(value, str) and bool(value.strip()), "a sentence"),
     "date": (_matches(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"), "UTC as YYYY-MM-DDTHH:MM:SSZ"),
-    "commit": (_or_none(lambda value: isinstance(value, str)), "a commit's hexadecimal name, or null"),
-    "dirty": (_or_none(lambda value: isinstance(value, bool)), "true, false or null"),
-    "machine": (lambda value: isinstance(value, dict), "an object"),
-    "notes": (lambda value: isinstance(value, dict), "an object"),
-    "rows": (lambda value: isinstance(value, list) and all(isinstance(row, dict) for row in value), "objects"),
-    "kernel_hash": (_or_none(_HASH), "64 hexadecimal digits, or null"),
-    "kernels": (_or_none(_HASHES), "an object of kernel names and hashes"),
+    "commit": (_or_none(_is(str)), "a commit's hexadecimal name, or null"),
+    "dirty": (_or_none(_is(bool)), "true, false or null"),
+    "kernels": (
+        lambda value: isinstance(value, dict) and all(map(_is_hash, value.values())),
+        "an object of kernel names and hashes",
+    ),
+    "machine": (_is(dict), "an object"),
+    "notes": (_is(dict), "an object"),
+    "rows": (lambda value: isinstance(value, list) and all(map(_is(dict), value)), "objects"),
 }
-_NAME = (lambda value: isinstance(value, str) and value != "", "a name")
-_MEASUREMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("kind", "device", "path"), _NAME),
+_NUMBERS = ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread", "wall_ms", "dense_wall_ms", "host_us")
+_SHARES = ("error", "layer_error", "loss")
+_MEASUREMENT: dict[str, Rule] = {  # of the fields of a row with a `kind`
+    **dict.fromkeys(("kind", "device", "path"), (lambda value: isinstance(value, str) and value != "", "a name")),
     "ms": (lambda value: _is_number(value) and value > 0, "a time in milliseconds above zero"),
-    **dict.fromkeys(
-        ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread", "wall_ms", "dense_wall_ms", "host_us"),
-        (_or_none(_is_number), "a finite number, or null"),
-    ),
-    **dict.fromkeys(
-        ("error", "layer_error", "loss"),
-        (_or_none(lambda value: _is_number(value) and value >= 0), "a number from 0 up, or null"),
-    ),
-    **dict.fromkeys(("dtype", "workload"), (_or_none(lambda value: isinstance(value, str)), "a name, or null")),
+    **dict.fromkeys(_NUMBERS, (_or_none(_is_number), "a finite number, or null")),
+    **dict.fromkeys(_SHARES, (_or_none(lambda value: _is_number(value) and value >= 0), "a number from 0 up, or null")),
+    **dict.fromkeys(("dtype", "workload"), (_or_none(_is(str)), "a name, or null")),
 }
 
 
@@ -263,7 +214,6 @@ def _check(record: Record) -> None:
 
     for name, rule in _FIELDS.items():
         check(name, getattr(record, name), *rule)
-    check("kernels", record.kernels, lambda value: value is not None or record.schema == 1, "null in schema 1 alone")
     for i, row in enumerate(record.rows):
         for key, rule in _MEASUREMENT.items() if "kind" in row else ():
             check(f"rows[{i}].{key}", row.get(key), *rule)
@@ -353,28 +303,20 @@ def load(path: str | Path) -> Record:
     """
     path = Path(path)
     data = _read_object(path)
-    known = [f.name for f in fields(Record)]
-    for name in known:
-        if name not in data and not (name == "kernels" and data.get("schema") == 1):
-            raise RecordError(f"{path.name}: {name} is missing; a record has {', '.join(known)}")
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise RecordError(f"{path.name}: unknown field {unknown[0]!r}; a record has {', '.join(known)}")
+    data.pop("kernel_hash", None)  # of before a record had a hash of each kernel
     try:
+        if wrong := sorted(_FIELDS.keys() ^ data.keys()):
+            what = "is missing" if wrong[0] in _FIELDS else "is unknown"
+            raise RecordError(f"{wrong[0]} {what}; a record has {', '.join(_FIELDS)}")
         return Record(**data)
     except RecordError as error:
         raise RecordError(f"{path.name}: {error}") from None
 
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
-    """Every record of a folder, oldest first.
+    """Return every record of a folder, by default the project's, oldest first; none of a folder that does not exist.
 
-    Args:
-        folder: by default the project's records. A folder that does not exist holds none.
-
-    Raises:
-        RecordError: as `load` does.
-    """
+    Raises RecordError as `load` does."""
     folder = core.records_dir() if folder is None else Path(folder)
     if not folder.is_dir():
         return []
@@ -390,44 +332,28 @@ def told(records: Iterable[Record], name: str, gpu: str = TOLD) -> list[Record]:
 
 
 def newest(records: Iterable[Record], name: str, gpu: str = TOLD) -> Record | None:
-    """The newest record of this name with rows of a GPU that has `gpu` in its name; without one the newest of the name,
-    None where there is none. records: oldest first.
-
-    Pages and figures that tell of one GPU take their record by this, so that one of another GPU does not change them.
-    """
+    """Return the newest of these records, oldest first, that `told` picks, so that a record of another GPU does not
+    change the pages and figures that tell of one; None where there is none."""
     return (told(records, name, gpu) or [None])[-1]
 
 
 def flat_rows(records: list[Record]) -> list[dict]:
-    """The measurements of these records, one dict each, with exactly the keys of FLAT_KEYS.
-
-    What a row does not say is None. `stale` is True for a time on a GPU with kernels that have changed since. No kernel
-    runs for a time on a CPU, which is never stale.
-    """
+    """Return the measurements of these records, one dict each, with exactly the keys of FLAT_KEYS; what a row does not
+    say is None. `stale` is True for a time on a GPU with kernels that have changed since."""
     flat = []
     for record in records:
         outdated = stale(record)
+        shared = {"record": record.name, "date": record.date, "commit": record.commit}
         for row in record.rows:
-            if "kind" not in row:
-                continue
-            known = {
-                **row,
-                "record": record.name,
-                "date": record.date,
-                "commit": record.commit,
-                "stale": outdated and not is_cpu(row["device"]),
-            }
-            flat.append({key: known.get(key) for key in FLAT_KEYS})
+            if "kind" in row:
+                known = {**row, **shared, "stale": outdated and not is_cpu(row["device"])}
+                flat.append({key: known.get(key) for key in FLAT_KEYS})
     return flat
 
 
 def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """Rows as lines of aligned text: numbers flush right, floats with four digits, None as a dash.
-
-    Args:
-        rows: dicts. A missing key counts as None.
-        columns: the heading of each column by the key in a row, in the order of the columns.
-    """
+    """Return rows as lines of aligned text: numbers flush right, floats with four digits, None as a dash. columns: the
+    headings, in their order, by the key in a row; a missing key counts as None."""
 
     def shown(value) -> str:
         if value is None or value == "":
@@ -441,13 +367,9 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     cells = [list(columns.values())] + [[shown(row.get(key)) for key in columns] for row in rows]
     numeric = [any(isinstance(row.get(key), (int, float)) for row in rows) for key in columns]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, numeric, strict=True)
-        ).rstrip()
-        for line in cells
-    )
+    sides = [(str.rjust if right else str.ljust, width) for right, width in zip(numeric, widths, strict=True)]
+    lines = ("  ".join(to(text, width) for text, (to, width) in zip(line, sides, strict=True)) for line in cells)
+    return "\n".join(map(str.rstrip, lines))
 
 
 def is_cpu(device: str) -> bool:
@@ -456,31 +378,19 @@ def is_cpu(device: str) -> bool:
 
 
 def stale(record: Record) -> bool:
-    """Return whether the kernels that ran for this record have changed since.
-
-    True where the sources or launch code of a kernel that ran are different now, or are gone. A record of schema 1 does
-    not say which kernels ran, so it is stale unless its notes say under "kernels" that they were off.
-    """
-    if record.kernels is None:
-        return not str(record.notes.get("kernels", "")).startswith("off")
+    """Return whether the sources or launch code of a kernel that ran for this record are different now, or gone."""
     return bool(record.kernels) and not set(record.kernels.values()) <= set(kernel_hashes().values())
 
 
 def verify(folder: str | Path | None = None) -> str:
     """Check that each kernel, as it is now, was tested on a GPU, or is named as not tested yet.
 
-    The newest record with `gpu_tests` in its notes must report no failure. The present hash of each kernel must be in
-    that record, or in `UNVERIFIED.json` in the same folder: {"kernels": {name: present hash, ...}, "why": a reason,
-    "date": ...}.
+    The newest record of the folder, by default the project's, with `gpu_tests` in its notes must report no failure. The
+    present hash of each kernel must be in that record, or in `UNVERIFIED.json` beside it: {"kernels": {name: present
+    hash, ...}, "why": a reason, "date": ...}.
 
-    Args:
-        folder: of the records; by default the project's.
-
-    Returns:
-        A sentence that says whether all kernels were tested, or else which were not, and why.
-
-    Raises:
-        RecordError: naming the kernels that were neither tested nor named, or saying what is wrong with the report.
+    Returns a sentence that says whether all kernels were tested, or else which were not, and why. Raises RecordError
+    that names the kernels that were neither tested nor named, or says what is wrong with the report.
     """
     folder, now = Path(folder or core.records_dir()), kernel_hashes()
     tested, said = _tested(folder)
@@ -492,14 +402,12 @@ def verify(folder: str | Path | None = None) -> str:
     why = entry["why"].strip() if isinstance(entry.get("why"), str) else ""
     unnamed = {name: value for name, value in untested.items() if named.get(name) != value}
     if unnamed or not why:
-        lacks = (
-            f'{UNVERIFIED} gives no reason in "why"' if named and not unnamed else f"{UNVERIFIED} does not name them"
-        )
+        lacks = "gives no reason" if named and not unnamed else "does not name them"
         listed = ", ".join(f"{name} ({value[:12]})" for name, value in (unnamed or untested).items())
         raise RecordError(
-            f"kernels with code that no GPU test report carries: {listed}; {said}, and {lacks}. Run the GPU tests and "
-            "keep their report in data/records, or name each of these kernels with its hash, and the reason, in "
-            f"data/records/{UNVERIFIED} (`twell-lab records --verify --json` prints the hashes)"
+            f"kernels with code that no GPU test report carries: {listed}; {said}, and {UNVERIFIED} {lacks}. Run the "
+            "GPU tests and keep their report in data/records, or name each of these kernels with its hash, and the "
+            f"reason, in data/records/{UNVERIFIED} (`twell-lab records --verify --json` prints the hashes)"
         )
     return (
         f"{len(untested)} of {len(now)} kernels have no GPU test report of their own yet ({', '.join(untested)}): {why}"
@@ -519,7 +427,7 @@ def _tested(folder: Path) -> tuple[set[str], str]:
             f"the GPU test report {report.name} of {report.date} is no evidence: "
             f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0"
         )
-    return set((report.kernels or {}).values()), f"tested on a GPU on {report.date}"
+    return set(report.kernels.values()), f"tested on a GPU on {report.date}"
 
 
 def _read_object(path: Path) -> dict:
@@ -532,17 +440,12 @@ def _read_object(path: Path) -> dict:
 # ---- what a recording has before it ends
 
 
-ENDING = ".json.unfinished"
-
-
 class Unfinished:
-    """Holds what a recording has before it ends, in a file that outlives its process. There is none until something is
+    """Keeps what a recording has before it ends, in a file that outlives its process. There is none until something is
     written. No reader takes it for a record; renamed without ".unfinished" it is one.
 
-    Args:
-        folder: where it is to lie.
-
     Attributes:
+        folder: where it is to lie.
         path: of the file; None where there is none.
     """
 
@@ -551,11 +454,8 @@ class Unfinished:
         self.path: Path | None = None
 
     def write(self, record: Record) -> None:
-        """Put this record, with the note, in place of what the file holds: whole or not at all.
-
-        Raises:
-            RecordError: for a folder that cannot be written, and a record that JSON cannot hold.
-        """
+        """Put this record, with a note, in place of what the file holds: whole or not at all. Raises RecordError for a
+        folder that cannot be written, and a record that JSON cannot hold."""
         record.notes = {"unfinished": "the recording was cut off", **record.notes}
         path = self.path or record.free_path(self.folder, ENDING)
         write_atomically(path, record.to_json())

@@ -162,12 +162,6 @@ def test_only_gpu_rows_of_other_kernels_are_stale():
     ]
     present = make(rows=rows, kernels=records.kernel_hashes())
     assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
-    unknown = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1)
-    assert [row["stale"] for row in records.flat_rows([unknown])] == [True, False]
-    without = make(
-        rows=rows, kernels=None, kernel_hash="0" * 64, schema=1, notes={"kernels": "off: torch's dense path"}
-    )  # none of them ran
-    assert [row["stale"] for row in records.flat_rows([without])] == [False, False]
 
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):

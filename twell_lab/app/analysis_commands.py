@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ..core import InputError, check_target
 from .inputs import model_and_windows
-from .options import SAVED, add_device, number, path, positive, source
 from .terminal import Answer
 
 if TYPE_CHECKING:
@@ -17,106 +16,6 @@ if TYPE_CHECKING:
 
     from ..analysis.plan import Plan
     from ..analysis.profile import FiringProfile
-
-
-COUNTS = "how many windows to profile, and how many others to time on"  # what --windows says of a plan
-
-
-def add_model(parser: argparse.ArgumentParser, counts: str, kept: str = "", also: str = "") -> None:
-    """The model and the text. counts: what --windows says; kept: what --out saves, if it is a file; also: what else
-    MODEL may be."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=path,
-        help=f"{SAVED}{also}",
-    )
-    parser.add_argument(
-        "--text",
-        type=source,
-        metavar="PATH",
-        help="a file or folder, read whole; of the text that the model was trained on, only the held-out part "
-        "[the held-out part of the source of Python's standard library]",
-    )
-    parser.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
-    if kept:
-        parser.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
-
-
-def _add_profile_options(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "how many windows", "counts", "; or a profile that --out saved")
-    parser.add_argument("--against", metavar="FILE", type=path, help="compare with the profile that --out saved here")
-
-
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, COUNTS, "plan")
-    add_planning(parser)
-    parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
-
-
-def add_planning(parser: argparse.ArgumentParser) -> None:
-    """How a plan is made."""
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        default=[1, 64, 2048, 16384],
-        metavar="N",
-        help="tokens at once to plan for [1 64 2048 16384]",
-    )
-    parser.add_argument("--predict-only", action="store_true", help="time none of the candidates")
-    parser.add_argument(
-        "--calls",
-        choices=["eager", "compiled", "captured"],
-        default="eager",
-        help="how the model will be called: as it is, by torch.compile or, on a GPU, in CUDA graphs [%(default)s]",
-    )
-    parser.add_argument(
-        "--paths",
-        nargs="+",
-        metavar="PATH",
-        help="the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
-        "predicted, experts [twell hot_cold]",
-    )
-    add_device(parser)
-
-
-def _add_thresholds_options(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "how many windows to calibrate on, and how many others to measure the loss on", "thresholds")
-    parser.add_argument(
-        "--sparsity", type=number, default=0.5, metavar="S", help="the share of values to set to zero [%(default)s]"
-    )
-    parser.add_argument(
-        "--method",
-        choices=["cats", "teal"],
-        default="cats",
-        help="cats: behind the gate; teal: at the inputs of the projections [%(default)s]",
-    )
-    parser.add_argument("--greedy", action="store_true", help="give each layer its own sparsity, by measured errors")
-
-
-def _add_predict_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("gpu", metavar="GPU", help='a GPU of data/gpus.json, such as "RTX 4090"; "list" names all')
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        default=[1, 16, 256, 2048, 16384],
-        metavar="N",
-        help="tokens at once [1 16 256 2048 16384]",
-    )
-    parser.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
-    parser.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
-    parser.add_argument(
-        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
-    )
-    parser.add_argument("--no-gated", action="store_false", dest="gated", help="a plain layer, without a gate")
-    parser.add_argument(
-        "--workload",
-        choices=["lognormal", "uniform"],
-        default="lognormal",
-        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
-    )
 
 
 def profile(options: argparse.Namespace) -> Answer:
@@ -304,23 +203,3 @@ def predict(options: argparse.Namespace) -> Answer:
             f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
         )
     return Answer(rows, "\n".join(lines))
-
-
-# Name, what runs it, what adds its options, and what it does.
-COMMANDS = (
-    ("profile", profile, _add_profile_options, "Count which neurons of a saved model fire on a text."),
-    (
-        "plan",
-        plan,
-        _add_plan_options,
-        "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
-        "two_four, blocks, int8, fp8, twell_int8, predicted or experts.",
-    ),
-    (
-        "thresholds",
-        thresholds,
-        _add_thresholds_options,
-        "Choose what a model that was not trained to be sparse may set to zero: lossy.",
-    ),
-    ("predict", predict, _add_predict_options, "Say what a layer should take on a GPU that you do not have."),
-)

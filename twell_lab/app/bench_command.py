@@ -10,60 +10,21 @@ from typing import TYPE_CHECKING
 
 from ..core import InputError, check_folder
 from .inputs import model_and_windows
-from .options import path, positive, seconds, source
 from .terminal import Answer, terminated_like_interrupted
 
 if TYPE_CHECKING:
     from ..records import Record
 
-MODEL = "bench model"
 TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
-_PAIR_COLUMNS = {
-    "what": "what",
-    "head": "LM head",
-    "how": "run",
-    "unit": "in",
-    "dense": "dense",
-    "sparse": "sparse",
-    "times": "x dense",
-    "half": "middle half",
-    "dense_peak": "dense peak MiB",
-    "sparse_peak": "sparse peak MiB",
-    "dense_mj": "dense mJ/token",
-    "sparse_mj": "sparse mJ/token",
-    "dense_error": "dense error",
-    "sparse_error": "sparse error",
-    "sparse_layer_error": "a layer's",
-    "dense_loss": "dense loss",
-    "sparse_loss": "sparse loss",
-    "layers": "sparse model's layers",
-}
+_PAIR_COLUMNS = {"what": "what", "head": "LM head", "how": "run", "unit": "in", "dense": "dense", "sparse": "sparse"}
+_PAIR_COLUMNS |= {"times": "x dense", "half": "middle half"}
+for _key, _head in (("peak", "peak MiB"), ("mj", "mJ/token"), ("error", "error"), ("loss", "loss")):
+    _PAIR_COLUMNS |= {f"{_side}_{_key}": f"{_side} {_head}" for _side in ("dense", "sparse")}
+    _PAIR_COLUMNS |= {"sparse_layer_error": "a layer's"} if _key == "error" else {}
+_PAIR_COLUMNS["layers"] = "sparse model's layers"
 
 
 # ---- a layer ----
-
-
-def add_layer_options(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "twell-lab bench model times a whole model: twell-lab bench model --help"
-    parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="tokens at once [1 8 64]"
-    )
-    parser.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
-    parser.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
-    parser.add_argument(
-        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
-    )
-    parser.add_argument(
-        "--workload",
-        choices=["lognormal", "uniform"],
-        default="lognormal",
-        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
-    )
-    parser.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
-    parser.add_argument(
-        "--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure each size on a CPU [%(default)s]"
-    )
-    parser.add_argument("--out", metavar="DIR", type=path, help="save the records here")
 
 
 def layer(options: argparse.Namespace) -> Answer:
@@ -76,85 +37,17 @@ def layer(options: argparse.Namespace) -> Answer:
     if options.out is not None:
         check_folder(options.out)
     dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
-    made = [
-        forward.ffn(
-            tokens,
-            options.d_model,
-            options.d_ff,
-            options.nnz,
-            dtype=dtype,
-            device=options.device,
-            workload_kind=options.workload,
-            compiled=options.compiled,
-            seconds=options.seconds,
-        )
-        for dtype in dtypes
-        for tokens in options.tokens
-    ]
+    sizes = options.d_model, options.d_ff, options.nnz
+    how = {key: getattr(options, key) for key in ("device", "compiled", "seconds")} | {
+        "workload_kind": options.workload
+    }
+    made = [forward.ffn(tokens, *sizes, dtype=dtype, **how) for dtype in dtypes for tokens in options.tokens]
     saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
     rows = records.flat_rows(made)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
 
 
 # ---- a whole model ----
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_CONFIG",
-        type=source,
-        help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub; or a size "
-        "of twell-lab train --config, 1M to 2B, of which a Llama with random weights is drawn",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="of each forward: up to the model's context, or a multiple of it [the context, at most 2048]",
-    )
-    parser.add_argument(
-        "--batches",
-        type=positive,
-        nargs="*",
-        default=[1, 8, 64],
-        metavar="N",
-        help="of the steps of decoding; none after --batches: no decoding [1 8 64]",
-    )
-    parser.add_argument(
-        "--text",
-        type=source,
-        metavar="FILE",
-        help="what a saved model reads, a file or folder [the held-out part of the source of Python's standard "
-        "library]; a size of 1M to 2B reads random tokens",
-    )
-    parser.add_argument(
-        "--firing",
-        type=path,
-        metavar="FILE",
-        help="of a size: a profile that twell-lab profile --out wrote; the drawn neurons fire as often as the profiled "
-        "ones [0.5%% of them for a token]",
-    )
-    parser.add_argument("--plan", type=path, metavar="FILE", help="a plan that twell-lab plan --out wrote [a new one]")
-    parser.add_argument(
-        "--paths",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="time the model on each of these too: twell, hot_cold, where its weights are so two_four, blocks, or "
-        "lossy, with error and loss: int8, fp8, twell_int8, predicted, experts [none]",
-    )
-    parser.add_argument("--compiled", action="store_true", help="time both models under torch.compile too")
-    parser.add_argument("--graphs", action="store_true", help="on a GPU, time forwards as CUDA graphs too")
-    parser.add_argument("--training", action="store_true", help="time a training step too")
-    parser.add_argument(
-        "--seconds",
-        type=seconds,
-        metavar="S",
-        help="how long to measure each row of the table on a CPU; on a GPU, how long the energy of each is read [1; 3]",
-    )
-    parser.add_argument("--out", metavar="DIR", type=path, help="save the record here")
 
 
 def model(options: argparse.Namespace) -> Answer:
@@ -168,17 +61,8 @@ def model(options: argparse.Namespace) -> Answer:
     if options.out is not None:
         check_folder(options.out)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    how = {
-        "tokens": options.tokens,
-        "batches": options.batches,
-        "firing": options.firing,
-        "plan": options.plan,
-        "paths": options.paths,
-        "compiled": options.compiled,
-        "graphs": options.graphs,
-        "training": options.training,
-        "seconds": options.seconds,
-    }
+    keys = ("tokens", "batches", "firing", "plan", "paths", "compiled", "graphs", "training", "seconds")
+    how = {key: getattr(options, key) for key in keys}
     if options.model in NAMES and not os.path.isdir(options.model):
         if options.text is not None:
             raise InputError(
@@ -265,11 +149,8 @@ def pairs(rows: list[dict]) -> list[dict]:
             {
                 "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
                 "head": "with" if head else "without",
-                "how": f"{'compiled, ' if compiled else ''}CUDA graph{own}"
-                if graph
-                else "compiled"
-                if compiled
-                else "eager",
+                "how": ", ".join(filter(None, ["compiled" * bool(compiled), f"CUDA graph{own}" * bool(graph)]))
+                or "eager",
                 "unit": rate.replace("_per_", "/"),
                 "dense": dense[rate],
                 "sparse": row[rate],
@@ -278,10 +159,8 @@ def pairs(rows: list[dict]) -> list[dict]:
                 "low": low,
                 "high": high,
                 "half": f"{low:.2f} to {high:.2f}",
-                **{f"{side}_peak": _mebibytes(each) for side, each in (("dense", dense), ("sparse", row))},
-                **{f"{side}_mj": _energy(each) for side, each in (("dense", dense), ("sparse", row))},
-                **{f"dense_{key}": dense.get(key) for key in ("error", "loss")},
-                **{f"sparse_{key}": row.get(key) for key in ("error", "layer_error", "loss")},
+                **{f"dense_{key}": value for key, value in _also(dense).items() if key != "layer_error"},
+                **{f"sparse_{key}": value for key, value in _also(row).items()},
                 "layers": row.get("choice"),
             }
         )
@@ -296,13 +175,11 @@ def _weights(rows: list[dict]) -> str:
     return f"{dense:,.4g} MiB dense, {low if low == high else f'{low} to {high}'} sparse"
 
 
-def _mebibytes(row: dict) -> float | None:
-    return row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
-
-
-def _energy(row: dict) -> str | None:
-    """Millijoules a token, and in brackets their spread."""
-    return f"{row['mj_per_token']:.3g} ({row['mj_spread']:.2g})" if "mj_per_token" in row else None
+def _also(row: dict) -> dict:
+    """Its peak in MiB, millijoules a token and in brackets their spread, errors and loss; None where it has none."""
+    energy = f"{row['mj_per_token']:.3g} ({row['mj_spread']:.2g})" if "mj_per_token" in row else None
+    peak = row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
+    return {"peak": peak, "mj": energy} | {key: row.get(key) for key in ("error", "layer_error", "loss")}
 
 
 def conclusion(compared: list[dict]) -> str:
@@ -311,13 +188,13 @@ def conclusion(compared: list[dict]) -> str:
     enough = [each for each in compared if each["turns"] >= TURNS]
     faster = [each for each in enough if min(each["low"], each["times"]) > 1]
     slower = [each for each in enough if max(each["high"], each["times"]) < 1]
-
-    def named(each: dict) -> str:
-        head = " without the LM head" * (each["head"] == "without")
-        return f"{each['times']:.2f} times as fast in {each['what']}{head}, {each['how']}"
-
-    parts = [f"faster in {len(faster)} (at best {named(max(faster, key=_times))})"] if faster else []
-    parts += [f"slower in {len(slower)} (at worst {named(min(slower, key=_times))})"] if slower else []
+    parts = []
+    for name, end, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min)):
+        if some:
+            pair = pick(some, key=lambda each: each["times"])
+            head = " without the LM head" * (pair["head"] == "without")
+            where = f"{pair['times']:.2f} times as fast in {pair['what']}{head}, {pair['how']}"
+            parts.append(f"{name} in {len(some)} (at {end} {where})")
     if rest := len(enough) - len(faster) - len(slower):
         every = not parts and len(enough) == len(compared)
         parts.append("neither faster nor slower in any" if every else f"neither in {rest}")
@@ -326,12 +203,6 @@ def conclusion(compared: list[dict]) -> str:
     dense = all(" ".join((each["layers"] or "").split()[1:]) == "dense" for each in compared)
     why = (
         "; all layers stay on the dense path, as no other was found to be faster, so any difference is chance, or the "
-        "host's time for a swapped layer"
-        if dense
-        else ""
     )
+    why = f"{why}host's time for a swapped layer" if dense else ""
     return f"of {len(compared)} comparison{'s' * (len(compared) > 1)} the sparse model is {', '.join(parts)}{why}"
-
-
-def _times(pair: dict) -> float:
-    return pair["times"]

@@ -1,4 +1,5 @@
-"""The `twell-lab` command. Each subcommand imports what it needs when it runs, so that `--help` is quick.
+"""The `twell-lab` command: the table of its subcommands, and what errors and interruptions become. Each subcommand
+imports what it needs when it runs, so that `--help` is quick.
 
 Exit status: 0 done; 1 a check failed; 2 a mistake in the input or the set-up, which one line on stderr names;
 130 interrupted.
@@ -8,39 +9,324 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
-import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-
-from tqdm import tqdm
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
 
 from .. import __version__
-from ..core import InputError, RecordError, TwellError, check_folder
-from . import (
-    analysis_commands,
-    bench_command,
-    course_command,
-    sparsify_command,
-    speak_commands,
-    submit_command,
-    terminal,
-    train_command,
-)
-from .options import DTYPES, TourOptions, add_device, add_fields, given, path, positive, seconds, source, whole
-from .terminal import Answer, terminated_like_interrupted
+from ..core import TwellError
+from . import terminal, train_command
+from .options import Option, TourOptions, add_fields, option, path, whole
 
-# The options of `record` that not all recordings take.
-_SIZES = ("bench-0.5B", "bench-1B", "bench-1.5B", "bench-2B")
-_LIMITED = (
-    *("attack", *_SIZES, "comparison", "inference", "model", "model-paths", "pruning", "thresholds"),
-    *("trained", "training"),
+MODEL = "bench model"  # two words, one command
+
+# ---- options that several commands have ----
+
+_SAVED = "a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub"
+_TEXT = option(
+    "--text",
+    "PATH",
+    "a file or folder, read whole; of the text that the model was trained on, only the held-out part "
+    "[the held-out part of the source of Python's standard library]",
 )
-_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": _LIMITED, "at_once": ("course",)}
+_DTYPES = ["bfloat16", "float16", "float32"]
+_DEVICE = option("--device", "DEVICE", "cpu, cuda, cuda:1 [a GPU where there is one]")
+_DTYPE = option(
+    "--dtype",
+    "DTYPE",
+    f"{', '.join(_DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]",
+    choices=_DTYPES,
+)
+_LAYER = (
+    option("--d-model", "N", "the layer's width", 2048),
+    option("--d-ff", "N", "its neurons", 5632),
+    option("--nnz", "X", "mean number of neurons firing for a token", 29.0, type=float),
+    option(
+        "--workload",
+        "",
+        "lognormal: some neurons fire far more often than others; uniform: all equally often",
+        "lognormal",
+        choices=["lognormal", "uniform"],
+    ),
+)
+_PLANNING = (
+    option("--tokens", "N", "tokens at once to plan for", [1, 64, 2048, 16384]),
+    option("--predict-only", None, "time none of the candidates"),
+    option("--calls", "", "how the model will be called", "eager", choices=["eager", "compiled", "captured"]),
+    option(
+        "--paths",
+        "PATH",
+        "the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
+        "predicted, experts [twell hot_cold]",
+        nargs="+",
+        type=str,
+    ),
+    _DEVICE,
+    _DTYPE,
+)
+_PLANNED = "how many windows to profile, and how many others to time on"
+_PLAN = option("--plan", "FILE", "a plan that twell-lab plan --out wrote [a new one]")
+
+
+def _model(windows: str, out: str = "", also: str = "") -> tuple[Option, ...]:
+    """Return the options for a model and a text. windows: what --windows counts; out: what --out saves, if it is a
+    file; also: what else MODEL may be."""
+    kept = (option("--out", "FILE", f"save the {out} here, as JSON"),) if out else ()
+    return option("model", "MODEL", _SAVED + also), _TEXT, option("--windows", "N", windows, 256), *kept
+
+
+# ---- the commands ----
+
+
+class Command(NamedTuple):
+    """A subcommand: "module:function" of this package, which is given the parsed options and returns an Answer; what
+    it does; its options; and what stands below its help."""
+
+    run: str
+    text: str
+    options: tuple[Option, ...] = ()
+    epilog: str | None = None
+
+
+COMMANDS = {
+    "doctor": Command("commands:doctor", "Say what this machine has, what will run where, and what is missing."),
+    "tour": Command(
+        "commands:tour",
+        "Train with and without L1, profile, pack, time, and write a page.",
+        (option("--render", "TOUR_JSON", "only draw the page of an earlier tour, of any machine", type=path),),
+    ),
+    "train": Command("train_command:run", "Train a small ReLU language model, with an L1 penalty if asked for."),
+    "prepare": Command(
+        "commands:prepare",
+        "Read a text of any length once, encode it, and keep its tokens for training.",
+        (
+            option(
+                "text",
+                "PATH",
+                "a file, a folder of files, or hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless "
+                "?bytes says how much",
+            ),
+            option("--out", "DIR", "a new folder, for twell-lab train --text", required=True),
+            option("--tokenizer", "WORD", "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"),
+        ),
+    ),
+    "sample": Command(
+        "speak_commands:sample",
+        "Let a saved model continue a text, and time it.",
+        (
+            option("model", "MODEL", _SAVED),
+            option("--prompt", "TEXT", "what the model continues [a new line]", "\n"),
+            option("--tokens", "N", "how many to add, unless a model of transformers ends its text before", 200),
+            option("--temperature", "X", "0 takes the most likely token; above, tokens are drawn [0]", 0.0),
+            option("--top-k", "N", "draw from the N most likely tokens alone"),
+            option("--seed", "N", "of the draw [another one each time]", type=whole),
+            option("--sparse", None, "plan the layers on this text, swap them, and compare with the dense model"),
+            _DEVICE,
+        ),
+    ),
+    "profile": Command(
+        "analysis_commands:profile",
+        "Count which neurons of a saved model fire on a text.",
+        (
+            *_model("how many windows", "counts", "; or a profile that --out saved"),
+            option("--against", "FILE", "compare with the profile that --out saved here"),
+        ),
+    ),
+    "plan": Command(
+        "analysis_commands:plan",
+        "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
+        "two_four, blocks, int8, fp8, twell_int8, predicted or experts.",
+        (
+            *_model(_PLANNED, "plan"),
+            *_PLANNING,
+            option("--all", None, "print every candidate, not only what was chosen"),
+        ),
+    ),
+    "thresholds": Command(
+        "analysis_commands:thresholds",
+        "Choose what a model that was not trained to be sparse may set to zero: lossy.",
+        (
+            *_model("how many windows to calibrate on, and how many others to measure the loss on", "thresholds"),
+            option("--sparsity", "X", "the share of values to set to zero", 0.5),
+            option("--method", "", "behind the gate, or at the projections' inputs", "cats", choices=["cats", "teal"]),
+            option("--greedy", None, "give each layer its own sparsity, by measured errors"),
+        ),
+    ),
+    "predict": Command(
+        "analysis_commands:predict",
+        "Say what a layer should take on a GPU that you do not have.",
+        (
+            option("gpu", "GPU", 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'),
+            option("--tokens", "N", "tokens at once", [1, 16, 256, 2048, 16384]),
+            *_LAYER,
+            option("--no-gated", None, "a plain layer, without a gate", action="store_false", dest="gated"),
+        ),
+    ),
+    "sparsify": Command(
+        "sparsify_command:run",
+        "Save a model with a plan of its layers beside it.",
+        (
+            *_model(_PLANNED),
+            option("--out", "DIR", "a folder without a model", required=True),
+            _PLAN,
+            option(
+                "--relufy", None, "put a ReLU in the place of SiLU, GELU and the like; then train the model further"
+            ),
+            *_PLANNING,
+        ),
+    ),
+    "export": Command(
+        "speak_commands:export",
+        "Write a saved model as a LlamaForCausalLM that others read.",
+        (
+            option("model", "DIR", "a folder that twell-lab train --out wrote"),
+            option("--out", "DIR", "a folder without a model", required=True),
+        ),
+    ),
+    "bench": Command(
+        "bench_command:layer",
+        "Check and time a sparse feed-forward layer against torch's dense one.",
+        (
+            option("--tokens", "N", "tokens at once", [1, 8, 64]),
+            *_LAYER,
+            option("--compiled", None, "time torch.compile's dense layer too"),
+            option("--seconds", "S", "how long to measure each size on a CPU", 2.0),
+            option("--out", "DIR", "save the records here"),
+            _DEVICE,
+            Option(_DTYPE.name, _DTYPE.how | {"nargs": "+"}),
+        ),
+        "twell-lab bench model times a whole model: twell-lab bench model --help",
+    ),
+    MODEL: Command(
+        "bench_command:model",
+        "Check and time a whole model, dense beside sparse.",
+        (
+            option(
+                "model",
+                "PATH",
+                f"{_SAVED}; or a size of twell-lab train --config, 1M to 2B, of which a Llama with random weights is "
+                "drawn",
+            ),
+            option(
+                "--tokens",
+                "N",
+                "of each forward: up to the model's context, or a multiple of it [the context, at most 2048]",
+                nargs="+",
+            ),
+            option("--batches", "N", "of the steps of decoding; none after it: no decoding", [1, 8, 64], nargs="*"),
+            option(
+                "--text",
+                "PATH",
+                "what a saved model reads, a file or folder [the held-out part of the source of Python's standard "
+                "library]; a size of 1M to 2B reads random tokens",
+            ),
+            option(
+                "--firing",
+                "FILE",
+                "of a size: a profile that twell-lab profile --out wrote; the drawn neurons fire as often as the "
+                "profiled ones [0.5%% of them for a token]",
+            ),
+            _PLAN,
+            option(
+                "--paths",
+                "PATH",
+                "time the model on each of these too: twell, hot_cold, where its weights are so two_four, blocks, or "
+                "lossy, with error and loss: int8, fp8, twell_int8, predicted, experts [none]",
+                [],
+                type=str,
+            ),
+            option("--compiled", None, "time both models under torch.compile too"),
+            option("--graphs", None, "on a GPU, time forwards as CUDA graphs too"),
+            option("--training", None, "time a training step too"),
+            option(
+                "--seconds",
+                "S",
+                "how long to measure each row of the table on a CPU; on a GPU, how long the energy of each is read "
+                "[1; 3]",
+            ),
+            option("--out", "DIR", "save the record here"),
+            _DEVICE,
+            _DTYPE,
+        ),
+    ),
+    "course": Command(
+        "commands:course",
+        "Copy the course's notebooks into a folder and open JupyterLab there.",
+        (
+            option("folder", "DIR", "a folder that has none of them yet", Path("twell-lab-course"), nargs="?"),
+            option("--no-open", None, "only copy them", action="store_false", dest="open"),
+        ),
+    ),
+    "submit": Command(
+        "commands:submit",
+        "Judge a kernel of the capstone and write a record of its medal.",
+        (
+            option("file", "FILE", "a CUDA source with the kernel down"),
+            option("--out", "DIR", "save the record here [this folder]", Path()),
+        ),
+    ),
+    "record": Command(
+        "commands:record",
+        "Make one of the recordings that the course's figures come from.",
+        (
+            option("name", "NAME", "without a name, the names are listed", nargs="?"),
+            option("--out", "DIR", "where the record goes [data/records of a checkout, else the working folder]"),
+            option("--seed", "N", "for attack only: draw other cases", type=whole),
+            option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
+            option("--cases", "N", "for attack only: how many cases"),
+            option("--at-once", "N", "for course only: how many notebooks run at once [1]"),
+        ),
+    ),
+    "compile": Command(
+        "commands:compile_kernels",
+        "Compile the kernels for machines that have no compiler.",
+        (
+            option("out", "DIR", "a folder; TWELL_LAB_CUBINS names it on those machines"),
+            option("--arch", "ARCH", "of the GPUs, sm_75 to sm_120", ["sm_90"]),
+            option("--dtype", "DTYPE", f"{', '.join(_DTYPES)} [bfloat16]", ["bfloat16"], choices=_DTYPES),
+            option("--d-model", "N", "model widths", [2048]),
+        ),
+    ),
+    "records": Command(
+        "commands:list_records",
+        "List every recorded measurement.",
+        (
+            option("--folder", "DIR", "another folder than data/records"),
+            option("--verify", None, "only check that each kernel was tested on a GPU, or is named as untested"),
+        ),
+    ),
+}
+
+
+def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
+    because they are the fields of a class whose import needs torch."""
+    parser = argparse.ArgumentParser(
+        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
+    )
+    parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        text = command.text
+        added = commands.add_parser(
+            name, help=text[0].lower() + text[1:].rstrip("."), description=text, epilog=command.epilog
+        )
+        added.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+        if name == "tour":
+            add_fields(added, TourOptions)
+        if name == "train" and name in arguments:
+            train_command.add_options(added)
+        for each in command.options:
+            each.add_to(added)
+    return parser
+
+
+# ---- what happens around a command ----
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,8 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = sys.argv[1:]
         _share_cores(arguments)
     try:
-        with terminal.ready() as output:
-            return _run(arguments, output)
+        terminal.set_up()
+        return _run(arguments)
     except TwellError as error:
         number = os.environ.get("RANK", "0")  # under torchrun each process reports its own error
         terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")
@@ -86,52 +372,40 @@ def _share_cores(arguments: Sequence[str]) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _run(arguments: list[str], output: terminal.Stream) -> int:
-    """Do what these arguments ask for and write all of the output. Returns the exit status."""
+def _run(arguments: list[str]) -> int:
+    """Do what these arguments ask for and write the output. Returns the exit status."""
+    if arguments[:2] == MODEL.split():
+        arguments = [MODEL, *arguments[2:]]
+    parser = _parser(arguments)
     try:
-        try:
-            if arguments[:2] == bench_command.MODEL.split():  # two words, one command
-                arguments = [bench_command.MODEL, *arguments[2:]]
-            parser = _parser(arguments)
-            _check_command(parser, arguments)
-            options = parser.parse_args(arguments)
-            answer = options.run(options)  # None where another process of torchrun's gives the answer
-            if answer is not None:
-                answer.say(options.json)
-        except SystemExit as stopped:
-            if not stopped.code:  # after --help or --version; argparse ignores that it could not print
-                output.flush()
-                if output.failed is not None:
-                    raise output.failed from None
-            raise
-        output.flush()
-        return answer.status if answer else 0
-    except OSError as error:
-        if error is not output.failed:
-            raise
-        if isinstance(error, BrokenPipeError):  # the program that reads our output (head, a pager) has ended: no error
-            return 0
-        raise InputError(f"the output cannot be written: {error.strerror}") from None
+        _check_command(parser, arguments)
+        options = parser.parse_args(arguments)
+    except SystemExit as stopped:
+        if not stopped.code:  # after --help or --version, whose output argparse may have lost
+            terminal.write("")
+        raise
+    module, _, function = COMMANDS[options.command].run.partition(":")
+    answer = getattr(import_module(f".{module}", __package__), function)(options)
+    if answer is None:  # another process of torchrun's gives it
+        return 0
+    answer.say(options.json)
+    return answer.status
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """End with the help where there is no argument; and as argparse does, but with the most similar command's name,
     where the first word is none of the commands, or another one follows `bench`."""
-    names = parser.get_default("commands")
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     first, second = arguments[0], next(iter(arguments[1:]), "-")
     if first == "bench" and not second.startswith("-"):
         named = "" if difflib.get_close_matches(second, ["model"]) else f" {shlex.quote(second)}"
-        parser.error(
-            f"bench takes no {second!r:.80}, but options; did you mean: twell-lab {bench_command.MODEL}{named:.80}"
-        )
-    if first.startswith("-") or first in names:
-        return
-    alike = difflib.get_close_matches(first, names, n=1)
-    meant = f"did you mean {alike[0]!r}? " if alike else ""
-    parser.error(f"there is no command {first!r:.80}; {meant}accepted: {', '.join(names)}")
+        parser.error(f"bench takes no {second!r:.80}, but options; did you mean: twell-lab {MODEL}{named:.80}")
+    if not first.startswith("-") and first not in COMMANDS:
+        alike = difflib.get_close_matches(first, COMMANDS, n=1)
+        meant = f"did you mean {alike[0]!r}? " if alike else ""
+        parser.error(f"there is no command {first!r:.80}; {meant}accepted: {', '.join(COMMANDS)}")
 
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
@@ -157,251 +431,3 @@ def _typed(arguments: list[str]) -> str:
     else:
         started = [sys.argv[0]]
     return shlex.join([*started, *arguments])
-
-
-def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
-    because they are the fields of a class whose import needs torch."""
-    parser = argparse.ArgumentParser(
-        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
-    )
-    parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    def command(name: str, run, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text[0].lower() + text[1:].rstrip("."), description=text)
-        added.set_defaults(run=run)
-        added.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-        return added
-
-    command("doctor", _doctor, "Say what this machine has, what will run where, and what is missing.")
-
-    tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
-    add_fields(tour, TourOptions)
-    tour.add_argument(
-        "--render",
-        metavar="TOUR_JSON",
-        type=path,
-        help="only draw the page of an earlier tour, of this or another machine",
-    )
-
-    train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
-    if "train" in arguments:
-        train_command.add_options(train)
-
-    prepared = command(
-        "prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for training."
-    )
-    prepared.add_argument(
-        "text",
-        type=source,
-        metavar="TEXT",
-        help="a file, a folder of files, or "
-        "hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless ?bytes says how much",
-    )
-    prepared.add_argument(
-        "--out", metavar="DIR", type=path, required=True, help="a new folder, for twell-lab train --text"
-    )
-    prepared.add_argument(
-        "--tokenizer",
-        metavar="WORD",
-        help="bytes, bpe:4096 (a BPE of that size, trained on the text's beginning), or a file [bytes]",
-    )
-
-    sample = command("sample", speak_commands.sample, "Let a saved model continue a text, and time it.")
-    speak_commands.add_sample_options(sample)
-
-    for name, run, add_options, text in analysis_commands.COMMANDS:
-        add_options(command(name, run, text))
-
-    swapped = command("sparsify", sparsify_command.run, "Save a model with a plan of its layers beside it.")
-    sparsify_command.add_options(swapped)
-
-    export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
-    speak_commands.add_export_options(export)
-
-    bench = command(
-        "bench", bench_command.layer, "Check and time a sparse feed-forward layer against torch's dense one."
-    )
-    bench_command.add_layer_options(bench)
-    whole_model = command(
-        bench_command.MODEL, bench_command.model, "Check and time a whole model, dense beside sparse."
-    )
-    bench_command.add_model_options(whole_model)
-    add_device(bench, "+")
-    add_device(whole_model)
-
-    course_command.add_options(
-        command("course", course_command.run, "Copy the course's notebooks into a folder and open JupyterLab there.")
-    )
-
-    submit_command.add_options(
-        command("submit", submit_command.run, "Judge a kernel of the capstone and write a record of its medal.")
-    )
-
-    record = command("record", _record, "Make one of the recordings that the course's figures come from.")
-    record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
-    record.add_argument(
-        "--out",
-        metavar="DIR",
-        type=path,
-        help="where the record goes [data/records of a checkout, else the working folder]",
-    )
-    record.add_argument("--seed", type=whole, metavar="N", help="for attack only: draw other cases")
-    record.add_argument(
-        "--seconds",
-        type=seconds,
-        metavar="S",
-        help="for attack, and recordings of large tables: how long at most",
-    )
-    record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
-    record.add_argument(
-        "--at-once", type=positive, metavar="N", help="for course only: how many notebooks run at once [1]"
-    )
-
-    built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
-    built.add_argument("out", metavar="DIR", type=path, help="a folder; TWELL_LAB_CUBINS names it on those machines")
-    built.add_argument(
-        "--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="of the GPUs, sm_75 to sm_120 [sm_90]"
-    )
-    built.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        nargs="+",
-        default=["bfloat16"],
-        metavar="DTYPE",
-        help=f"{', '.join(DTYPES)} [bfloat16]",
-    )
-    built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
-
-    listed = command("records", _records, "List every recorded measurement.")
-    listed.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
-    listed.add_argument(
-        "--verify",
-        action="store_true",
-        help="list nothing; check that the present kernels were tested on a GPU or are named as untested",
-    )
-    parser.set_defaults(commands=tuple(commands.choices))
-    return parser
-
-
-# ---- the commands ----------------------------------------------------------------------------------------
-
-
-def _doctor(options) -> Answer:
-    from .doctor import examine
-
-    findings = examine()
-    width = max(len(finding.topic) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
-        if finding.command:
-            lines.append(f"{'':<8} {'':<{width}}  -> {finding.command}")
-    return Answer([asdict(finding) for finding in findings], "\n".join(lines))
-
-
-def _tour(options) -> Answer:
-    if options.render is not None:
-        from .page import render_file
-
-        drawn = render_file(options.render, options.out or TourOptions.out)
-        return Answer(json.dumps({"page": str(drawn)}), f"tour: the page is {drawn}")
-    from . import tour as tour_module
-
-    record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))
-    where = (
-        f"the page is {page}" if page else f"the record is {saved}, and twell-lab tour --render {saved} draws its page"
-    )
-    taken = sum(record.notes["tour"]["seconds"].values())
-    return Answer(record.to_json(), f"{tour_module.summary(record)}\ntour: done in {taken:.0f} s; {where}")
-
-
-def _prepare(options) -> Answer:
-    from ..training.text.prepared import prepare
-
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        made = prepare(
-            options.text, options.out, tokenizer=options.tokenizer, on_bytes=lambda size: bar.update(size - bar.n)
-        )
-    training, validation = (len(part.tokens) for part in made.split())
-    return Answer(
-        {**made.describe(), "training_tokens": training, "validation_tokens": validation},
-        f"prepare: {made.size:,} bytes of {made.name} as {len(made.tokens):,} {made.tokenizer.unit}, {validation:,} "
-        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
-    )
-
-
-def _record(options) -> Answer:
-    from .. import core, records
-    from . import recordings
-
-    names = sorted(recordings.RECORDINGS)
-    if options.name is None:
-        return Answer(json.dumps(names), "\n".join(names))
-    if options.name not in names:
-        raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    told = {name: value for name in _TAKEN_BY if (value := getattr(options, name)) is not None}
-    if refused := [name for name in told if options.name not in _TAKEN_BY[name]]:
-        takers = _TAKEN_BY[refused[0]]
-        accepted = f"with {' and '.join(takers)}, which {'do' if len(takers) > 1 else 'does'}"
-        raise InputError(f"{options.name} takes no --{refused[0].replace('_', '-')}; accepted: {accepted}")
-    where = options.out or core.new_records_dir()
-    check_folder(where)
-    recording, unfinished = recordings.RECORDINGS[options.name], records.Unfinished(where)
-    if "keep" in inspect.signature(recording).parameters:
-        told["keep"] = unfinished.write
-    try:
-        with terminated_like_interrupted():  # what was measured is saved (recordings)
-            record = recording(**told)
-        saved = f"record: saved {record.save(where)}"
-    except BaseException:
-        if unfinished.path is not None:
-            terminal.tell(f"record: what it has so far is in {unfinished.path}")
-        raise
-    unfinished.remove()
-    rows = records.flat_rows([record])
-    return Answer(record.to_json(), f"{records.table(rows, records.COLUMNS)}\n{saved}" if rows else saved)
-
-
-def _compile(options) -> Answer:
-    import torch
-
-    from ..cuda.compile import ARCHITECTURES
-    from ..ops.kernels import prebuild
-
-    if unknown := sorted(set(options.arch) - set(ARCHITECTURES)):
-        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(ARCHITECTURES)}")
-    with tqdm(unit="cubin", disable=None) as bar:
-
-        def built(done: int, of: int, name: str) -> None:
-            bar.total = of
-            bar.set_postfix_str(name[:60], refresh=False)
-            bar.update(done - bar.n)
-
-        dtypes = [getattr(torch, name) for name in options.dtype]
-        names = prebuild(options.out, options.arch, dtypes, options.d_model, built)
-    return Answer(names, f"compile: {len(names)} cubins in {options.out}")
-
-
-def _records(options) -> Answer:
-    from .. import records
-    from ..records import kernel_hashes
-
-    if options.verify:
-        try:
-            why, holds = records.verify(options.folder), True
-        except RecordError as error:
-            why, holds = str(error), False
-        value = {"holds": holds, "kernels": kernel_hashes(), "why": why}
-        return Answer(value, f"records: {why}", int(not holds))
-    if options.folder is not None and not options.folder.is_dir():
-        raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
-    rows = records.flat_rows(records.load_all(options.folder))
-    table = records.table(rows, {"record": "record", **records.COLUMNS, "date": "date", "stale": "stale"})
-    none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
-    cut = [
-        f"unfinished: {path.name!r}, of a recording that was cut off or goes on; without .unfinished it is a record"
-        for path in records.unfinished(options.folder)
-    ]
-    return Answer(rows, "\n".join([table if rows else none, *cut]))

@@ -1,4 +1,4 @@
-"""The types of the `twell-lab` command's options, and options made from the fields of a dataclass. Imports no torch."""
+"""Options of the `twell-lab` command, as entries of a table or made from a dataclass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import re
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-SAVED = "a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub"  # MODEL
-DTYPES = ("bfloat16", "float16", "float32")
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)
@@ -83,16 +81,39 @@ def positive(text: str) -> int:
     return whole(text, least=1)
 
 
-def add_device(parser: ArgumentParser, several: str | None = None) -> None:
-    """--device and --dtype. several: "+" where more than one dtype may be asked for."""
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        nargs=several,
-        metavar="DTYPE",
-        help=f"{', '.join(DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]",
-    )
+_TYPES = {"N": positive, "S": seconds, "X": number, "DIR": path, "FILE": path, "MODEL": path, "PATH": source}
+
+
+class Option(NamedTuple):
+    """What `add_argument` is given for one option, or one argument."""
+
+    name: str
+    how: dict
+
+    def add_to(self, parser: ArgumentParser) -> None:
+        parser.add_argument(self.name, **self.how)
+
+
+def option(name: str, metavar: str | None, text: str, default: Any = None, **more: Any) -> Option:
+    """Return an entry of the table of options.
+
+    Args:
+        name: with two dashes of an option, without them of an argument.
+        metavar: what its value is called; "N", "DIR" and the like (_TYPES) say its type, too. None: it has no value;
+            "": its choices are named.
+        text: its help. The default is added in brackets, unless the text has some.
+        default: a list where several values are taken.
+        more: as add_argument takes it.
+    """
+    if metavar is None:
+        return Option(name, {"action": "store_true", "help": text, **more})
+    if default is not None and "[" not in text:
+        text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
+    how = {"default": default, "help": text}
+    how |= {"metavar": metavar} if metavar else {}
+    how |= {"type": _TYPES[metavar]} if metavar in _TYPES else {}
+    how |= {"nargs": "+"} if isinstance(default, list) else {}
+    return Option(name, how | more)
 
 
 def add_fields(parser: ArgumentParser, config: type) -> None:

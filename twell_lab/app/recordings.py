@@ -1,6 +1,7 @@
 """The recordings that `twell-lab record NAME` makes: the course's figures and the project's evidence come from them.
 
-Each function checks results before it times anything, and returns one Record. Most need a GPU, and say so.
+Each checks results before it times anything, and returns one Record. Most need a GPU, and say so. RECORDINGS, at the
+end of this file, has them all by name.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +36,6 @@ from ..records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 180.0  # that a recording of the large tables may take
-_STARTUP = 15.0  # of these, how many `_startup` takes
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
 _AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
@@ -44,76 +46,66 @@ class TestsFailed(TwellError, RuntimeError):
     """Tests that a recording runs did not pass, so there is nothing to record."""
 
 
-def portable() -> Record:
-    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, at several nnz and token counts,
-    beside the dense layer and the kernels that `dispatch` picks on this GPU; and each version of the portable kernels.
+# ---- recordings in sections, which may be cut short ----
+
+
+def _in_sections(
+    name: str,
+    purpose: str,
+    module: str,
+    sections: Callable[[Any, dict[str, str]], Sections] = lambda tables, refused: tables.sections(),
+    limit: float = SECONDS,
+    gpu: bool = True,
+    after: Callable[[Any, Record], None] = lambda tables, record: None,
+) -> Callable[..., Record]:
+    """Return a function that makes a record of steps in sections.
+
+    Args:
+        name, purpose: of the record.
+        module: of `bench` that measures it.
+        sections: of that module, and of a dict that takes what did not run, and why: the notes' "refused".
+        limit: how many seconds it takes unless told otherwise.
+        gpu: whether it needs one.
+        after: completes the record, given the module and it.
     """
-    need_gpu()
-    rows = []
-    for nnz in (8, 29, 60, 120, 300):
-        rows += forward.ffn(16384, 2048, 5632, nnz, compiled=True, others=True).rows
-    for nnz in (8, 29):
-        rows += forward.ffn(16384, 2048, 5632, nnz, workload_kind="uniform", others=True).rows
-    for tokens in (1, 8, 64, 256, 1024, 4096):
-        rows += forward.ffn(tokens, 2048, 5632, 29, compiled=True, others=True).rows
-    for tokens in (1, 8, 64, 256, 16384):
-        rows += forward.kernel_versions(tokens)
-    return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
+
+    def recording(seconds: float = limit, keep: Keep | None = None) -> Record:
+        """seconds: it is cut short where it would take longer; the notes say what was left out. keep: is given, after
+        each step, a record of what there is."""
+        if gpu:
+            need_gpu()
+        tables, refused = import_module(f"..bench.{module}", __package__), dict[str, str]()
+        record = _recorded(name, purpose, sections(tables, refused), seconds, keep, lambda: _refused(refused))
+        after(tables, record)
+        return record
+
+    return recording
 
 
-def training(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
-    """Forward and backward of one layer on every path beside torch's dense layer, eager, compiled and in CUDA graphs,
-    and whole training steps of a model; bf16. seconds, keep, and the notes: as for `inference`."""
-    need_gpu()
-    from ..bench import training as tables
-
-    purpose = "training steps of a feed-forward layer and of a model, beside the dense layer"
-    return _recorded("training", purpose, tables.SECTIONS, seconds, keep)
+def _refused(why: dict[str, str]) -> dict[str, dict]:
+    """The note of what did not run, if there is any."""
+    return {"refused": {**why}} if why else {}
 
 
-def model(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
-    """A Llama of 38 layers with random weights in inference, dense and as planned: eager, compiled and in CUDA graphs,
-    a step of decoding, its weights in bytes, and the time of its plan; bf16. seconds, keep, and the notes: as for
-    `inference`."""
-    need_gpu()
-    from ..bench import llama as tables
-
-    purpose = "a Llama with sparse feed-forward layers beside the dense one"
-    return _recorded("model", purpose, tables.sections(), seconds, keep)
-
-
-def bench_size(size: str, seconds: float = 570.0, keep: Keep | None = None) -> Record:
-    """A drawn Llama of one of the paper's sizes, dense and as planned, in all that `twell-lab bench model` measures:
-    forwards of one and of 64 sequences, steps of decoding at batch 1, 8 and 64, a training step; with the LM head and
-    without it, as plain calls, CUDA graphs and compiled; with memory and energy; bf16. seconds, keep, and the notes: as
-    for `inference`."""
-    need_gpu()
-    from ..bench import sizes as tables
-
-    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
-    return _recorded(tables.RECORD, purpose, tables.sections(size), seconds, keep)
+def _shaped(tables: Any, refused: dict[str, str] | None = None) -> Sections:
+    """Its sections, of a larger shape on a GPU than on a CPU, where it takes some minutes."""
+    return tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
 
 
 def _recorded(
-    name: str,
-    purpose: str,
-    sections: Sections,
-    limit: float,
-    keep: Keep | None,
-    more: Callable[[], dict] = dict,
+    name: str, purpose: str, sections: Sections, limit: float, keep: Keep | None, more: Callable[[], dict] = dict
 ) -> Record:
     """A record of the rows and notes of `_sections`, with the notes of `more`, too. `keep` is given, after each step,
     what there would be of it if it were cut off now."""
-
     described: dict | None = None
 
     def keep_rows(rows: list[dict], notes: dict) -> None:
         nonlocal described
         try:
             if keep is not None:
-                made = Record.new(name, purpose, [*rows], notes | more(), described=described)
-                described = made.machine
-                keep(made)
+                record = Record.new(name, purpose, [*rows], notes | more(), described=described)
+                described = record.machine
+                keep(record)
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
@@ -129,78 +121,53 @@ def _sections(
     A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. The notes
     hold the `seconds` that each section took; and `left_out`, where something was, the steps left out of each section,
     and why: no time, or the error of torch that ended the section (too little memory, say). Any other error is raised.
-    An interruption (Ctrl-C, or SIGTERM, as `timeout` sends it) ends the recording and leaves out the rest: what it has
-    is not lost. Without any row it is raised. `keep` is called after each step with the rows and the notes that there
-    would be if the recording were cut off now.
+    An interruption (Ctrl-C, or SIGTERM, as `timeout` sends it) ends the recording and leaves out the rest; without any
+    row it is raised. `keep` is called after each step with what there would be if the recording were cut off now.
     """
     rows: list[dict] = []
     seconds: dict[str, float] = {}
     left_out: dict[str, str] = {}
     begin, interrupted = time.perf_counter(), ""
 
-    def notes(cut: dict[str, str]) -> dict[str, dict]:
-        return {"seconds": {**seconds}, **({"left_out": left_out | cut} if left_out or cut else {})}
+    def notes(missing: dict[str, str]) -> dict[str, dict]:
+        cut = left_out | missing
+        return {"seconds": {**seconds}, **({"left_out": cut} if cut else {})}
 
     for name, steps in sections.items():
-        start, last, done = time.perf_counter(), 0.0, 0
-        while done < len(steps):
+        start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
+        while not why and done < len(steps):
             before = time.perf_counter()
-            late = "" if before - begin + last < limit else f"too little is left of {limit:g} s"
-            why = interrupted or late
+            if before - begin + last >= limit:
+                why = f"too little is left of {limit:g} s"
+                break
             try:
-                if not why:
-                    rows += steps[done]()
-                    done += 1
-                    _empty_cache()
-                    last = time.perf_counter() - before
-                    print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                    missing = {each: len(some) for each, some in sections.items() if each not in seconds}
-                    missing[name] -= done
-                    cut = {each: f"{count} of {len(sections[each])} steps" for each, count in missing.items() if count}
-                    keep(rows, notes({each: f"{what}: cut off" for each, what in cut.items()}))
+                rows += steps[done]()
+                done += 1
+                last = time.perf_counter() - before
+                print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
+                missing = {other: (len(some), len(some)) for other, some in sections.items() if other not in seconds}
+                missing[name] = len(steps) - done, len(steps)
+                keep(rows, notes({other: f"{n} of {of} steps: cut off" for other, (n, of) in missing.items() if n}))
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
                 why = f"{type(error).__name__}: {str(error)[:300]}"
-                _empty_cache()
             except KeyboardInterrupt:
                 if not rows:
                     raise
                 why = interrupted = "interrupted"
-            if why:
-                break
+            with suppress(RuntimeError):  # of a step that broke the GPU's context
+                torch.cuda.empty_cache()
         if done < len(steps):
             left_out |= _left_out(name, f"{len(steps) - done} of {len(steps)} steps", why)
         seconds[name] = round(time.perf_counter() - start, 1)
     return rows, notes({})
 
 
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):  # of a step that broke the GPU's context
-            torch.cuda.empty_cache()
-
-
 def _left_out(name: str, what: str, why: str) -> dict[str, str]:
     """The note of what was left out of the part of a recording with this name, which stderr is told, too."""
     print(f"{name}: left out {what}: {why}", file=sys.stderr, flush=True)
     return {name: f"{what}: {why}"}
-
-
-def inference(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
-    """Every path of a layer in inference beside torch's dense layer, eager, compiled and in CUDA graphs; bf16.
-
-    seconds: the tables are cut short where they would take longer. The notes say what was left out, and hold the
-    seconds that each section, a first call, and compiling all kernels took.
-    keep: is given, after each step, a record of what there is, whose notes say that the rest was cut off.
-    """
-    need_gpu()
-    from ..bench import inference as tables
-
-    purpose = "each path of a feed-forward layer beside the dense layer"
-    record = _recorded("inference", purpose, tables.SECTIONS, seconds - _STARTUP, keep)
-    record.notes["startup_seconds"] = _startup()
-    return record
 
 
 _FIRST_CALL = """
@@ -218,8 +185,8 @@ print(time.perf_counter() - start)
 
 
 def _startup() -> dict:
-    """Seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the cache;
-    and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
+    """Return seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the
+    cache; and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
     found = {}
     for tokens in (1, 4096):
         command = [sys.executable, "-c", _FIRST_CALL.format(tokens=tokens)]
@@ -231,6 +198,67 @@ def _startup() -> dict:
         cubins = kernels.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
         found[f"compiling {len(cubins)} cubins"] = round(time.perf_counter() - start, 2)
     return found
+
+
+def _llama_or_small(tables: Any, refused: dict[str, str]) -> Sections:
+    """A Llama of the paper's 2B shape on a GPU, a small one on a CPU."""
+    from ..bench import drawn
+
+    return tables.sections(drawn.LLAMA if torch.cuda.is_available() else tables.small(), refused)
+
+
+def _compared(tables: Any, refused: dict[str, str]) -> Sections:
+    """Products, activations, padding and experts; layers with weights of few bits; and the map of notebook 10, whole
+    layers by each of its methods."""
+    from ..bench import few_bits, methods
+
+    shares = [functools.partial(methods.map_rows, share) for share in methods.SHARES]
+    return tables.sections() | few_bits.sections() | {"map": shares}
+
+
+inference = _in_sections(
+    "inference",
+    "each path of a feed-forward layer beside the dense layer",
+    "inference",
+    lambda tables, _: tables.SECTIONS,
+    after=lambda _, record: record.notes.update(startup_seconds=_startup()),
+)
+model_paths = _in_sections(
+    "model-paths", "a whole model on each path beside the dense one", "paths", _llama_or_small, 600.0, gpu=False
+)
+
+
+def trained(seconds: float = 420.0, keep: Keep | None = None) -> Record:
+    """A model of the paper's 0.5B shape, trained here with L1 for 1,000 steps of 32,768 tokens, and its dense twin,
+    which makes fewer steps rather than take the time of the rest; with its own firing: loss and answers before and
+    after its layers are swapped, decoding and forwards with memory and energy, a training step. On a CPU it is a small
+    model, which takes half a minute. No checkpoint is kept."""
+    from ..bench import trained as tables
+
+    run = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
+    about = run.notes()  # before there is something to lose
+    purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
+    return _recorded("trained", purpose, run.sections(), seconds, keep, lambda: _refused(run.left_out) | about)
+
+
+# ---- recordings of one piece ----
+
+
+def portable() -> Record:
+    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, at several nnz and token counts,
+    beside the dense layer and the kernels that `dispatch` picks on this GPU; and each version of the portable kernels.
+    """
+    need_gpu()
+    rows = []
+    for nnz in (8, 29, 60, 120, 300):
+        rows += forward.ffn(16384, 2048, 5632, nnz, compiled=True, others=True).rows
+    for nnz in (8, 29):
+        rows += forward.ffn(16384, 2048, 5632, nnz, workload_kind="uniform", others=True).rows
+    for tokens in (1, 8, 64, 256, 1024, 4096):
+        rows += forward.ffn(tokens, 2048, 5632, 29, compiled=True, others=True).rows
+    for tokens in (1, 8, 64, 256, 16384):
+        rows += forward.kernel_versions(tokens)
+    return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
 def host_time() -> Record:
@@ -263,20 +291,19 @@ def gpu_tests() -> Record:
     cubins = environment.pop("TWELL_LAB_CUBINS", None)
     tool = shutil.which("compute-sanitizer")
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
+        # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access beyond
+        # its bounds.
+        checked, reduced = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, [str(folder / "test_reduced.py")]
         jobs = []
         for name in SANITIZERS if tool else ():
-            # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access
-            # beyond its bounds.
-            checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
-            jobs.append(
-                side_by_side.submit(
-                    _suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command
-                )
-            )
+            jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", reduced, checked, command))
         files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
         jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)], environment) for path in files]
-        suites = _all_passed(jobs)
+        failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
+        if failed:  # all have ended, so that one run on a GPU shows all failures
+            raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
+        suites = [job.result() for job in jobs]
     if cubins:
         with tempfile.TemporaryDirectory() as empty:
             elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
@@ -299,15 +326,6 @@ def _gpu_tests_folder() -> Path:
     if not folder.is_dir():
         raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
     return folder
-
-
-def _all_passed(jobs: list[Future]) -> list[dict]:
-    """The reports of all jobs, once all have ended. Raises TestsFailed with the output of each one that failed, so that
-    one run on a GPU shows all failures."""
-    failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
-    if failed:
-        raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
-    return [job.result() for job in jobs]
 
 
 def _suite(name: str, targets: list[str], environment: dict | None = None, prefix: Sequence[str] = ()) -> dict:
@@ -354,65 +372,48 @@ def two_gpus() -> Record:
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """Return how many random and hostile cases passed.
-
-    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one
-    tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
+    """Return how many random and hostile cases passed: on a GPU layers on every path and kernel (bench.attack); without
+    one those of tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
 
     Args:
         seed: which cases are drawn.
         seconds: how long to go on, on a GPU only; 420 where `cases` is not given either.
         cases: how many: layers on a GPU, without one of each kind.
 
-    An interruption (Ctrl-C, or SIGTERM) on a GPU ends it with the layers that are whole by then, if there are any; the
-    notes say under "left_out" how much of what was asked for is missing.
+    On a GPU an interruption ends it with the layers that are whole by then, and the notes say what is missing.
 
     Raises:
         attack.Broken, TestsFailed: with every case that failed and how to run it again.
     """
     from ..bench import attack as attacked
 
-    if torch.cuda.is_available():
-        start = time.perf_counter()
-        # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
-        processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
-        seconds = 420.0 if seconds is None and cases is None else seconds
-        name = "layers on a GPU"
-        notes: dict[str, object] = {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}}
-        try:
-            found = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
-            interrupted = False
-        except attacked.Interrupted as error:
-            found, interrupted = error.counts, True
+    if not torch.cuda.is_available():
+        if seconds is not None:
+            raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
+        folder = _gpu_tests_folder().parent / "nightly" / "attack"
+        with tempfile.TemporaryDirectory() as temporary:
+            counts = Path(temporary, "counts.json")
+            asked = [] if cases is None else [f"--attack-cases={cases}"]
+            suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
+            rows = [*json.loads(counts.read_text()), suite]
+        notes = {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/nightly/attack", "seed": seed}}
+        return Record.new("attack", "random and hostile cases on a CPU", rows, notes)
+    name, start = "layers on a GPU", time.perf_counter()
+    # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
+    processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
+    seconds = 420.0 if seconds is None and cases is None else seconds
+    notes = {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}}
+    try:
+        counted = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
         took = round(time.perf_counter() - start, 1)
-        if interrupted:
-            missing = (
-                f"{cases - found.layers:,} of {cases:,} layers"
-                if cases is not None
-                else f"{max(0.0, (seconds or 0.0) - took):.0f} of {seconds:g} s"
-            )
-            notes["left_out"] = _left_out(name, missing, "interrupted")
-        return Record.new(
-            "attack",
-            "random and hostile layers on a GPU against float64",
-            [{"attack": name, **found.row(), "seconds": took, "processes": processes}],
-            notes,
-            kernels=found.kernels,
-        )
-    if seconds is not None:
-        raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
-    folder = _gpu_tests_folder().parent / "nightly" / "attack"
-    with tempfile.TemporaryDirectory() as temporary:
-        counts = Path(temporary, "counts.json")
-        asked = [] if cases is None else [f"--attack-cases={cases}"]
-        suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
-        rows = json.loads(counts.read_text())
-    return Record.new(
-        "attack",
-        "random and hostile cases on a CPU",
-        [*rows, suite],
-        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/nightly/attack", "seed": seed}},
-    )
+    except attacked.Interrupted as error:
+        counted, took = error.counts, round(time.perf_counter() - start, 1)
+        left = f"{max(0.0, (seconds or 0.0) - took):.0f} of {seconds or 0:g} s"
+        missing = left if cases is None else f"{cases - counted.layers:,} of {cases:,} layers"
+        notes["left_out"] = _left_out(name, missing, "interrupted")
+    row = {"attack": name, **counted.row(), "seconds": took, "processes": processes}
+    purpose = "random and hostile layers on a GPU against float64"
+    return Record.new("attack", purpose, [row], notes, kernels=counted.kernels)
 
 
 def sweep() -> Record:
@@ -427,80 +428,6 @@ def sweep() -> Record:
     return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
-def thresholds(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
-    """A model with SiLU layers of 2,048 x 5,632, trained here for some hundred steps, and cut with thresholds (CATS,
-    TEAL): what they cost in loss, and a step of decoding in bf16, dense and through the kernels. seconds, keep, and the
-    notes: as for `inference`; under "refused" they say where kernels computed something else, which was not timed."""
-    need_gpu()
-    from ..bench import thresholds as tables
-
-    refused: dict[str, str] = {}
-    purpose = "a SiLU model with thresholds beside the model without"
-    return _recorded("thresholds", purpose, tables.sections(refused), seconds, keep, lambda: _refused(refused))
-
-
-def comparison(seconds: float = SECONDS, keep: Keep | None = None) -> Record:
-    """The product of a matrix with zeros and a dense one, 4,096 x 4,096 each, at 50 to 99.9% zeros in several patterns,
-    by every method of this package and of torch that skips zeros, beside torch's dense product; bf16. Then activations
-    of trained models, padding, experts, layers with weights of few bits, and the map of notebook 10: whole layers by
-    each of its methods. seconds, keep, and the notes: as for `inference`."""
-    need_gpu()
-    from ..bench import comparison as tables
-    from ..bench import few_bits, methods
-
-    sections = (
-        tables.sections()
-        | few_bits.sections()
-        | {"map": [functools.partial(methods.map_rows, share) for share in methods.SHARES]}
-    )
-    purpose = "products of a matrix with zeros by many methods beside the dense one"
-    return _recorded("comparison", purpose, sections, seconds, keep)
-
-
-def model_paths(seconds: float = 600.0, keep: Keep | None = None) -> Record:
-    """A Llama of the paper's 2B shape with each path that its weights allow on all layers, lossy ones with the error of
-    their logits, and a small trained model with their loss on a text; each beside the dense model. On a CPU the Llama
-    is a small one. The notes say under "refused" which paths did not run, and why. seconds, keep, and the other notes:
-    as for `inference`."""
-    from ..bench import drawn
-    from ..bench import paths as tables
-
-    refused: dict[str, str] = {}
-    shape = drawn.LLAMA if torch.cuda.is_available() else tables.small()
-    purpose = "a whole model on each path beside the dense one"
-    return _recorded("model-paths", purpose, tables.sections(shape, refused), seconds, keep, lambda: _refused(refused))
-
-
-def _refused(why: dict[str, str]) -> dict[str, dict]:
-    """The note of what did not run, if there is any."""
-    return {"refused": {**why}} if why else {}
-
-
-def pruning(seconds: float = 600.0, keep: Keep | None = None) -> Record:
-    """A small language model trained here with two seeds, and pruned in each way that twell_lab.sparsities has: bits a
-    byte before and after it is trained on, beside the dense model's. On a GPU a larger model than on a CPU, where it
-    takes some minutes. seconds, keep, and the notes: as for `inference`."""
-    from ..bench import pruning as tables
-
-    sections = tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
-    purpose = "a small language model, dense and pruned, before and after training on"
-    return _recorded("pruning", purpose, sections, seconds, keep)
-
-
-def trained(seconds: float = 420.0, keep: Keep | None = None) -> Record:
-    """A model of the paper's 0.5B shape, trained here with L1 for 1,000 steps of 32,768 tokens, and its dense twin;
-    with its own firing: loss and multiple-choice answers before and after its layers are swapped, steps of decoding and
-    forwards with memory and energy, a training step. On a CPU it is a small model, which takes half a minute. seconds,
-    keep, and the notes: as for `inference`; the twin makes fewer steps rather than take the time of the rest, and the
-    notes say under "refused" which paths did not run, and why. No checkpoint is kept."""
-    from ..bench import trained as tables
-
-    made = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
-    about = made.notes()  # before there is something to lose
-    purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
-    return _recorded("trained", purpose, made.sections(), seconds, keep, lambda: _refused(made.left_out) | about)
-
-
 def profiling() -> Record:
     """A profile of a random model of the paper's 2B shape beside a plain forward of the same tokens; on a CPU of a
     small one."""
@@ -508,29 +435,6 @@ def profiling() -> Record:
 
     rows = tables.profiling_rows(tables.Shape() if torch.cuda.is_available() else tables.small())
     return Record.new("profiling", "what it takes to see who fires, beside a plain forward", rows)
-
-
-def predictors(keep: Keep | None = None) -> Record:
-    """A ReLU model trained here whose steps of decoding compute chosen neurons alone (lossy): predicted ones, core
-    neurons, those above thresholds; beside one trained with L1, which loses nothing by being swapped. On a GPU a larger
-    model than on a CPU, where it takes some minutes. keep: as for `inference`."""
-    from ..bench import predictors as tables
-
-    sections = tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
-    return _recorded("predictors", "decoding with chosen neurons: time beside loss", sections, SECONDS, keep)
-
-
-def experiments(keep: Keep | None = None) -> Record:
-    """Switching a sparse adapter in place beside fusing a LoRA; dropout as 2:4: what it does to the loss of a small
-    model, and on a GPU whether its product is faster, of which the notes hold the verdict, computed from the rows; and
-    on a GPU steps of training in which weights or activations become 2:4. keep: as for `inference`."""
-    from ..bench import experiments as tables
-
-    shape, limit = (tables.Shape(), SECONDS) if torch.cuda.is_available() else (tables.small(), 600.0)
-    purpose = "sparse adapters beside LoRA, dropout as 2:4, and steps of training with 2:4 operands"
-    record = _recorded("experiments", purpose, tables.sections(shape), limit, keep)
-    record.notes["dropout"] = tables.verdicts(record.rows)
-    return record
 
 
 def course(at_once: int = 1) -> Record:
@@ -569,17 +473,58 @@ def widgets() -> Record:
 RECORDINGS: dict[str, Callable[..., Record]] = {
     "portable": portable,
     "inference": inference,
-    "training": training,
-    "model": model,
-    **{f"bench-{size}": functools.partial(bench_size, size) for size in SIZES},
+    "training": _in_sections(
+        "training",
+        "training steps of a feed-forward layer and of a model, beside the dense layer",
+        "training",
+        lambda tables, _: tables.SECTIONS,
+    ),
+    "model": _in_sections("model", "a Llama with sparse feed-forward layers beside the dense one", "llama"),
+    **{
+        f"bench-{size}": _in_sections(
+            "bench-model",
+            f"a drawn Llama of the paper's {size}, dense beside sparse",
+            "sizes",
+            lambda tables, _, size=size: tables.sections(size),  # type: ignore[misc]
+            570.0,
+        )
+        for size in SIZES
+    },
     "model-paths": model_paths,
-    "thresholds": thresholds,
-    "comparison": comparison,
-    "pruning": pruning,
+    "thresholds": _in_sections(
+        "thresholds",
+        "a SiLU model with thresholds beside the model without",
+        "thresholds",
+        lambda tables, refused: tables.sections(refused),
+    ),
+    "comparison": _in_sections(
+        "comparison",
+        "products of a matrix with zeros by many methods beside the dense one",
+        "comparison",
+        _compared,
+    ),
+    "pruning": _in_sections(
+        "pruning",
+        "a small language model, dense and pruned, before and after training on",
+        "pruning",
+        _shaped,
+        600.0,
+        gpu=False,
+    ),
     "trained": trained,
     "profiling": profiling,
-    "predictors": predictors,
-    "experiments": experiments,
+    "predictors": _in_sections(
+        "predictors", "decoding with chosen neurons: time beside loss", "predictors", _shaped, gpu=False
+    ),
+    "experiments": _in_sections(
+        "experiments",
+        "sparse adapters beside LoRA, dropout as 2:4, and steps of training with 2:4 operands",
+        "experiments",
+        _shaped,
+        600.0,
+        gpu=False,
+        after=lambda tables, record: record.notes.update(dropout=tables.verdicts(record.rows)),
+    ),
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

@@ -8,25 +8,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, check_folder
-from .analysis_commands import COUNTS, add_model, add_planning, how_planned, planned
+from .analysis_commands import how_planned, planned
 from .inputs import model_and_windows
-from .options import path
 from .terminal import Answer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, COUNTS)
-    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="a folder without a model")
-    parser.add_argument("--plan", metavar="FILE", type=path, help="a plan that twell-lab plan --out wrote [a new one]")
-    parser.add_argument(
-        "--relufy",
-        action="store_true",
-        help="put a ReLU in the place of SiLU, GELU and the like first; the model has to be trained further",
-    )
-    add_planning(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:

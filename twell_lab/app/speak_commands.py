@@ -12,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core import InputError, TwellError
-from .options import SAVED, number, path, positive, whole
 from .terminal import Answer
 
 if TYPE_CHECKING:
@@ -23,38 +22,6 @@ if TYPE_CHECKING:
     from ..training.text.source import Tokenizer
 
 _ROUNDS = 5  # texts of each model, in turn, where dense and sparse are compared; their medians count
-
-
-def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=path, help=SAVED)
-    parser.add_argument("--prompt", default="\n", metavar="TEXT", help="what the model continues [a new line]")
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        default=200,
-        metavar="N",
-        help="how many tokens to add, unless the model of transformers ends its text before [%(default)s]",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number,
-        default=0.0,
-        metavar="X",
-        help="0 takes the most likely token; above, tokens are drawn, less likely ones too [%(default)g]",
-    )
-    parser.add_argument("--top-k", type=positive, metavar="N", help="draw from the N most likely tokens alone")
-    parser.add_argument("--seed", type=whole, metavar="N", help="of the draw [another one each time]")
-    parser.add_argument(
-        "--sparse",
-        action="store_true",
-        help="plan the layers on this text, swap them, and compare text and speed with the dense model's",
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
-
-
-def add_export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
-    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="a folder without a model")
 
 
 class _Words(NamedTuple):

@@ -1,5 +1,5 @@
-"""What a command prints, and streams to print it on: on terminals that lack characters, on full disks, to programs that
-have ended, and with stdout or stderr closed."""
+"""What a command prints, and where: on terminals that lack characters, on full disks, to programs that have ended, and
+with stdout or stderr closed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from json import dumps
 from typing import NamedTuple
 
@@ -25,8 +26,7 @@ class Answer(NamedTuple):
     def say(self, json: bool) -> None:
         """Print the value as JSON, or the text, with a line break at the end."""
         value = self.value if isinstance(self.value, str) else dumps(finite(self.value), indent=1)
-        said = value if json else self.text
-        print(said, end="" if said.endswith("\n") else "\n")
+        write((value if json else self.text).removesuffix("\n") + "\n")
 
 
 @contextmanager
@@ -43,87 +43,41 @@ def terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Stream:
-    """A text stream that writes characters that its encoding lacks as escapes, and keeps the error of a failed write in
-    `failed`.
+def set_up() -> None:
+    """Have stdout and stderr write characters that their encodings lack as escapes; a closed stderr becomes os.devnull.
 
-    Args:
-        stream: what to write to.
-        forgiving: whether a failed write raises no error; what was to be written is lost then.
-    """
-
-    def __init__(self, stream, forgiving: bool = False) -> None:
-        self.stream, self.forgiving = stream, forgiving
-        self.failed: OSError | None = None
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._attempt("write", text)
-        except UnicodeEncodeError as error:
-            self._attempt("write", text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt("flush")
-
-    def _attempt(self, how: str, *arguments) -> None:
-        try:
-            getattr(self.stream, how)(*arguments)
-        except OSError as error:
-            self.failed = error
-            if not self.forgiving:
-                raise
+    Raises InputError where stdout is closed, because the result would be lost."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        raise InputError(f"the standard output is closed; accepted: an open one, which may be {os.devnull}")
 
 
-@contextmanager
-def ready() -> Iterator[Stream]:
-    """Within this context, stdout and stderr are Streams; yields that of stdout. What cannot be written to stderr is
-    lost, since reports on the work must not end it.
+def write(text: str) -> None:
+    """Write it to stdout, with all that was printed before. A reader that has ended, such as `head`, is no error.
 
-    Raises InputError where stdout is closed: the result would be lost, and a file that is opened later could get its
-    file descriptor, so that C code that prints would write into that file."""
-    before = sys.stdout, sys.stderr
-    if before[1] is None:
-        _fill()
-    nowhere = open(os.devnull, "w", encoding="utf-8")
-    out, sys.stderr = Stream(before[0]), Stream(before[1] or nowhere, forgiving=True)
+    Raises InputError where the output cannot be written."""
     try:
-        if before[0] is None:
-            raise InputError("the standard output is closed; accepted: an open one, which may be " + os.devnull)
-        sys.stdout = out
-        yield out
-    finally:
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-        sys.stdout, sys.stderr = before
-        nowhere.close()
-        for stream in before:
-            _abandon(stream)
-
-
-def _fill() -> None:
-    """Open the descriptors of closed standard streams, so that no file that is opened later gets one of them."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-
-
-def _abandon(stream) -> None:
-    """Discard the rest of a stream's output if it cannot be written: Python would try again, and fail, when it ends."""
-    try:
-        if stream is not None:
-            stream.flush()
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise InputError(f"the output cannot be written: {error.strerror}") from None
 
 
 def tell(text: str) -> None:
     """Print it on stderr, if that can be written."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-        _abandon(sys.stderr)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream) -> None:
+    """Lose what a stream holds: Python would try to write it when it ends, and fail."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

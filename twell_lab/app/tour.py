@@ -26,13 +26,13 @@ from ..formats import classic, twell
 from ..layers.find import feed_forwards
 from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
-from ..plots import layer_names, picked, tile_of
+from ..plots import layer_names, picked, share, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, Text, load, spread_windows
 from . import page
 from .options import TourOptions
-from .page import FORMAT, WITH, WITHOUT, layer_rows, said_fast
+from .page import FORMAT, WITH, WITHOUT, layer_table, said_fast
 from .speak_commands import in_turn, planned
 
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
@@ -105,49 +105,32 @@ def summary(record: records.Record) -> str:
     """Return what a tour found, as plain text: the text it read, the two trainings, the layers, and the timings."""
     tour = record.notes["tour"]
     text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    trainings = records.table(
-        [
-            {
-                "run": label,
-                "bits": result["validation_bits_per_byte"],
-                "nnz": result["mean_nnz"],
-                "density": f"{100 * result['mean_nnz'] / result['config']['d_ff']:.1f}%",
-                "dead": f"{sum(result['dead'])} of {result['config']['d_ff'] * len(result['dead'])}",
-            }
-            for label, result in tour["runs"].items()
-        ],
-        {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"},
-    )
+    runs = [
+        {
+            "run": label,
+            "bits": run["validation_bits_per_byte"],
+            "nnz": run["mean_nnz"],
+            "density": share(run["mean_nnz"] / run["config"]["d_ff"]),
+            "dead": f"{sum(run['dead'])} of {run['config']['d_ff'] * len(run['dead'])}",
+        }
+        for label, run in tour["runs"].items()
+    ]
+    columns = {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"}
+    trainings = records.table(runs, columns)
     timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
-    timings = records.table(
-        [{**row, "layer": row.get("label", "LLM size")} for row in timed if not row["path"].startswith("dense eager")],
-        {
-            "layer": "layer",
-            "tokens": "tokens",
-            "dtype": "dtype",
-            "path": "path",
-            "nnz": "mean nnz",
-            "ms": "ms",
-            "dense_ms": "dense ms",
-            "x_dense": "x dense",
-        },
-    )
-    layers = records.table(
-        layer_rows(tour),
-        {
-            "layer": "",
-            "before": "density",
-            "after": "with L1",
-            "dead_before": "dead",
-            "dead_after": "with L1",
-            "used": "slots used",
-            "overflow": "rows over",
-            "dense": "dense B",
-            "CSR": "CSR B",
-            "ELL": "ELL B",
-            "TwELL": "TwELL B",
-        },
-    )
+    timed = [{"label": "LLM size", **row} for row in timed if not row["path"].startswith("dense eager")]
+    columns = {key: key for key in ("label", "tokens", "dtype", "path", "nnz", "ms", "dense_ms", "x_dense")}
+    columns |= {"label": "layer", "nnz": "mean nnz", "dense_ms": "dense ms", "x_dense": "x dense"}
+    timings = records.table(timed, columns)
+    columns = {"before": "density", "after": "with L1", "dead_before": "dead", "dead_after": "with L1"}
+    columns = {"layer": "", **columns, "used": "slots used", "overflow": "rows over"}
+    columns |= {kind: f"{kind} B" for kind in page.FORMATS}
+    rows = []
+    for row in layer_table(tour):
+        (_, before, dead_before), (_, after, dead_after) = row["runs"]
+        fired = {"before": share(before), "after": share(after), "dead_before": dead_before, "dead_after": dead_after}
+        rows.append({**row, **fired, **{kind: round(size) for kind, size in row["bytes"].items()}})
+    layers = records.table(rows, columns)
     layers += "\nB: bytes a token. Unpacking gave every value back, bit for bit."
     spoken = [f"spoken by the model with L1: {said_fast(tour['texts'])}"]
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []

@@ -74,14 +74,6 @@ def test_a_mistyped_command_is_told_what_was_meant(capsys, typed, meant):
     assert (f"did you mean {meant!r}?" in told) if meant else ("did you mean" not in told)
 
 
-def test_without_arguments_the_command_shows_its_help(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([])
-    shown = capsys.readouterr()
-    assert stopped.value.code == 2 and shown.out == ""
-    assert "say what this machine has" in shown.err and "check and time a whole model" in shown.err
-
-
 @pytest.mark.parametrize(
     "typed, meant",
     [

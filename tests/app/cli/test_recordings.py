@@ -29,17 +29,6 @@ def clock(monkeypatch):
     return tick
 
 
-def test_every_step_is_taken_where_there_is_time(clock, capsys):
-    sections = {"one": [lambda: clock(1.0), lambda: clock(2.0)], "two": [lambda: clock(4.0, rows=3)]}
-    rows, notes = recordings._sections(sections, 100)
-    assert len(rows) == 5 and notes == {"seconds": {"one": 3.0, "two": 4.0}}
-    assert capsys.readouterr().err.splitlines() == [
-        "one, 1/2: 1.0 s, 1 rows",
-        "one, 2/2: 2.0 s, 2 rows",
-        "two, 1/1: 4.0 s, 5 rows",
-    ]
-
-
 def test_a_step_that_would_take_too_long_is_left_out_and_named(clock, capsys):
     sections = {"one": [lambda: clock(4.0)] * 4, "two": [lambda: clock(1.5)] * 2, "three": [lambda: clock(1.0)]}
     rows, notes = recordings._sections(sections, 9.4)
@@ -139,13 +128,6 @@ def test_a_recording_that_is_killed_leaves_what_it_has(tmp_path, record_slow, ca
     assert [record.rows for record in records.load_all(tmp_path)] == [[ROW], [ROW]]
 
 
-def test_a_recording_that_ends_leaves_its_record_alone(tmp_path, record_slow):
-    done = record_slow("return [ROW]", "return [ROW, ROW]")
-    assert done.returncode == 0, done.stderr
-    (saved,) = tmp_path.iterdir()
-    assert saved.match("slow-*.json") and records.load(saved).notes.keys() == {"seconds"}
-
-
 @pytest.mark.parametrize("error", ["ValueError('a mistake')", "BrokenPipeError(32, 'a worker of a compiler')"])
 def test_a_recording_that_fails_says_where_the_rows_before_are(tmp_path, record_slow, error):
     """A pipe to another process that broke, too, is a failure, and not the end of who reads the output."""
@@ -164,50 +146,14 @@ def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
 
 
-def test_pruning_is_recorded_without_a_gpu_too(monkeypatch, tmp_path):
-    from twell_lab.bench import pruning
-
-    asked = []
-    row = {"kind": "pruning", "device": "CPU", "path": "dense", "ms": 1.0}
-    monkeypatch.setattr(pruning, "sections", lambda shape: asked.append(shape) or {"seed 0": [lambda: [row]]})
-    assert cli.main(["record", "pruning", "--seconds", "60", "--out", str(tmp_path)]) == 0
-    (made,) = records.load_all(tmp_path)
-    assert made.rows == [row] and made.kernels == {}
-    assert asked == [pruning.Shape() if torch.cuda.is_available() else pruning.small()]
-
-
 @pytest.mark.parametrize("name", ["inference", "training", "model"])
 def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert inspect.signature(recordings.RECORDINGS[name]).parameters["seconds"].default == recordings.SECONDS == 180
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["record", name]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
-    assert cli.main(["record", name, "--cases", "3"]) == 2
-    assert f"{name} takes no --cases; accepted: with attack, which does" in capsys.readouterr().err
+    assert cli.main(["record", name, "--cases", "3"]) == 2 and "accepted: with attack" in capsys.readouterr().err
     assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
-    assert (
-        "accepted: with attack and bench-0.5B and bench-1B and bench-1.5B and bench-2B and comparison and inference and "
-        "model and model-paths and pruning and thresholds and trained and training, which do" in capsys.readouterr().err
-    )
-
-
-def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):
-    asked = {}
-    monkeypatch.setattr(recordings, "need_gpu", lambda: None)
-    monkeypatch.setattr(
-        recordings,
-        "_sections",
-        lambda sections, limit, keep: (
-            asked.update({next(iter(sections)): limit}) or ([], {"seconds": {}, "left_out": {"decode": "all"}})
-        ),
-    )
-    monkeypatch.setattr(recordings, "_startup", lambda: {"first call, 1 tokens": 0.2})
-    for name in ("inference", "training", "model"):
-        assert cli.main(["record", name, "--seconds", "60", "--out", str(tmp_path)]) == 0
-    assert asked == {"tokens": 60, "plan": 60}  # both layers' tables begin with "tokens"; training came last
-    made = {record.name: record for record in records.load_all(tmp_path)}
-    assert set(made) == {"inference", "training", "model"}
-    assert all(record.notes["left_out"] == {"decode": "all"} for record in made.values())
-    assert made["inference"].notes["startup_seconds"] == {"first call, 1 tokens": 0.2}
+    assert name in capsys.readouterr().err
 
 
 def test_widgets_are_recorded_from_what_the_browser_test_reports(monkeypatch):

@@ -1,12 +1,26 @@
 """The tables of the README and of docs/: which record and rows they are made of, and what they say without one."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from twell_lab import records
 from twell_lab.app import tables, walk
-from twell_lab.bench import paths
 from twell_lab.bench.comparison import WHOLE
+
+NAMES = re.findall(r"tables\.(\w+)\(", (Path(__file__).parents[3] / "docs" / "measured.md").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_records_a_table_says_so(name):
+    """With the columns that its heading has; and the same of a record that has no such rows."""
+    head, line, said = getattr(tables, name)([]).splitlines()
+    assert said.startswith("| nothing is recorded yet |") and head.count("|") == line.count("|") == said.count("|")
+    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "model", "trained")]
+    assert getattr(tables, name)(others) == "\n".join((head, line, said))
 
 
 def test_the_table_of_products_says_where_each_is_faster():
@@ -34,39 +48,6 @@ def test_the_table_of_products_says_where_each_is_faster():
     csr, semi = tables.comparison([made]).splitlines()[2:]
     assert csr.startswith("| scattered: csr_v3 | 0.12 (0.25) | 0.50 (1.00) | 2.00 (4.00) | 96.84% (")
     assert semi == "| 2:4: 2:4 (torch) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
-    slow = [{**each, "ms": 3.0, "x_dense": 1 / 3, "samples": [3.0]} for each in rows if each["path"] == "csr_v3"]
-    others = [{**each, "path": "slow"} for each in slow]
-    others += [{**each, "path": "noisy", "samples": [1e-3, each["ms"], 9.0], "x_dense": 1.0} for each in rows[3:6]]
-    more = records.Record("comparison", "a test's own", rows[:3] + others, made.date, None, None, {}, kernels={})
-    never, noisy = tables.comparison([more]).splitlines()[2:]
-    assert never.endswith("| nowhere measured |")
-    assert noisy.endswith("| 96.84% (89.42% to more than was measured) |")
-    assert "nothing is recorded yet" in tables.comparison([])
-
-
-def test_the_table_of_host_times_is_made_of_the_newest_record():
-    def made(day: int, factor: float) -> records.Record:
-        rows = [
-            {"kind": "host", "device": "NVIDIA H100", "path": path, "workload": what, "tokens": tokens, "ms": ms}
-            | {"wall_ms": factor * (ms + 0.01 * tokens)}
-            for what in ("forward", "forward and backward")
-            for tokens in (1, 2048)
-            for path, ms in (("dense eager", 0.1), ("twell", 0.2), ("hot_cold 512", 0.3))
-        ]
-        return records.Record(
-            "host-time", "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={}
-        )
-
-    lines = tables.host([made(1, 9.0), made(2, 1.0), replace(made(3, 5.0), name="inference")]).splitlines()
-    assert lines[0] == "| milliseconds, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |"
-    assert lines[2:6] == [
-        "| forward: torch's dense layer | 0.11 | 20.6 |",
-        "| forward: TwELL | 0.21 | 20.7 |",
-        "| of that, until the call returns | 0.2 | 0.2 |",
-        "| times as fast | 0.52 | 1.00 |",
-    ]
-    assert len(lines) == 10 and lines[6].startswith("| forward and backward: torch's dense layer | ")
-    assert "nothing is recorded yet" in tables.host([])
 
 
 def record(name: str, day: int, rows: list[dict]) -> records.Record:
@@ -103,13 +84,11 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
         "| times as fast | 2.00 | 2.00 |",
         "| times as fast, both under torch.compile | 0.50 | 0.50 |",
     ]
-    assert "nothing is recorded yet" in tables.calls([]) and "nothing" in tables.calls([record("inference", 1, [])])
     assert tables.headline([record("inference", 2, rows(1.0))]).splitlines() == [
         "| times as fast as torch's layer, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |",
         "| --- | --- | --- |",
         "| a plain call | 2.00 | 2.00 |",
     ]
-    assert "nothing is recorded yet" in tables.headline([])
     old = replace(record("inference", 2, rows(1.0)), kernels={"smxx_pack": 64 * "0"})
     assert all("2026-01-02; stale: code has changed since |" in t([old]) for t in (tables.calls, tables.headline))
 
@@ -131,7 +110,6 @@ def test_the_table_of_a_layer_names_the_paths_by_who_fires():
     assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
         f"{x} |" for x in ("2.00 (1.25)", "4.00 (2.50)", "1.00 (0.62)", "1.60 (1.00)", "512")
     ]
-    assert "nothing is recorded yet" in tables.layer([])
 
 
 def test_the_table_of_training_compares_compiled_with_compiled():
@@ -146,7 +124,6 @@ def test_the_table_of_training_compares_compiled_with_compiled():
     assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
         f"{x} |" for x in ("TwELL", "4.00 (2.50)", "2.00 (2.00)", "300", "900", "800")
     ]
-    assert "nothing is recorded yet" in tables.training([])
 
 
 def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
@@ -178,19 +155,6 @@ def test_the_table_of_steps_takes_the_newest_record_of_each_model():
         "| 8 layers, 2048 wide; NVIDIA H100, 2026-01-02 | 31 | 80 | 40 | 2.00 | 50 |",
         "| the sweep's model, 2048 wide; NVIDIA H100, 2026-01-01 | 31 | 160 | 80 | 2.00 | 100 |",
     ]
-    assert "nothing is recorded yet" in tables.steps([])
-
-
-def test_the_table_of_experts_has_each_way_beside_its_own_loop():
-    def row(work: str, path: str, ms: float) -> dict:
-        return {"kind": "experts", "workload": work, "path": path, "ms": ms, "wall_ms": 2 * ms}
-
-    times = (("dense eager", 4.0), ("grouped", 2.0))
-    rows = [row(f"{n} experts", path, n * ms if path == "dense eager" else ms) for n in (1, 2) for path, ms in times]
-    lines = tables.experts([record("comparison", 1, rows)]).splitlines()
-    assert lines[0] == "| times as fast as the loop; NVIDIA H100, 2026-01-01 | 1 experts | 2 experts |"
-    assert lines[2:] == ["| grouped | 2.00 (2.00) | 4.00 (4.00) |"]
-    assert "nothing is recorded yet" in tables.experts([record("comparison", 1, [])])
 
 
 def test_the_table_of_experts_says_from_where_they_beat_all_neurons():
@@ -220,7 +184,6 @@ def test_the_table_of_few_bits():
         "| int8 (lossy) | 1.03 (0.80) | 1.80 (1.80) | 3.0% | 2,048 |",
         "| x Wg^T |  | 0.5 ms |  |  |",
     ]
-    assert "nothing is recorded yet" in tables.few_bits([record("comparison", 1, [])])
 
 
 def test_from_how_many_zeros_chosen_neurons_are_faster():
@@ -238,23 +201,7 @@ def test_from_how_many_zeros_chosen_neurons_are_faster():
         lines[2].startswith("| ReLU: predicted | 66.")
         and lines[3] == "| SiLU: CATS, computed densely | nowhere measured |"
     )
-    assert len(lines) == 4 and "nothing is recorded yet" in tables.chosen_from([])
-
-
-def test_the_table_of_activations_counts_what_finding_the_tiles_takes():
-    def row(path: str, ms: float) -> dict:
-        said = {"kind": "activations", "workload": "layer 1 of wide, on a text", "density": 0.004, "occupied": 0.1}
-        return said | {"tokens": 4096, "d_ff": 512, "d_model": 128, "path": path, "ms": ms, "wall_ms": 2 * ms}
-
-    found = row("part: micro-tiles 32 x 1, conversion", 1.5)
-    rows = [row("dense eager", 4.0), row("micro-tiles 32 x 1", 0.5), row("TwELL", 1.0), found]
-    head, _, line = tables.activations([record("comparison", 1, rows)]).splitlines()
-    assert "| dense, ms | micro-tiles 32 x 1 | TwELL | finding the tiles, ms | found and multiplied |" in head
-    wanted = "| layer 1 of wide: 4,096 x 512, times 512 x 128 | 99.60% | 10.0% | 4 | 8.00 (8.00) | 4.00 (4.00) | 1.5 | 2.00 |"
-    assert line == wanted
-    without = tables.activations([record("comparison", 1, rows[:1] + rows[2:3])]).splitlines()[2]
-    assert without.endswith("| 4 | 4.00 (4.00) |  |  |")
-    assert "nothing is recorded yet" in tables.activations([record("comparison", 1, [])])
+    assert len(lines) == 4
 
 
 def test_the_table_of_padding_says_how_far_from_proportional_it_is():
@@ -273,7 +220,6 @@ def test_the_table_of_padding_says_how_far_from_proportional_it_is():
         "| padding removed once for 1 layer | 2.00 (2.00) | 0.80 (0.80) | 23.1% | +100.0% | +50.0% |",
         "| padding removed once for 8 layers | 4.00 (4.00) | 1.00 (1.00) | 0.0% | +0.0% | not recorded |",
     ]
-    assert "nothing is recorded yet" in tables.padding([record("comparison", 1, [])])
 
 
 def test_tables_are_of_the_gpu_that_pages_tell_of_where_it_was_recorded():
@@ -306,7 +252,6 @@ def test_the_table_of_the_course_says_which_notebooks_have_changed(monkeypatch, 
         "| 01-b | 3, changed since |",
         "| together | 15 |",
     ]
-    assert "nothing is recorded yet" in tables.course([])
 
 
 def test_the_table_of_paths_has_each_beside_its_own_dense_model():
@@ -330,63 +275,6 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
         "| drawn: int8 (lossy) | 2.00 (3.00) | 0.50 |  | 50% (dense 25%) |  |  |",
         "| trained: int8 (lossy) |  |  | 2.00 | 12% (dense 0%) | 75% | 1.7500 (dense 1.5000) |",
     ]
-    assert "nothing is recorded yet" in tables.model_paths([])
-    assert tables.model_paths([record("model-paths", 1, [])]) == tables.model_paths([])
-
-    cut = replace(record("model-paths", 2, made[:4]), notes={"left_out": {"drawn": "1 of 2 steps"}})
-    said = "NVIDIA H100, 2026-01-02; in italics: earlier, 2026-01-01"
-    assert tables.model_paths([record("model-paths", 1, made), cut]).splitlines() == [
-        f"| times as fast as dense, {said} | decode step, batch 1 | 1 x 8 tokens | 1 x 4 tokens | error | of a layer | loss |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| drawn: int8 (lossy) | 2.00 (3.00) | *0.50* |  |  |  |  |",
-    ]
-    between = replace(cut, date=cut.date.replace("-02T", "-03T"))  # cut at the same place: the one before it helps
-    assert "*0.50*" in tables.model_paths([record("model-paths", 1, made), cut, between])
-    refused = replace(
-        cut, rows=[*cut.rows, record("model-paths", 2, made[4:5]).rows[0]]
-    )  # dense, and nothing beside it
-    assert "0.50" not in tables.model_paths([record("model-paths", 1, made), refused])
-    whole = replace(cut, notes={})  # which left nothing out: the workload is gone
-    assert "0.50" not in tables.model_paths([record("model-paths", 1, made), whole])
-
-
-def test_the_table_of_paths_holds_a_record_of_every_model_and_path():
-    """A record as the 2B shape on a GPU makes it: every model, path and workload, and what did not run missing."""
-    made = []
-    for subject in paths.SUBJECTS:
-        ways = ["dense eager", *map(paths.called, subject.paths)]
-        length = 512 if subject.trained else 2048
-        for work in ("decode step, batch 1", "decode step, batch 16", f"1 x {length} tokens", f"8 x {length} tokens"):
-            few = not work.startswith("8 x ")
-            for at, way in enumerate(ways):
-                said = {"kind": "model_decode" if "step" in work else "model_forward", "error": 0.01 * at}
-                said |= {"loss": 2.0 + 0.01 * at} if subject.trained and "tokens" in work else {}
-                said |= {"layer_error": 0.001 * at} if at else {}
-                for how in ("", " (graph)")[: 1 + few]:
-                    row = {"workload": f"{subject.name}, {work}", "path": way + how, "wall_ms": 1 + at, **said}
-                    made.append(row)
-    gone = (
-        ("drawn Llama, decode step, batch 16", "dense eager (graph)"),
-        ("drawn Llama, 1 x 2048 tokens", "forced twell"),
-    )
-    made = [row for row in made if (row["workload"], row["path"]) not in gone]
-    lines = [line[2:-2].split(" | ") for line in tables.model_paths([record("model-paths", 1, made)]).splitlines()]
-    assert len({len(line) for line in lines}) == 1 and lines[0][1:3] == [
-        "decode step, batch 1",
-        "decode step, batch 16",
-    ]
-    by = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
-    assert [*by] == [
-        f"{subject.name}: {paths.called(path).removeprefix('forced ')}"
-        for subject in paths.SUBJECTS
-        for path in subject.paths
-    ]
-    twell, int8 = by["drawn Llama: twell"], by["trained small model: int8 (lossy)"]
-    assert (twell["decode step, batch 1"], twell["decode step, batch 16"]) == ("0.50 (0.50)", "0.50")
-    assert (twell["1 x 2048 tokens"], twell["8 x 2048 tokens"]) == ("", "0.50")
-    assert (twell["error"], twell["loss"], twell["1 x 512 tokens"]) == ("1% (dense 0%)", "", "")
-    assert (int8["error"], int8["of a layer"], int8["loss"]) == ("2% (dense 0%)", "0.2%", "2.0200 (dense 2.0000)")
-    assert by["drawn Llama with 2:4 weights: two_four"]["loss"] == ""
 
 
 def test_the_table_of_the_model_compares_like_with_like():
@@ -407,28 +295,6 @@ def test_the_table_of_the_model_compares_like_with_like():
         "| --- | --- | --- | --- |",
         "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
         "| 1 x 8 tokens, as a CUDA graph | 1,200 (0.5) | 600 (0.5) | 2.00 |",
-    ]
-    assert "nothing is recorded yet" in tables.model([])
-
-
-def test_what_a_cut_record_of_a_model_did_not_reach_is_of_the_one_before_in_italics():
-    def of(day: int, work: str, walls: dict[str, float]) -> records.Record:
-        rows = [{"workload": f"Llama, {work}", "path": p, "wall_ms": ms, "wall_spread": 0.5} for p, ms in walls.items()]
-        return record("model", day, rows)
-
-    both, old = {"dense eager": 30.0, "planned": 20.0}, {"dense eager": 90.0, "planned": 30.0}
-    before = of(1, "decode", old)
-    before.rows += of(1, "1 x 8 tokens", old).rows + of(1, "refused", old).rows
-    new = of(2, "1 x 8 tokens", both)
-    new.rows += of(2, "refused", {"dense eager": 30.0}).rows
-    whole = tables.model([before, new]).splitlines()
-    assert whole[2:] == ["| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |"] and "italics" not in whole[0]
-    new.notes["left_out"] = {"decode": "1 of 1 steps: interrupted"}
-    head, _, *lines = tables.model([before, new]).splitlines()
-    assert head.startswith("| milliseconds, NVIDIA H100, 2026-01-02; in italics: earlier, 2026-01-01 |")
-    assert lines == [
-        "| decode | *90 (0.5)* | *30 (0.5)* | *3.00* |",
-        "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
     ]
 
 
@@ -497,25 +363,3 @@ def test_the_table_of_chosen_neurons_has_both_records_graphs_and_plain_calls():
         "| CATS 50%, computed densely | 50% | 1.1000 | +0.1000 (+0.0800 to +0.1200) | 0.50 |",
         "| CATS 50%, forced twell | 50% | 1.1000 | +0.1000 (+0.0800 to +0.1200) | 2.00 |",
     ]
-    assert "nothing is recorded yet" in tables.chosen([])
-
-
-def test_the_tables_of_experiments_keep_products_steps_and_adapters_apart():
-    rows = [
-        {"kind": "dropout", "workload": "a product", "path": "dense product", "tokens": 2048, "ms": 0.06},
-        {"kind": "dropout", "workload": "a product", "path": "dense product", "tokens": 16384, "ms": 0.437},
-        {"kind": "two_four_training", "workload": "both ways", "path": "dense step", "tokens": 16384, "ms": 1.25},
-        {"kind": "adapters", "workload": "1% of the weights", "path": "switch in place", "ms": 2.0, "wall_ms": 4.0}
-        | {"written_bytes": 8e6, "worst_error": 0.0},
-        {"dropout": "none", "seed": 0},
-    ]
-    rows = [{"device": "NVIDIA H100"} | row for row in rows]
-    made = [records.Record("experiments", "a test's own", rows, "2026-01-02T00:00:00Z", None, None, {}, kernels={})]
-    assert tables.operands(made).splitlines() == [
-        "| milliseconds, NVIDIA H100, 2026-01-02 | 2,048 tokens | 16,384 tokens |",
-        "| --- | --- | --- |",
-        "| a product: dense product | 0.06 | 0.437 |",
-        "| both ways: dense step |  | 1.25 |",
-    ]
-    assert tables.adapters(made).splitlines()[2:] == ["| switch in place, 1% of the weights | 2 | 4 | 8 | 0 |"]
-    assert "nothing is recorded yet" in tables.operands([]) and "nothing is recorded yet" in tables.adapters([])

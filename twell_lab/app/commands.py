@@ -1,0 +1,183 @@
+"""The commands that need little more than a call: doctor, tour, prepare, course, submit, record, compile and records.
+Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from tqdm import tqdm
+
+from .. import core, records
+from ..core import InputError, RecordError, StackError, check_folder
+from .options import TourOptions, given
+from .terminal import Answer, tell, terminated_like_interrupted
+
+
+def doctor(options: Namespace) -> Answer:
+    from .doctor import examine
+
+    findings = examine()
+    width = max(len(finding.topic) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
+        if finding.command:
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.command}")
+    return Answer([asdict(finding) for finding in findings], "\n".join(lines))
+
+
+def tour(options: Namespace) -> Answer:
+    if options.render is not None:
+        from .page import render_file
+
+        page = render_file(options.render, options.out or TourOptions.out)
+        return Answer({"page": str(page)}, f"tour: the page is {page}")
+    from . import tour
+
+    record, saved, written = tour.run(TourOptions(**given(options, TourOptions)))
+    seconds = sum(record.notes["tour"]["seconds"].values())
+    drawn = f"the page is {written}"
+    later = f"the record is {saved}, and twell-lab tour --render {saved} draws its page"
+    where = drawn if written else later
+    return Answer(record.to_json(), f"{tour.summary(record)}\ntour: done in {seconds:.0f} s; {where}")
+
+
+def prepare(options: Namespace) -> Answer:
+    from ..training.text.prepared import prepare
+
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        text = prepare(
+            options.text, options.out, tokenizer=options.tokenizer, on_bytes=lambda size: bar.update(size - bar.n)
+        )
+    training, validation = (len(part.tokens) for part in text.split())
+    return Answer(
+        {**text.describe(), "training_tokens": training, "validation_tokens": validation},
+        f"prepare: {text.size:,} bytes of {text.name} as {text.count:,} {text.tokenizer.unit}, {validation:,} "
+        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
+    )
+
+
+def course(options: Namespace) -> Answer:
+    """Copy the notebooks into a folder and run JupyterLab there, whose exit status is then the command's.
+
+    Raises InputError where one of them is there already: a reader's work is never overwritten."""
+    folder, notebooks = options.folder, sorted(core.notebooks_dir().glob("*.ipynb"))
+    if options.open and find_spec("jupyterlab") is None:
+        from .doctor import install_command
+
+        raise StackError(f"JupyterLab is not installed; accepted: --no-open, or first {install_command('course')}")
+    if not notebooks:
+        raise StackError(f"no notebook is in {str(core.notebooks_dir())!r}; accepted: a checkout, or a complete wheel")
+    if there := [path.name for path in notebooks if (folder / path.name).exists()]:
+        raise InputError(
+            f"{str(folder)!r} holds {there[0]} already; accepted: another folder, or to go on in this one: "
+            f"jupyter lab {shlex.quote(str(folder))}"
+        )
+    check_folder(folder)
+    for path in notebooks:
+        shutil.copyfile(path, folder / path.name)
+    said, status = f"course: {len(notebooks)} notebooks are in {folder}", 0
+    if options.open:
+        tell(f"{said}; opening JupyterLab there; Ctrl-C ends it")
+        lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C JupyterLab asks whether it should end
+        try:
+            status = lab.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    return Answer({"folder": str(folder), "notebooks": [path.name for path in notebooks]}, said, status)
+
+
+def submit(options: Namespace) -> Answer:
+    """Judge a kernel in the simulator and, where there is one, on the GPU. Status 1, and no record, if it is wrong."""
+    from ..course import capstone
+
+    check_folder(options.out)
+    judged = capstone.submit(options.file)
+    lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
+    if judged.record is None:
+        return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
+    saved = judged.record.save(options.out)
+    columns = {"path": "path", "ms": "ms", "spread": "spread", "device": "device", "tokens": "tokens"}
+    lines += [records.table(judged.rows, columns)] if judged.rows else []
+    return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
+
+
+def record(options: Namespace) -> Answer:
+    from .recordings import RECORDINGS
+
+    names = sorted(RECORDINGS)
+    if options.name is None:
+        return Answer(names, "\n".join(names))
+    if options.name not in names:
+        raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
+    takes = {name: inspect.signature(recording).parameters for name, recording in RECORDINGS.items()}
+    asked = {key: getattr(options, key) for key in ("seed", "seconds", "cases", "at_once")}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    for key in asked.keys() - takes[options.name].keys():
+        takers = ", ".join(name for name in names if key in takes[name])
+        raise InputError(f"{options.name} takes no --{key.replace('_', '-')}; accepted: with {takers}")
+    where = options.out or core.new_records_dir()
+    check_folder(where)
+    unfinished = records.Unfinished(where)
+    if "keep" in takes[options.name]:
+        asked["keep"] = unfinished.write
+    try:
+        with terminated_like_interrupted():  # what was measured is saved (recordings)
+            measured = RECORDINGS[options.name](**asked)
+        saved = f"record: saved {measured.save(where)}"
+    except BaseException:
+        if unfinished.path is not None:
+            tell(f"record: what it has so far is in {unfinished.path}")
+        raise
+    unfinished.remove()
+    rows = records.flat_rows([measured])
+    return Answer(measured.to_json(), f"{records.table(rows, records.COLUMNS)}\n{saved}" if rows else saved)
+
+
+def compile_kernels(options: Namespace) -> Answer:
+    import torch
+
+    from ..cuda.compile import ARCHITECTURES
+    from ..ops.kernels import prebuild
+
+    if unknown := sorted(set(options.arch) - set(ARCHITECTURES)):
+        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(ARCHITECTURES)}")
+    with tqdm(unit="cubin", disable=None) as bar:
+
+        def built(done: int, of: int, name: str) -> None:
+            bar.total = of
+            bar.set_postfix_str(name[:60], refresh=False)
+            bar.update(done - bar.n)
+
+        dtypes = [getattr(torch, name) for name in options.dtype]
+        names = prebuild(options.out, options.arch, dtypes, options.d_model, built)
+    return Answer(names, f"compile: {len(names)} cubins in {options.out}")
+
+
+def list_records(options: Namespace) -> Answer:
+    if options.verify:
+        try:
+            why, holds = records.verify(options.folder), True
+        except RecordError as error:
+            why, holds = str(error), False
+        value = {"holds": holds, "kernels": records.kernel_hashes(), "why": why}
+        return Answer(value, f"records: {why}", int(not holds))
+    if options.folder is not None and not options.folder.is_dir():
+        raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
+    rows = records.flat_rows(records.load_all(options.folder))
+    table = records.table(rows, {"record": "record", **records.COLUMNS, "date": "date", "stale": "stale"})
+    none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
+    cut = [
+        f"unfinished: {path.name!r}, of a recording that was cut off or goes on; without .unfinished it is a record"
+        for path in records.unfinished(options.folder)
+    ]
+    return Answer(rows, "\n".join([table if rows else none, *cut]))
