@@ -159,7 +159,7 @@ class Text(Readable):
         return replace(self, tokenizer=tokenizer)
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
-        """Cut into a training text (about this fraction of the bytes, above 0 and below 1) and the rest, for validation.
+        """Cut into a training text (about this fraction of the bytes) and the rest, for validation.
 
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
