@@ -60,7 +60,7 @@ def prepare(options: Namespace) -> Answer:
     training, validation = (len(part.tokens) for part in text.split())
     return Answer(
         {**text.describe(), "training_tokens": training, "validation_tokens": validation},
-        f"prepare: {text.size:,} bytes of {text.name} as {text.count:,} {text.tokenizer.unit}, {validation:,} "
+        f"prepare: {text.size:,} bytes of {text.name} as {len(text.tokens):,} {text.tokenizer.unit}, {validation:,} "
         f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
     )
 
