@@ -225,6 +225,32 @@ WRONG = {
     ),
 }
 
+# One slip in the answer, of a kind that whole positive numbers and small sizes would let pass.
+SLIPS = {
+    ("map", "whole numbers"): [("2 * x[threadIdx.x]", "2 * (int)x[threadIdx.x]")],
+    ("map", "no negatives"): [("2 * x[threadIdx.x]", "fabsf(2 * x[threadIdx.x])")],
+    ("guard", "whole numbers"): [("2 * x[i]", "2 * (int)x[i]")],
+    ("guard", "one too few"): [("i < n", "i < n - 1")],
+    ("grid_stride", "six passes"): [("i < n; i", "i < n && i < first + 6 * threads; i")],
+    ("neighbours", "whole numbers"): [("float sum = tile[t]", "int sum = tile[t]")],
+    ("neighbours", "around the end"): [("if (t < 63) sum += tile[t + 1]", "sum += tile[(t + 1) % 64]")],
+    ("block_sum", "whole numbers"): [("part[t] = x", "part[t] = (int)x")],
+    ("block_sum", "one fold too few"): [("half > 0", "half > 1")],
+    ("ballot_count", "whole numbers"): [("x[blockIdx.x * width + lane] > 0", "(int)x[blockIdx.x * width + lane] > 0")],
+    ("ballot_count", "zero fires"): [("x[blockIdx.x * width + lane] > 0", "x[blockIdx.x * width + lane] >= 0")],
+    ("prefix_sum", "positives only"): [("sum += below", "sum += below > 0 ? below : 0")],
+    ("vector_loads", "whole numbers"): [("v.y *= 2", "v.y = 2 * (int)v.y")],
+    ("vector_loads", "three of four"): [("    v.w *= 2;\n", "")],
+    ("neuron_counts", "neuron 0 forgotten"): [("if (i < n)", "if (i < n && fired[i])")],
+    ("gather_rows", "96 columns"): [("c < width", "c < width && c < 96")],
+    ("pack_words", "zero fires"): [
+        ("!(__uint_as_float((unsigned)bits << 16) <= 0.0f)", "bits < 0x8000 || bits > 0xff80")
+    ],
+    ("pack_words", "column of the strip"): [("(base + lane)", "lane")],
+    ("gemm_tile", "whole numbers"): [("float sum = 0", "int sum = 0")],
+    ("gemm_tile", "second barrier"): [("tile_b[j][tx];\n        __syncthreads();", "tile_b[j][tx];")],
+}
+
 # Right answers that are written another way.
 OTHERS = {
     ("neighbours", "with zeros around"): lambda: with_body(
@@ -313,6 +339,13 @@ def test_what_is_wrong_is_named(name, what, tmp_path):
     assert not verdict.right and words in verdict.said, verdict.said
     if what.startswith("shortcut"):
         assert verdict.said.startswith("the result is right. But")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name, what", SLIPS)
+def test_one_slip_is_refused_whatever_is_drawn(name, what, tmp_path):
+    verdict = judged(name, changed(name, *SLIPS[name, what]), tmp_path)
+    assert not verdict.right and not verdict.said.startswith("the result is right"), verdict.said
 
 
 @needs_a_compiler

@@ -1,6 +1,7 @@
 """The twelve puzzles: how each kernel is launched, what it has to give, and what would miss the point.
 
-Inputs are whole numbers, so that every order of adding gives the same sum and results are compared bit for bit.
+Inputs are multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit,
+and a kernel that keeps them in whole numbers is wrong.
 """
 
 from __future__ import annotations
@@ -81,10 +82,13 @@ class Puzzle:
     right: str
 
 
-def _numbers(*shape: int, low: int = -9, high: int = 10) -> Tensor:
-    """Whole numbers as floats, none of them zero: a place that nobody added is noticed."""
-    drawn = torch.randint(low, high, shape)
-    return torch.where(drawn == 0, high, drawn).float()
+def _numbers(*shape: int) -> Tensor:
+    """Multiples of a quarter from -9 to 9. None is zero, so that a place that nobody added is noticed, but one +0 and
+    one -0 where there are more than 8."""
+    drawn = torch.randint(1, 37, shape) * (2 * torch.randint(0, 2, shape) - 1) / 4
+    if drawn.numel() > 8:
+        drawn.view(-1)[torch.randperm(drawn.numel())[:2]] = torch.tensor([0.0, -0.0])
+    return drawn
 
 
 def _empty(*shape: int) -> Tensor:
@@ -129,7 +133,7 @@ def _guard() -> list[Case]:
 
 def _grid_stride() -> list[Case]:
     made = []
-    for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (5, 2, 32)):
+    for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
         x = _numbers(n)
         said = f"n = {n}, {blocks} blocks of {threads} threads"
         made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
@@ -192,8 +196,8 @@ def _folded(case: Case, seen: Seen) -> str | None:
 def _ballot() -> list[Case]:
     made = []
     for width in (27, 32, 1):
-        x = torch.randint(-2, 3, (5, width)).float()
-        x[:, 0] = torch.tensor([0.0, 1.0, -1.0, 0.0, 2.0])
+        x = torch.randint(-3, 4, (5, width)) / 4
+        x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
         arguments = {"x": x, "counts": _whole(5), "width": width}
         made.append(
             Case(f"rows of {width}", (5,), (32,), arguments, {"counts": (x > 0).sum(1, dtype=torch.int32)}, look=4)
@@ -216,7 +220,7 @@ def _one_ballot(case: Case, seen: Seen) -> str | None:
 
 
 def _prefix_sum() -> list[Case]:
-    x = torch.randint(1, 9, (3, 32), dtype=torch.int32)
+    x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
     return [
         Case(
             "3 rows of 32",
@@ -294,7 +298,7 @@ def _counted_once(case: Case, seen: Seen) -> str | None:
 
 def _gather_rows() -> list[Case]:
     made = []
-    for rows, width in ((6, 80), (3, 32), (4, 37), (2, 6)):
+    for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
         table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
         arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
         wanted = {"out": table[index.long()]}
@@ -324,7 +328,7 @@ def _pack_words() -> list[Case]:
     gate = torch.rand(len(firing), TILE) + 0.01
     order = torch.rand(len(firing), TILE).argsort(1)
     gate = torch.where(order < torch.tensor(firing)[:, None], gate, -gate)
-    gate[0, 3], gate[6] = -0.0, gate[6].where(gate[6] <= 0, torch.nan)  # five NaN fire too
+    gate[0, 3], gate[0, 40], gate[6] = -0.0, 0.0, gate[6].where(gate[6] <= 0, torch.nan)  # five NaN fire too
     gate = gate.to(torch.bfloat16)
     stored = TwELL.from_gate(gate, TILE, WORDS)
     wanted = stored.packed[:, 0].int()
