@@ -7,6 +7,7 @@ the sources, the macros, the flags, the compiler's path and version, the simulat
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -332,6 +333,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
         flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
         _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
+        _refuse_host_calls(cxx, inside / "unit.o", entry)
         flags = [*_flags(cxx, "fast", {}), *here]
         _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
         link = (
@@ -369,6 +371,37 @@ extern "C" char sim_zeros_end, sim_data_end;
 char sim_zeros_end, sim_data_end = 1;
 """
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
+
+
+# What code for a device may leave to the C library beside <math.h> and _WRAPPED: memory, text and C++'s own support.
+_FOR_DEVICES = re.compile(
+    r"mem(cpy|move|set|cmp|chr)|str(len|cmp|ncmp|cpy|ncpy|chr)|v?printf|puts|putchar|l?l?abs|bsearch|qsort"
+    r"|aligned_alloc|posix_memalign|_.*"
+)
+
+
+def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
+    """Raise CompileError where the kernels call a function of the host's C library: system, fork, raise and the like."""
+    library = ctypes.CDLL(None)
+    known = {row[7] for row in _symbols(_mathematics(cxx.path)) if row[6] != "UND"} | set(_WRAPPED)
+    for name in sorted(row[7] for row in _symbols(str(unit)) if row[6] == "UND" and row[7] not in known):
+        if not _FOR_DEVICES.fullmatch(name) and not name.startswith("sim_") and hasattr(library, name):
+            raise CompileError(
+                f"{entry} calls {name}(), which only the host has; a kernel calls functions of the device"
+            )
+
+
+def _mathematics(cxx: str) -> str:
+    """The path of the C library's <math.h>."""
+    return _run([cxx, "-print-file-name=libm.so.6"]).stdout.strip()
+
+
+def _symbols(path: str) -> list[list[str]]:
+    """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
+    program = _tool("readelf", "llvm-readelf")
+    lines = _run([program, "--wide", "--symbols", path]).stdout.splitlines() if program else []
+    rows = (line.split() for line in lines)
+    return [[*row[:7], row[7].partition("@")[0]] for row in rows if len(row) == 8]
 
 
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
