@@ -78,7 +78,7 @@ WRONG = [
     *(("schema", value) for value in (3, True)),
     *(("name", value) for value in ("", "Two Words", "../up")),
     *(("date", value) for value in ("yesterday", None)),
-    *(("commit", 7), ("dirty", "no"), ("kernel_hash", "abc"), ("kernels", None), ("kernels", {"smxx_pack": "abc"})),
+    *(("commit", 7), ("dirty", "no"), ("kernels", None), ("kernels", {"smxx_pack": "abc"})),
     *(("machine", None), ("notes", []), ("rows", {}), ("rows", [1]), ("purpose", " ")),
 ]
 WRONG_ROW = [

@@ -83,7 +83,7 @@ def test_a_read_only_array_is_not_written(program, watch):
 def test_more_static_shared_memory_than_a_gpu_takes_is_refused(tmp_path):
     path = tmp_path / "large.cu"
     path.write_text('extern "C" __global__ void k(float* o) { __shared__ float a[20000]; a[0] = 1; o[0] = a[0]; }')
-    with pytest.raises(core.InputError, match="shared a has 80,000 bytes; a GPU takes 49,152"):
+    with pytest.raises(core.InputError, match=r"\(a\) have 80,000 bytes; a GPU takes 49,152"):
         simulator.compile(path).launch("k", 1, 1, (torch.zeros(1),))
 
 

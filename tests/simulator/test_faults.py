@@ -19,6 +19,7 @@ from twell_lab import simulator
 from twell_lab.simulator.faults import (
     AssertionFault,
     BrokenHeap,
+    ConstantWrite,
     DivisionByZero,
     Fault,
     GlobalRace,
@@ -43,6 +44,7 @@ HEAD = """
 #include <exception>
 #define T threadIdx.x
 extern __shared__ float dynamic[];
+__constant__ float fixed[4] = {1, 2, 3, 4};
 __device__ __forceinline__ float second(const float* in, int i) {
     return in[i + 3];  //! in_a_function
 }
@@ -92,6 +94,7 @@ KERNELS = {
     "null_pointer": Planted(OutOfBounds, 8, "out[T] = in[T] + bias[T];  //!", thread=0),
     "near_zero": Planted(OutOfBounds, 8, "out[T] = strlen((const char*)1 + T);  //!", thread=0),
     "jumps_near_zero": Planted(OutOfBounds, 8, "((void (*)())(0x10 + (size_t)in[0]))();  //!", thread=0),
+    "constant": Planted(ConstantWrite, 40, "((float*)fixed)[T % 4] = in[T];  //!", "fixed", 0, 0),
     "in_a_function": Planted(OutOfBounds, 40, "out[T] = first<2>(in, T);", "in", 40, 35),
     "shared_past_the_end": Planted(
         OutOfBounds, 40, "__shared__ float square[4][8]; square[T / 8][T % 8] = in[T];  //!", "square", None, 32
@@ -227,7 +230,6 @@ KERNELS = {
     },
     "calls_quick_exit": crash(ProcessEnd, "if (T == 37) std::quick_exit(4);  //!", 37),
     "calls_terminate": crash(ProcessEnd, "if (T == 37) std::terminate();  //!", 37),
-    "raises": crash(ProcessEnd, "raise(SIGABRT);"),
     "endless": crash(TooLong, "for (;;) {}  //!"),
     "endless_sets": crash(TooLong, "for (;;) memset(out, T, 100);  //!"),
     "endless_sum": Planted(TooLong, 1, "while (in[0] == 0) out[T] += 1;  //!", thread=0),
@@ -288,9 +290,8 @@ def test_a_planted_fault_is_caught_and_named(kernel, planted):
     assert (fault.kernel, fault.block, fault.array) == (kernel, want.blocks - 1, want.array), fault
     for name, value in (("element", want.element), ("thread", want.thread), ("other_thread", want.other)):
         assert value is None or getattr(fault, name) == value, fault
-    if kernel != "raises":  # in the C library
-        assert fault.line.number in first | other
-        assert fault.line.text in str(fault) and f"planted.cu:{fault.line.number}" in str(fault)
+    assert fault.line.number in first | other
+    assert fault.line.text in str(fault) and f"planted.cu:{fault.line.number}" in str(fault)
     if want.kind in (SharedRace, GlobalRace):
         assert {fault.line.number, fault.other_line.number} == first | other
         assert fault.other_thread is not None

@@ -106,9 +106,7 @@ KERNEL takes_and_gives_back(float* out, const float* in, int n) {
     for (int i = 0; i < n; ++i) {
         void* volatile all[] = {malloc(16 * i), calloc(i, 40), new float[i + 1], new (std::nothrow) double, aligned_alloc(64, 64), nullptr};
         all[1] = realloc(all[1], 100000 * (i % 3 + 1));
-        char* text = strdup("the C library's");
-        bool there = text != nullptr;
-        free(text);
+        bool there = true;
         for (int k = 0; k < 5; ++k) there = there && all[k] && (size_t)all[k] % 16 == 0;
         free(all[0]), free(all[1]), delete[] (float*)all[2], delete (double*)all[3], free(all[4]), free(all[5]);
         out[T] = there ? i : -2;

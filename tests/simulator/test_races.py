@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from twell_lab import simulator
+from twell_lab.core import CompileError
 from twell_lab.simulator import faults
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="the simulator needs a C++ compiler")
@@ -476,6 +477,17 @@ def test_a_wrong_kernel_is_named_and_changes_nothing(program, name, cores):
     with pytest.raises(case.fault):
         program.launch(f"wrong_{name}", case.grid, case.block, (a, b, X), cores=cores)
     assert not a.any() and not b.any()
+
+
+@pytest.mark.parametrize("call", ["system(0)", "fork()", "raise(9)", "rand()"])
+def test_a_call_of_the_hosts_library_is_refused(tmp_path, call):
+    path = tmp_path / "host.cu"
+    path.write_text(
+        "#include <signal.h>\n#include <stdlib.h>\n#include <unistd.h>\n"
+        f'extern "C" __global__ void k(int* a) {{ a[0] = {call}; }}'
+    )
+    with pytest.raises(CompileError, match=f"calls {call.partition('(')[0]}"):
+        simulator.compile(path).launch("k", 1, 1, (np.zeros(4, np.int32),))
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -171,7 +171,7 @@ def test_kernels_and_their_parameters_are_listed(cxx):
     assert found["k"].parameters == (Parameter("float", "x", True), Parameter("int", "n", False))
     assert found["hidden"].parameters == ()
     assert found["plain"].parameters == (
-        Parameter("unsigned long long", "w", True),
+        Parameter("unsigned long long", "w", True, True),
         Parameter("Pair", "p", False),
         Parameter("unsigned char", "", False),
         Parameter("float", "v", True),

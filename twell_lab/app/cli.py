@@ -264,7 +264,7 @@ COMMANDS = {
     ),
     "submit": Command(
         "commands:submit",
-        "Judge a kernel of the capstone, which runs on this machine as any program does, and write a record of its medal.",
+        "Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal.",
         (
             option("file", "FILE", "a CUDA source with the kernel down"),
             option("--out", "DIR", "save the record here [this folder]", Path()),

@@ -249,7 +249,7 @@ class _Call:
         fixed = [s for s in own if not s.dynamic]
         if (taken := sum(s.size for s in fixed)) > _MOST_STATIC:
             raise InputError(
-                f"shared {', '.join(s.name for s in fixed)} of {kernel} have {taken:,} bytes; a GPU takes "
+                f"the shared arrays of {kernel} ({', '.join(s.name for s in fixed)}) have {taken:,} bytes; a GPU takes "
                 f"{_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` array with shared_bytes"
             )
         if taken + shared_bytes > toolchain.MOST_SHARED:

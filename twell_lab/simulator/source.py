@@ -340,7 +340,8 @@ def _parameter(text: str, types: Types) -> Parameter:
     words = text.partition("[")[0].replace("*", " * ").replace("&", " & ").split()
     named = len(words) > 1 and re.fullmatch(r"\w+", words[-1]) and words[-1] not in SIZES and words[-1] != "long"
     kind = types.resolve(" ".join(words[:-1] if named else words))
-    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", array or kind.endswith(" *"), const)
+    pointer = array or kind.endswith(" *")
+    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", pointer, pointer and const)
 
 
 def variables(own: OwnText, marker: str) -> tuple[Declaration, ...]:

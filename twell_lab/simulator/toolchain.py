@@ -381,7 +381,7 @@ _FOR_DEVICES = re.compile(
 
 
 def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
-    """Raise CompileError where the kernels call a function of the host's C library: system, fork, raise and the like."""
+    """Raise CompileError where the kernels call a function of the host's C library: system, fork, raise and others."""
     library = ctypes.CDLL(None)
     known = {row[7] for row in _symbols(_mathematics(cxx.path)) if row[6] != "UND"} | set(_WRAPPED)
     for name in sorted(row[7] for row in _symbols(str(unit)) if row[6] == "UND" and row[7] not in known):

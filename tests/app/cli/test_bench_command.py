@@ -141,7 +141,7 @@ def test_a_plan_of_another_model(capsys, saved, text, tmp_path):
     other = LanguageModel(ModelConfig(d_model=16, layers=3, heads=2, d_ff=64, context=32)).eval()
     plan = tl.plan(tl.profile(other, torch.randint(256, (4, 32))), other, tokens=(1,), measure=False)
     plan.save(tmp_path / "plan.json")
-    assert "the plan has layers" in refused(
+    assert "in the plan and missing in the model" in refused(
         capsys, saved, "--text", text, *QUICK, "--plan", str(tmp_path / "plan.json")
     )
 

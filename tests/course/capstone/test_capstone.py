@@ -233,7 +233,7 @@ def test_what_is_no_source_is_refused(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(InputError, match="down.cu.*accepted"):
         capstone.judge(file)
-    with pytest.raises(InputError, match="a folder"):
+    with pytest.raises(InputError, match="no file.*accepted"):
         capstone.judge(tmp_path)
 
 

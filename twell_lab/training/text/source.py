@@ -168,11 +168,11 @@ class Text(Readable):
         """
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        wanted = min(max(int(fraction * self.size), 1), self.size - 1)
-        share = self.size - wanted
+        wanted, share = fraction * self.size, (1 - fraction) * self.size
         fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
-        nearby = self.data[wanted - 1 : min(wanted + 4096, self.size - 1)].numpy().tobytes()
-        cut = min(fitting, key=lambda start: abs(start - wanted), default=wanted + max(nearby.find(b"\n"), 0))
+        first = min(max(int(wanted), 1), self.size - 1)
+        nearby = self.data[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
+        cut = min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
         return self._part(0, cut, "training part"), self._part(cut, self.size, "validation part")
 
     def _part(self, begin: int, end: int, which: str) -> Text:
