@@ -191,10 +191,10 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
     Flags flags;
     const double deadline = now() + l.seconds;
     std::vector<Worker*> workers;
-    for (uint32_t i = 0; i < l.workers && i < blocks; ++i) workers.push_back(take_worker());
+    for (uint32_t i = 0; i < l.workers && i < blocks && i <= UINT8_MAX; ++i) workers.push_back(take_worker());
     for (size_t i = 0; i < workers.size(); ++i) {
         prepare(*workers[i], l, l.stacks[i], global.data(), deadline);
-        workers[i]->number = (uint32_t)i, workers[i]->flags = &flags;
+        workers[i]->number = (uint8_t)i, workers[i]->flags = &flags;
     }
 
     ++sim_running;

@@ -218,7 +218,7 @@ static bool note(const Thread& me, Word& word, uint64_t address, const Access& n
         --n;
     }
     word.uses[n++] = now;
-    for (; n < USES; ++n) word.uses[n].block = 0;
+    if (n < USES) word.uses[n].block = 0;
     return false;
 }
 
@@ -226,12 +226,12 @@ bool order_access(Thread& me, Word* words, uint64_t begin, uint64_t address, uin
                   bool& unwritten, Access& other) {
     Worker& w = *me.worker;
     const bool shared = is_shared(w, address), flag = use >= CHANGES;
-    Access now = {(uint32_t)w.block + 1, (uint16_t)me.number, 0, (uint8_t)use, w.epoch, me.clock, site, w.number};
+    Access now = {(uint32_t)w.block + 1, (uint16_t)me.number, 0, (uint8_t)use, w.number, w.epoch, me.clock, site};
     if (!shared && writes(use)) me.unfenced = true;
     for (uint64_t at = address; at < address + size; at = (at | 3) + 1) {
         Word& word = words[(at >> 2) - (begin >> 2)];
         const uint64_t last = std::min((at | 3) + 1, address + size);
-        now.mask = (uint8_t)((1u << ((last - 1 & 3) + 1)) - (1u << (at & 3)));
+        now.mask = (uint8_t)((1u << ((last - 1 & 3) + 1)) - (1u << (at & 3))) & 15;
         if (shared && word.serial != w.block_serial) word = Word{}, word.serial = w.block_serial;
         if (shared && now.mask & ~word.written) unwritten = true;
         if (note(me, word, at & ~3ull, now, other, shared)) return true;

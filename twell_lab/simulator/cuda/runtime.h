@@ -122,10 +122,10 @@ enum Use { LOADS, STORES, CHANGES, LOOKS, SETS };  // CHANGES: atomically; LOOKS
 struct Access {  // block: its number + 1, 0: none; mask: which bytes; clock: the thread's; worker: whose tree `site` is in
     uint32_t block;
     uint16_t thread;
-    uint8_t mask, use;
-    uint32_t epoch, clock, site, worker;
+    uint8_t mask : 4, use : 4, worker;
+    uint32_t epoch, clock, site;
 };
-constexpr int USES = 5;
+constexpr int USES = 4;
 struct Word {  // serial, written: of shared memory alone, the block that used it and the bytes that it wrote
     uint32_t serial;
     uint8_t written, lock;
@@ -210,7 +210,7 @@ struct Worker {
     Guarded guarded;
     std::vector<char> signal_stack;
     // Watched builds only.
-    uint32_t number;  // among the launch's workers
+    uint8_t number;   // among the launch's workers
     size_t count;     // of the block's threads
     char* shared_begin;
     std::vector<Word> shared;
