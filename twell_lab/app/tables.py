@@ -176,8 +176,8 @@ def _at_once(row: dict) -> bool:
 
 @_table("inference", nothing="milliseconds a call", which=_fires_29, find=calls_of_a_layer)
 def calls(rows: list[dict], where: str) -> Lines:
-    """What a plain call of a planned layer takes, for each number of tokens, beside the dense layer's, and what the
-    plan takes; 29 of 5,632 neurons fire."""
+    """Tabulate what a plain call of a planned layer takes, for each number of tokens, beside the dense layer's, and
+    what the plan takes; 29 of 5,632 neurons fire."""
     return _calls(rows, where)
 
 
@@ -190,7 +190,8 @@ def headline(rows: list[dict], where: str) -> Lines:
 
 @_table("inference", which=_at_once, find=calls_of_a_layer)
 def layer(rows: list[dict], where: str) -> Lines:
-    """How many times as fast as torch's dense layer each path is, by how many neurons fire, for 16,384 tokens."""
+    """Tabulate how many times as fast as torch's dense layer each path is, by how many neurons fire, for 16,384
+    tokens."""
     split = "forced hot_cold"
     at = {(split if row["path"].startswith(split) else row["path"], row["nnz"]): row for row in rows}
     lines = (
@@ -210,7 +211,8 @@ def _by_firing(rows: list[dict], path: str) -> dict[float, str]:
 
 @_table("training", which=_at_once, find=calls_of_a_layer)
 def training(rows: list[dict], where: str) -> Lines:
-    """How many times as fast a training step of a layer is, and what memory it takes, by how many neurons fire."""
+    """Tabulate how many times as fast a training step of a layer is, and what memory it takes, by how many neurons
+    fire."""
     at = _index(rows, "path", "nnz")
     names = {"planned": "its", DENSE: "torch's", COMPILED: "torch's compiled"}
     lines = [
@@ -246,8 +248,8 @@ def heavy(recorded: list[Record]) -> str:
 
 @_table("host-time", "host", nothing="milliseconds of a plain call")
 def host(rows: list[dict], where: str) -> Lines:
-    """Milliseconds on the wall of a plain call of torch's dense layer and of TwELL, for each number of tokens, and how
-    long TwELL's took to return."""
+    """Tabulate milliseconds on the wall of a plain call of torch's dense layer and of TwELL, for each number of tokens,
+    and how long TwELL's took to return."""
     at = {(f"{row['workload']}: {row['path']}", row["tokens"]): row for row in rows}
     lines: list = []
     for work in _index(rows, "workload"):
@@ -266,8 +268,8 @@ def host(rows: list[dict], where: str) -> Lines:
 
 @_table("model", which=lambda row: "wall_spread" in row, nothing="milliseconds a call of the model")
 def model(rows: list[dict], where: str) -> Lines:
-    """What a plain call of a whole model takes, and a CUDA graph's replay, dense and planned, and in brackets the
-    distance between the quartiles of the samples."""
+    """Tabulate what a plain call of a whole model takes, and a CUDA graph's replay, dense and planned, and in brackets
+    the distance between the quartiles of the samples."""
     at = _index(rows, "workload", "path")
     ways = (
         ("", DENSE, "planned"),
@@ -288,8 +290,9 @@ def model(rows: list[dict], where: str) -> Lines:
 
 @_table("model-paths", *_MODEL_KINDS, nothing="times as fast as the dense model")
 def model_paths(rows: list[dict], where: str) -> Lines:
-    """For each model and path how many times as fast as the dense model it is, in brackets as a CUDA graph; how far the
-    results of the first forward and of its layers are off; and the loss of the last forward that has one."""
+    """Tabulate for each model and path how many times as fast as the dense model it is, in brackets as a CUDA graph;
+    how far the results of the first forward and of its layers are off; and the loss of the last forward that has
+    one."""
     at = {(*row["workload"].split(", ", 1), row["path"]): row for row in rows}
     works = [*dict.fromkeys(work for _, work, _ in at)]
     forwards = [row["workload"].partition(", ")[2] for row in rows if row["kind"] == "model_forward"]
@@ -355,7 +358,8 @@ def sizes(recorded: list[Record]) -> str:
 
 @_table("trained", RUN, QUALITY, nothing="trained with L1, and its dense twin")
 def trained(rows: list[dict], where: str) -> Lines:
-    """What became of a trained model and its dense twin, and what swapping its layers does to loss and answers."""
+    """Tabulate what became of a trained model and its dense twin, and what swapping its layers does to loss and
+    answers."""
     at = {(row["kind"], row["path"] if row["kind"] == QUALITY else _whose(row)): row for row in rows}
     names = {DENSE: "with L1", "planned": "planned", "forced twell": "every layer on TwELL", TWIN: "dense twin"}
     columns = {path: name for path, name in names.items() if (QUALITY, path) in at or (RUN, path) in at}
@@ -451,8 +455,8 @@ def profiling(rows: list[dict], where: str) -> Lines:
 
 @_table("pruning", "pruning", nothing="bits a byte")
 def pruning(rows: list[dict], where: str) -> Lines:
-    """For each way to prune bits a byte of held-out text before and after the model was trained on, for each seed, and
-    how much more that is than the dense model's, trained on as long."""
+    """Tabulate for each way to prune bits a byte of held-out text before and after the model was trained on, for each
+    seed, and how much more that is than the dense model's, trained on as long."""
     at, seeds = _index(rows, "path", "seed"), sorted({row["seed"] for row in rows})
     named = f"seed{'s' * (len(seeds) > 1)} {' and '.join(map(str, seeds))}"
     lines = [[f"bits a byte, {where}, {named}", "zeros", "pruned", "and trained on", "more than dense"]]
@@ -522,8 +526,8 @@ def chosen_from(recorded: list[Record]) -> str:
 
 @_table("experiments", "dropout", "two_four_training", nothing="milliseconds")
 def operands(rows: list[dict], where: str) -> Lines:
-    """What making an operand 2:4 anew in every call costs and gains, in milliseconds: of a product whose input is
-    dropped out so, and of steps of training."""
+    """Tabulate what making an operand 2:4 anew in every call costs and gains, in milliseconds: of a product whose input
+    is dropped out so, and of steps of training."""
     at = {(f"{row['workload']}: {row['path']}", row["tokens"]): row for row in rows}
     lines = ((name, name, lambda row: _ms(row["ms"])) for name in dict.fromkeys(name for name, _ in at))
     return _grid(f"milliseconds, {where}", at, _by_tokens(rows), lines)
@@ -542,8 +546,8 @@ def adapters(rows: list[dict], where: str) -> Lines:
 
 @_table("comparison", "comparison", nothing="times as fast as dense")
 def comparison(rows: list[dict], where: str) -> Lines:
-    """How many times as fast as torch's dense product each method is on each pattern, and from how many zeros on it is
-    faster, by the device's time. A kernel's other versions are left out."""
+    """Tabulate how many times as fast as torch's dense product each method is on each pattern, and from how many zeros
+    on it is faster, by the device's time. A kernel's other versions are left out."""
     rows = products.leading(rows)
     at = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
     shares = sorted({zeros for *_, zeros in at}, key=lambda zeros: float(zeros.partition("%")[0]))
@@ -579,8 +583,8 @@ def activations(rows: list[dict], where: str) -> Lines:
 
 @_table("comparison", "padding")
 def padding(rows: list[dict], where: str) -> Lines:
-    """What removing the padding of a batch saves dense layers, by how many follow each other; how far the times are
-    from proportional ones, and how far those of as many tokens without padding are."""
+    """Tabulate what removing the padding of a batch saves dense layers, by how many follow each other; how far the
+    times are from proportional ones, and how far those of as many tokens without padding are."""
     at = {(row.get("layers", 1), row["real"] / row["tokens"], row["path"]): row for row in rows}
     shares = sorted({share for _, share, _ in at})
     named = [f"{share:.0%} of the tokens real" for share in shares]
