@@ -62,6 +62,6 @@ def test_nothing_is_timed_where_the_lossless_path_is_wrong(trained, monkeypatch)
 
     monkeypatch.setattr(predictors, "sparsify", broken)
     monkeypatch.setattr(predictors, "_lossy", lambda trained: {})
-    monkeypatch.setattr(predictors, "clock_cpu", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(predictors.rows, "clock_cpu", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(clock.WrongResult, match="forced twell"):
         predictors.chosen_rows(trained)

@@ -40,7 +40,6 @@ from ..training.text import source
 from . import rows
 from .density import ell_matmul
 from .rows import DENSE
-from .workloads import clock_cpu
 
 KIND = "comparison"
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
@@ -296,8 +295,8 @@ def _timed(a: Tensor, bs: list[Tensor], methods: Iterable[Method], said: dict, s
         samples, bursts = rows.clock_gpu(calls, max(len(bs[0].t()), clocks.GRAPH_TOKENS + 1))
         samples |= clocks.time_cuda(conversions, rounds=CONVERSIONS, warm=1) if conversions else {}
     else:
-        samples, bursts = clock_cpu(calls, seconds)
-        samples |= clock_cpu(conversions, seconds / 2)[0] if conversions else {}
+        samples, bursts = rows.clock_cpu(calls, seconds)
+        samples |= rows.clock_cpu(conversions, seconds / 2)[0] if conversions else {}
     shared = {
         "device": clocks.device_name(device),
         "dtype": str(a.dtype).removeprefix("torch."),
@@ -395,7 +394,7 @@ class Batch:
     def timed(self, calls: rows.Calls) -> tuple[dict[str, list[float]], rows.Bursts]:
         """Samples and bursts, as rows.clock_gpu gives them."""
         if torch.device(self.device).type == "cpu":
-            return clock_cpu(calls, self.seconds)
+            return rows.clock_cpu(calls, self.seconds)
         return rows.clock_gpu(calls, self.sequences * self.length)
 
 

@@ -25,7 +25,6 @@ from . import rows
 from .comparison import Batch
 from .methods import swapped
 from .rows import DENSE
-from .workloads import clock_cpu
 
 KIND = "few bits"
 PATHS = ("twell", "int8", "fp8", "twell_int8")
@@ -84,7 +83,7 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
     if device.type == "cuda":
         samples, bursts = rows.clock_gpu(calls, tokens, timed)
     else:
-        samples, bursts = clock_cpu(calls | timed, batch.seconds)
+        samples, bursts = rows.clock_cpu(calls | timed, batch.seconds)
     shared = batch.shared(KIND, tokens, batch.d_ff, f"drawn gated layer, {tokens:,} tokens")
     return rows.table(shared, samples, facts, bursts)
 

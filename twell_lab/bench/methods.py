@@ -25,7 +25,6 @@ from ..sparsities import experts, microtiles
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
-from .workloads import clock_cpu
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
@@ -148,7 +147,7 @@ def map_rows(share: float, device: str = "cuda") -> list[dict]:
         if device == "cuda":
             samples, bursts = rows.clock_gpu(turned, clock.GRAPH_TOKENS + 1, rounds=10)
         else:
-            samples, bursts = clock_cpu(turned, 0.3)
+            samples, bursts = rows.clock_cpu(turned, 0.3)
         facts = {GROUPED: {"error": output_error(calls[GROUPED](), calls[DENSE]())}}
         made += rows.table(said | {"share": share}, samples, facts, bursts)
     return made

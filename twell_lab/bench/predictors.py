@@ -28,7 +28,7 @@ from ..training.text import source
 from . import rows
 from .causal import Causal
 from .rows import DENSE
-from .workloads import Clocks, Tokens, clock_cpu, decode
+from .workloads import Clocks, Tokens, decode
 
 KIND = "chosen_neurons"
 LOSSLESS = "trained with L1, forced twell"
@@ -152,7 +152,7 @@ def chosen_rows(trained: Trained) -> list[dict]:
     if not (dense - sparse).norm() <= (0.02 if dtype == torch.bfloat16 else 1e-3) * dense.norm():
         raise clock.WrongResult(f"{LOSSLESS}: other logits than the dense model's: nothing was timed")
     timed = (
-        clock_cpu(calls, shape.seconds)
+        rows.clock_cpu(calls, shape.seconds)
         if trained.device.type == "cpu"
         else Clocks(trained.device, graphs=True).time(calls, 1, "", None)
     )

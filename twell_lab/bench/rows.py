@@ -8,6 +8,7 @@ of calls that is waited for at its end, divided by the calls. `host_us` is the p
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -160,6 +161,19 @@ def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[d
     longest = max(clocks.quartiles(samples[name])[0] for name in calls)
     count = min(most, max(1, round(BURST_MS / longest)))
     return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+
+
+def clock_cpu(calls: Calls, seconds: float) -> tuple[dict[str, list[float]], Bursts]:
+    """As clock_gpu, for a CPU, which has one clock: the calls in turn for about so many seconds, thirty times at
+    most and five at least, or twice where a turn takes longer than that."""
+    start = time.perf_counter()
+    for call in calls.values():
+        call(0)
+    turn = time.perf_counter() - start
+    warm = turn < seconds
+    count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
+    bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
+    return {name: wall for name, (_, wall) in bursts.items()}, bursts
 
 
 def drain() -> None:

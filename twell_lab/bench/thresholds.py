@@ -26,7 +26,7 @@ from . import rows
 from .causal import Causal
 from .cut_checks import CutLayer, hard_inputs, inputs_of, model_ratio
 from .rows import DENSE
-from .workloads import Clocks, Tokens, clock_cpu, decode
+from .workloads import Clocks, Tokens, decode
 
 CUT, SPARSE = "thresholds, dense", {"cats": "thresholds, forced twell", "teal": "thresholds, forced kept_inputs"}
 KIND = "thresholds"
@@ -179,7 +179,7 @@ def _checked(
 
 def _timed(calls: dict[str, Callable], batch: int, device: torch.device, facts: dict) -> tuple:
     samples, bursts = (
-        clock_cpu(calls, 1.0) if device.type == "cpu" else Clocks(device, graphs=True).time(calls, batch, "", None)
+        rows.clock_cpu(calls, 1.0) if device.type == "cpu" else Clocks(device, graphs=True).time(calls, batch, "", None)
     )
     return samples, facts, bursts
 

@@ -397,7 +397,7 @@ class Clocks:
         graphs too, for few tokens always. left_out: why they cannot be, or do not fit into the memory, if so; without
         it, that is an error."""
         if self.device.type == "cpu":
-            return clock_cpu(calls, self.seconds)
+            return rows.clock_cpu(calls, self.seconds)
         rounds = self.rounds or (3 if tokens > rows.LARGE else 10)
         if captured:
             try:
@@ -428,19 +428,6 @@ class Clocks:
             timed[path] = timing.graphed(calls[name], inputs=1) if graph else calls[name]
         found = energy.millijoules(self.meter, timed, rows.drain, max(1, round(self.seconds)))
         return {path: energy.facts(each, tokens) for path, each in found.items()}
-
-
-def clock_cpu(calls: rows.Calls, seconds: float) -> tuple[dict[str, list[float]], rows.Bursts]:
-    """As rows.clock_gpu, for a CPU, which has one clock: the calls in turn for about so many seconds, thirty times at
-    most and five at least, or twice where a turn takes longer than that."""
-    start = time.perf_counter()
-    for call in calls.values():
-        call(0)
-    turn = time.perf_counter() - start
-    warm = turn < seconds
-    count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
-    bursts = timing.time_bursts(calls, rows.drain, rounds=count, count=1, warm=warm)
-    return {name: wall for name, (_, wall) in bursts.items()}, bursts
 
 
 def is_compiled(path: str) -> bool:

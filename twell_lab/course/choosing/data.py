@@ -34,7 +34,6 @@ from ...bench.methods import (
     TILES,
     sizes_for,
 )
-from ...bench.workloads import clock_cpu
 from ...layers.choice import Choice
 from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
@@ -552,7 +551,7 @@ def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, lis
     for call in calls.values():
         call()
     short = time.perf_counter() - start < 0.02
-    return clock.time_cpu(turned, 2 * seconds) if short else clock_cpu(turned, seconds)[0]
+    return clock.time_cpu(turned, 2 * seconds) if short else bench_rows.clock_cpu(turned, seconds)[0]
 
 
 def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
