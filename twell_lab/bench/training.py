@@ -1,11 +1,9 @@
-"""The training tables: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
+"""The record `training`: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
 model.
 
-Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
-before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
-events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.clock.time_cuda), and
-the wall time of plain calls (rows.clock_gpu). peak_bytes: the most that one call holds beyond what was there before,
-its output and all gradients included."""
+Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
+of torch's dense layer. Times are as of bench.forward. peak_bytes: the most that one call holds beyond what was there
+before, its output and all gradients included."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks
 from ..ops import train
-from . import inference, rows
+from . import forward, rows
+from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case, steps
 from .rows import COMPILED, DENSE
 
-D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
 MOST = 20  # steps in a burst: a step launches some thirty kernels
@@ -81,24 +79,26 @@ def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[
     names = NAMES if len(right) == len(NAMES) else [name for name in NAMES if name != "dgate"]
     ratios = {}
     for name, a, b, e in zip(names, ours, dense, right):
-        ratios[name] = round(rows.error_over_allowed(a, b, e, 1e-12 * e.norm()), 4)
+        allowed = 2 * (b.double() - e).norm() + 1e-12 * e.norm()
+        ratios[name] = round(float((a.double() - e).norm() / allowed), 4)
         if not ratios[name] <= 1.0:
             raise clocks.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
     return ratios
 
 
-@torch.no_grad()
 def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
-    """y and the gradients of x and the weights, in float64. Which neurons fire is taken from the gate as torch rounds
-    it: another order of summing changes that only where a value is nearly zero. TOKENS tokens are computed at a time,
-    since float64 needs four times the memory."""
+    """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
+    the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
+    are computed at a time, since float64 needs four times the memory."""
     gate, up, down = weights[:3]
-    keep = linear(x, *rows.first_projection(gate, up)) > 0
+    with torch.no_grad():
+        keep = linear(x, *rows.first_projection(gate, up)) > 0
     dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    parts = zip(*(each.split(TOKENS) for each in (x, keep, dy, dl1)), strict=True)
-    found = [rows.exact_gradients((x, gate, up, down, None, None, None), *of_these)[:5] for x, *of_these in parts]
-    y, dx, *of_weights = zip(*found, strict=True)
-    return [torch.cat(y), torch.cat(dx), *(sum(each) for each in of_weights if each[0] is not None)]
+    parts = zip(*(t.split(TOKENS) for t in (x, keep, dy, dl1)), strict=True)
+    found = [rows.exact_gradients((part, gate, up, down, None, None, None), *more) for part, *more in parts]
+    dx, *of_weights = zip(*(gradients[:4] for _, gradients in found), strict=True)
+    summed = [sum(of_parts) for of_parts in of_weights if of_parts[0] is not None]
+    return [torch.cat([y for y, _ in found]), torch.cat(dx), *summed]
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
@@ -107,23 +107,24 @@ def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
     d_ff, d_model = first.shape
     nnz = fired.float().mean()
     spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), first)
-    limit = switching.break_even(inference.rates_here(), d_model, d_ff, gated)
+    limit = switching.break_even(forward.rates_here(), d_model, d_ff, gated)
     return SPARSE if spent < limit else LEARNS_DENSE
 
 
-def compare(
-    weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None, *, graphs: bool = False
-) -> list[dict]:
-    """Rows of a training step on every path. inputs: several [tokens, d_model]. graphs: also replays of CUDA graphs,
-    which few tokens have anyway."""
-    weights = [None if w is None else w.detach().requires_grad_() for w in weights[:3]]
+def step_rows(case: Case) -> list[dict]:
+    """Rows of a training step of a case's layer on every path."""
+    if case.graphs:  # these cases have many shapes, and a function is compiled for eight at most
+        torch._dynamo.reset()
+    layer, inputs, _ = case.draw()
+    drawn = (getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
+    weights = [None if part is None else part.weight.detach().requires_grad_() for part in drawn]
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     first, _ = rows.first_projection(*weights[:2])
-    shared = rows.describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
+    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated} | case.facts
     with torch.no_grad():
-        path = planned((linear(inputs[0], first) > 0).sum(1), first, shared["gated"])
+        path = planned((linear(inputs[0], first) > 0).sum(1), first, case.gated)
     layers = {
         DENSE: dense_layer,
         COMPILED: _compiled("torch"),
@@ -133,7 +134,7 @@ def compare(
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
     base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
-    notes = {}
+    notes: dict[str, dict] = {}
     for name, call in calls.items():
         result = call(0)  # compiles and loads what is needed
         notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(result, base, right).values())}
@@ -142,61 +143,9 @@ def compare(
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
-    tokens = shared["tokens"]
-    rounds = 20 if tokens <= TOKENS else 8
-    samples, bursts = rows.clock_gpu(calls, tokens, graphs=graphs, rounds=rounds, most=MOST)
+    rounds = 20 if case.tokens <= TOKENS else 8
+    samples, bursts = rows.clock_gpu(calls, case.tokens, graphs=case.graphs, rounds=rounds, most=MOST)
     return rows.table(shared, samples, notes, bursts)
-
-
-# ---- the tables ----
-
-
-def _weights(layer: nn.Module) -> Weights:
-    return Weights.of(getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
-
-
-def table(kind: str, nnzs, tokens: int = TOKENS, *, graphs: bool = False) -> list[dict]:
-    torch._dynamo.reset()  # which compiles a function for eight shapes at most
-    found = []
-    for nnz in nnzs:
-        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz, kind)
-        found += compare(_weights(layer), inputs, f"independent, {kind}", graphs=graphs)
-        torch.cuda.empty_cache()
-    return found
-
-
-def heavy_rows(heavy: int, firing: int) -> list[dict]:
-    """As inference.heavy_rows."""
-    layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, inference.NNZ)
-    label, facts = inference.make_heavy(layer, inputs, heavy, firing)
-    return compare(_weights(layer), inputs, label, facts)
-
-
-def plain_rows() -> list[dict]:
-    layer, inputs, _ = inference.drawn(TOKENS, 2048, 8192, 40, gated=False)
-    return compare(_weights(layer), inputs, "independent, lognormal, plain layer")
-
-
-def overflow_rows() -> list[dict]:
-    """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200
-    (lost)."""
-    found = []
-    for label, share, many in (
-        ("20% of rows with a tile of 40", 0.2, 40),
-        ("1% of rows with a tile of 200", 0.01, 200),
-    ):
-        layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, 29)
-        inference.overflow(layer, inputs, share, many)
-        found += compare(_weights(layer), inputs, f"overflow: {label}")
-    return found
-
-
-def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
-    """Layers that are trained here, each timed on its own inputs."""
-    found = []
-    for layer, seen, label, facts in inference.trained_layers(l1s, steps):
-        found += compare(_weights(layer), seen[:3], label, {name: facts[name] for name in ("l1", "layer", "steps")})
-    return found
 
 
 # ---- whole steps ----
@@ -275,7 +224,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
         model(tokens)
     found = [layer.module for layer in feed_forwards(model)]
     d_ff, d_model = found[0].up.weight.shape
-    limit = switching.break_even(inference.rates_here(), d_model, d_ff, found[0].gate is not None)
+    limit = switching.break_even(forward.rates_here(), d_model, d_ff, found[0].gate is not None)
     switching.switch(model, terms, below=limit)
     return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
 
@@ -283,16 +232,9 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
     """Return how far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all
     parameters."""
-    a, b = (_gradients(each, windows) for each in (model, other))
-    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
-
-
-def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    _loss(model, model, windows).backward()
-    found = [p.grad.double() for p in model.parameters()]
-    model.zero_grad()
-    return found
+    a, b = (torch.autograd.grad(_loss(each, each, windows), [*each.parameters()]) for each in (model, other))
+    norm = lambda t: t.double().norm()  # noqa: E731
+    return max(float(norm(x.double() - y) / norm(y).clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
 
 
 def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
@@ -353,14 +295,11 @@ def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tenso
     return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
 
 
-# As in bench.inference: a section is a list of steps.
+# As in bench.forward: a section is a list of steps, the most important first.
 SECTIONS: rows.Sections = {
-    "tokens": [
-        functools.partial(table, "lognormal", (inference.NNZ,), tokens, graphs=True) for tokens in inference.COUNTS
-    ],
-    "lognormal": [functools.partial(table, "lognormal", (8, 60, 120))],
-    "heavy rows": [functools.partial(heavy_rows, *each) for each in inference.HEAVY_CASES],
-    "overflow": [overflow_rows],
+    "tokens": steps(step_rows, (Case(tokens, graphs=True) for tokens in COUNTS)),
+    "lognormal": steps(step_rows, (Case(nnz=nnz) for nnz in (8, 60, 120))),
+    "heavy rows": steps(step_rows, HEAVY_CASES),
     "whole step": [model_rows],
     "whole step, the sweep's model": [
         functools.partial(  # as with L1 1e-4 and 2e-4
@@ -368,7 +307,13 @@ SECTIONS: rows.Sections = {
         )
         for nnz in (42, 20)
     ],
-    "uniform": [functools.partial(table, "uniform", (8, 29, 60, 120))],
-    "plain": [plain_rows],
-    "trained": [trained_rows],
+    "overflow": steps(
+        step_rows,
+        [
+            Case(heavy=TOKENS // 5, fires=40, in_tile=True, label="overflow: 20% of rows with a tile of 40"),  # pooled
+            Case(heavy=TOKENS // 100, fires=200, in_tile=True, label="overflow: 1% of rows with a tile of 200"),  # lost
+        ],
+    ),
+    "uniform": steps(step_rows, (Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120))),
+    "plain": steps(step_rows, [Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer")]),
 }

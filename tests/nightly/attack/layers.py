@@ -1,116 +1,41 @@
-"""Random and hostile layers on every path that this machine has, compared with float64: `layers`.
+"""Random and hostile layers on every path that this machine has, compared with float64.
 
-Each layer is drawn from a seed and its number alone, so that a layer that fails can be made again without the others.
-There are widths that no vector divides, heavy rows, bursts that overflow tiles and the pool, rows with NaN and
-infinity, views with odd strides, values near the ends of their dtype, and integers, of which every sum is exact. Every
-path computes the layer twice, which must give the same bits; on a GPU the second call often runs on a side stream with
-an input that comes late, and memory that torch allocates is often filled with NaN before. Results are judged by
-accuracy.Exact; gradients may have twice the dense layer's error. `twell-lab record attack` runs this for minutes;
-tests/nightly/attack runs some of it, and shows that it notices a layer that is wrong."""
+Each layer is drawn from a seed and its number alone. There are widths that no vector divides, heavy rows, bursts that
+overflow tiles and the pool, rows with NaN and infinity, views with odd strides, values near the ends of their dtype, and
+integers, of which every sum is exact. Every path computes the layer twice, which must give the same bits; on a GPU the
+second call often runs on a side stream with an input that comes late, and memory that torch allocates is often filled
+with NaN before. Results are judged by accuracy.Exact; gradients may have twice the dense layer's error."""
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import random
-import signal
-import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..core import TwellError
-from ..cuda import launch
-from ..formats.twell import TILE, WORDS
-from ..layers.choice import Choice, one_of_each
-from ..layers.parts import NAMES as WEIGHTS
-from ..layers.parts import Weights
-from ..layers.paths.twell import STEP
-from ..layers.sparse_ffn import SparseFFN
-from ..ops import accuracy, decode, dispatch, functional, gate_pack, train
-from ..ops.reference import GatedFeedForward, PlainFeedForward
-from .rows import dense_hidden, exact_gradients, first_projection, gradient_sums
+from twell_lab.bench.rows import dense_hidden, exact_gradients, first_projection, gradients
+from twell_lab.cuda import launch
+from twell_lab.formats.twell import TILE, WORDS
+from twell_lab.layers.choice import Choice, one_of_each
+from twell_lab.layers.parts import NAMES as WEIGHTS
+from twell_lab.layers.parts import Weights
+from twell_lab.layers.paths.twell import STEP
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.ops import accuracy, decode, dispatch, functional, gate_pack, train
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
-_EMPTIED = 16  # of so many layers one is the last that leaves its memory to the next
-MOST_FAILURES = 10  # an attack ends after so many: more of them teach nothing
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
 _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3), (7, 2), (300, 40), (1, 2))
 _CPU_WIDTHS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 33, 64, 100, 128, 200, 257)
 # The kernels are compiled for each width that 8 divides; a kernel for any width takes the others.
 _GPU_WIDTHS = (64, 264, 768, 2048, 1, 7, 100, 333)
 NAMES = ("x", *WEIGHTS[:6])
-
-
-class Broken(TwellError, AssertionError):
-    """An attack found something wrong. The message has a line for each failure, with the seed and number that make the
-    layer again."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """An attack was interrupted that had found nothing wrong. counts: what it did until then, in whole layers."""
-
-    def __init__(self, counts: Counts) -> None:
-        super().__init__(f"stopped after {counts.layers} layers")
-        self.counts = counts
-
-
-@dataclass
-class Counts:
-    """What an attack did. layers: how many were checked; cases: results that were checked; rows: rows of these;
-    excused, overflowed, rounded: rows that kept the bound only for that reason (accuracy.Verdict); worst: the largest
-    error over what is allowed; by: how many cases of each category; kernels: those that ran on a GPU; failures: what
-    was wrong, a line each."""
-
-    layers: int = 0
-    cases: int = 0
-    rows: int = 0
-    excused: int = 0
-    overflowed: int = 0
-    rounded: int = 0
-    worst: float = 0.0
-    by: Counter = field(default_factory=Counter)
-    kernels: set[str] = field(default_factory=set)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, rows: int, categories: list[str], verdict: accuracy.Verdict | None = None) -> None:
-        """Count one result of so many rows."""
-        self.cases += 1
-        self.rows += rows
-        self.by.update(categories)
-        if verdict is not None:
-            self.excused += verdict.excused
-            self.overflowed += verdict.overflowed
-            self.rounded += verdict.rounded
-            self.worst = max(self.worst, verdict.ratio)
-
-    def plus(self, other: Counts) -> Counts:
-        """Return what this part of an attack and another one did."""
-        names = ("layers", "cases", "rows", "excused", "overflowed", "rounded", "by", "failures")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Counts(**sums, worst=max(self.worst, other.worst), kernels=self.kernels | other.kernels)
-
-    def row(self) -> dict:
-        """As a row of a record."""
-        return {
-            "layers": self.layers,
-            "cases": self.cases,
-            "rows": self.rows,
-            "excused_rows": self.excused,
-            "overflowed_rows": self.overflowed,
-            "rounded_rows": self.rounded,
-            "worst_ratio": round(self.worst, 4),
-            "by": dict(sorted(self.by.items())),
-        }
-
-
-_Parts = Generator[Counts, None, None]
 
 
 @dataclass
@@ -149,9 +74,8 @@ class Layer:
 # ---- drawing ----
 
 
-def draw(seed: int, number: int, device: str = "cpu") -> Layer:
-    """Layer `number` of an attack: the same for the same seed, number and kind of device."""
-    r = random.Random(f"layers {seed} {number}")
+def draw(r: random.Random, device: str = "cpu") -> Layer:
+    """A layer: the same for the same state of r and kind of device."""
     g = torch.Generator(device).manual_seed(r.getrandbits(62))
     cuda = device.startswith("cuda")
     dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
@@ -253,28 +177,24 @@ def _strided(t: Tensor, r: random.Random) -> Tensor:
 
 # ---- the paths ----
 
+Path = Callable[[Layer, Tensor], Tensor]  # computes a layer on an x like its own
+
+
+def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, sum of |h| of each token) of torch's dense layer, in the tensors' own dtype. tensors: in the order of NAMES."""
+    x, gate, up, down, gate_bias, up_bias, down_bias = tensors
+    h = dense_hidden(x, gate, up, gate_bias, up_bias)
+    return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
+
 
 def _first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     return linear(x, *first_projection(gate, up, gate_bias, up_bias))
-
-
-def dense(*tensors: Tensor | None) -> Tensor:
-    """The result of torch's dense layer, in the tensors' own dtype. tensors: in the order of NAMES."""
-    return _dense_step(*tensors)[0]
-
-
-def _operator(layer: Layer, x: Tensor) -> Tensor:
-    return _ffn(layer, x, tile=layer.tile, words=layer.words)
 
 
 def _ffn(layer: Layer, x: Tensor, **how) -> Tensor:
     w = layer.weights
     biases = {"gate_bias": w.gate_bias, "up_bias": w.up_bias, "down_bias": w.down_bias}
     return functional.ffn(x, w.up, w.down, w.gate, **biases, **how)
-
-
-def _infer(choice: Choice) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: _ffn(layer, x, path=choice.path, hot=choice.hot)
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
@@ -297,25 +217,26 @@ def _module(layer: Layer) -> nn.Module:
     return module
 
 
-def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, probed=False)(x)
+def _swapped(layer: Layer, x: Tensor, choice: Choice | None = None) -> Tensor:
+    return SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, probed=False)(x)
 
 
-def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: train.train_ffn(x, *layer.tensors[1:], path=path)[0]
-
-
-def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
-    """Every way of computing this layer on its device: name -> function of the layer and its x."""
-    choices = one_of_each(layer.d_ff, STEP * max(1, (layer.d_ff // STEP) // 2))
-    found = {"operator": _operator, "packed": _packed, "module": _swapped(None)}
-    found |= {f"infer, {choice.path}": _infer(choice) for choice in choices}
-    found |= {f"module, {choice.path}": _swapped(choice) for choice in choices}
-    found |= {f"trained, {path}": _trained(path) for path in train.PATHS}
+def paths_of(layer: Layer) -> dict[str, Path]:
+    """Every way of computing this layer on its device, by name."""
+    found: dict[str, Path] = {
+        "operator": lambda layer, x: _ffn(layer, x, tile=layer.tile, words=layer.words),
+        "packed": _packed,
+        "module": _swapped,
+    }
+    for choice in one_of_each(layer.d_ff, STEP * max(1, (layer.d_ff // STEP) // 2)):
+        found[f"infer, {choice.path}"] = functools.partial(_ffn, path=choice.path, hot=choice.hot)
+        found[f"module, {choice.path}"] = functools.partial(_swapped, choice=choice)
+    for path in train.PATHS:
+        found[f"trained, {path}"] = lambda layer, x, path=path: train.train_ffn(x, *layer.tensors[1:], path=path)[0]
     return found | (_gpu_paths(layer) if layer.x.is_cuda else {})
 
 
-def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
+def _gpu_paths(layer: Layer) -> dict[str, Path]:
     """The kernels called directly, also where dispatch would not pick them for this size."""
     gate, up, down, *biases = (t if t is None else t.contiguous() for t in layer.tensors[1:])
     turned, first = down.t().contiguous().t(), up if gate is None else gate
@@ -329,145 +250,37 @@ def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
             decode.decode, x.contiguous(), gate, up, turned.t(), *biases, version
         )
     hots = [0] + [256 * ((layer.d_ff // 256 + 1) // 2)] * (layer.d_ff > 512 and not layer.d_ff % 8)
-    packers = {
-        "sm80": (gate_pack.gate_pack_sm80, gate_pack.takes_sm80),
-        "sm90": (gate_pack.gate_pack_sm90, gate_pack.takes_sm90),
-    }
-    if gate_pack.takes_sm90(able, x, of_up):  # its GEMMs compute rows that the pool cannot hold
-        for name, (packs, takes) in packers.items():
-            for hot in hots if takes(able, x, of_first) else ():
-                found[f"{name}{', hot/cold' * bool(hot)}"] = lambda layer, x, packs=packs, hot=hot: dispatch.sm90(
-                    x.contiguous(), *weights, hot, packs
-                )
+    for name in ("sm80", "sm90") if gate_pack.takes_sm90(able, x, of_up) else ():
+        # The GEMMs of the latter compute rows that the pool cannot hold.
+        packs, takes = getattr(gate_pack, f"gate_pack_{name}"), getattr(gate_pack, f"takes_{name}")
+        for hot in hots if takes(able, x, of_first) else ():
+            found[f"{name}{', hot/cold' * bool(hot)}"] = lambda layer, x, packs=packs, hot=hot: dispatch.sm90(
+                x.contiguous(), *weights, hot, packs
+            )
     return found
 
 
 # ---- checking ----
 
 
-def layers(
-    seed: int = 0,
-    *,
-    cases: int | None = None,
-    seconds: float | None = None,
-    number: int | None = None,
-    device: str = "cpu",
-    change: Callable[[str, Tensor], Tensor] = lambda path, y: y,
-    processes: int = 1,
-) -> Counts:
-    """Attack layers on `device`, until `cases` were drawn or `seconds` have passed; or only the one of this `number`.
+def check(r: random.Random, counts: Counter, device: str = "cpu") -> None:
+    """Draw a layer and compute it on every path, and its gradients on every path of training.
 
-    Each layer is computed on every path. change: a function of a path's name and result, applied before the result is
-    judged, for tests of the attack itself; with one process alone. processes: how many draw and check, each so-manyth
-    layer; their use of the device overlaps. Raises Broken with all failures, at the end, after MOST_FAILURES or where
-    it is interrupted; Interrupted where it is interrupted without any, once a layer is whole."""
-    numbers = range(cases if cases is not None else 2**31 if seconds is not None else 0)
-    if processes == 1 or number is not None:
-        numbers = numbers if number is None else range(number, number + 1)
-        parts = _attacked(seed, numbers, seconds, device, change)
-    else:
-        parts = _beside(processes, seed, numbers, seconds, device)
-    counts, interrupted = Counts(), False
-    try:
-        with closing(parts):
-            for part in parts:
-                counts = counts.plus(part)
-                if part.layers and len(counts.failures) >= MOST_FAILURES:
-                    break
-    except KeyboardInterrupt:
-        if not counts.layers and not counts.failures:
-            raise
-        interrupted = True
-    if counts.failures:
-        raise Broken("\n".join([f"{len(counts.failures)} failures in {counts.layers} layers:", *counts.failures]))
-    if interrupted:
-        raise Interrupted(counts)
-    return counts
+    Adds to counts: `checked` results and their `rows`; `excused`, `overflowed` and `rounded` rows, which kept the bound
+    only for that reason (accuracy.Verdict); the `worst` error over what is allowed; and 1 for each category of a
+    result. Raises AssertionError with everything that is wrong."""
+    layer = draw(r, device)
+    wrong = [*_wrong_results(layer, r, counts)]
+    assert not wrong, f"{'; '.join(wrong)} ({layer.say()})"
 
 
-def _beside(processes: int, seed: int, numbers: range, seconds: float | None, device: str) -> _Parts:
-    """What `_attacked` yields in each of several processes, which end with this generator."""
-    context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # to start it lets signals through again that are held back
-    workers: dict[Connection, multiprocessing.process.BaseProcess] = {}
-    try:
-        for i in range(processes):
-            with _held_back():
-                reader, writer = context.Pipe(duplex=False)
-                worker = context.Process(target=_part, args=(writer, seed, numbers[i::processes], seconds, device))
-                worker.start()
-                workers[reader] = worker
-                writer.close()
-        while workers:
-            for reader in wait([*workers]):
-                try:
-                    found = reader.recv()
-                except EOFError:
-                    workers[reader].join()
-                    if status := workers.pop(reader).exitcode:
-                        raise RuntimeError(f"a process of the attack ended with exit status {status}") from None
-                    continue
-                if isinstance(found, Exception):
-                    raise found
-                yield found
-    finally:
-        with _held_back():
-            for worker in workers.values():
-                worker.kill()
-                worker.join()
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come after it. They never come to processes started within it, to which a terminal and
-    `timeout` send them, too: whoever started these ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _part(writer: Connection, seed: int, numbers: range, seconds: float | None, device: str) -> None:
-    """The part of one of several processes, whose work on the CPU is to keep to one thread. It ends where nobody reads
-    what it writes any more."""
-    torch.set_num_threads(1)
-    with suppress(BrokenPipeError):
-        try:
-            for found in _attacked(seed, numbers, seconds, device, lambda path, y: y):
-                writer.send(found)
-        except Exception as error:
-            error.add_note(f"in a process of the attack:\n{traceback.format_exc()}")
-            writer.send(error)
-
-
-def _attacked(seed: int, numbers, seconds: float | None, device: str, change) -> _Parts:
-    """Attack the layers of these numbers: yields each failure once it is found, and the counts of each whole layer."""
-    begin = time.monotonic()
-    for done, each in enumerate(numbers):
-        if seconds is not None and time.monotonic() - begin > seconds:
-            return
-        layer, counts = draw(seed, each, device), Counts(layers=1)
-        where, what = f"layers, seed {seed}, case {each}, {device}", layer.say()
-        try:
-            for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
-                yield Counts(failures=[f"{where}: {wrong} ({what})"])
-        except Exception as error:  # the attack goes on, and says which layer it was
-            yield Counts(failures=[f"{where}: {type(error).__name__}: {error} ({what})"])
-        if device != "cpu" and done % _EMPTIED == 0:  # other processes need memory, too
-            torch.cuda.empty_cache()
-        counts.kernels |= launch.loaded()
-        yield counts
-
-
-def _check(layer: Layer, r: random.Random, counts: Counts, change) -> Iterator[str]:
-    """What is wrong with this layer's results, a sentence each."""
+def _wrong_results(layer: Layer, r: random.Random, counts: Counter) -> Iterator[str]:
     with torch.no_grad():
         # A path on a GPU may copy strided tensors first, and torch's GEMMs sum the copies in another order: the path is
         # compared with the dense layer of the tensors as given, and with that of the copies.
         anew = [None if t is None else t.contiguous() for t in layer.tensors]
         given = [layer.tensors, anew] if layer.x.is_cuda and "strided" in layer.traits else [layer.tensors]
-        exact, beside = accuracy.Exact(*layer.tensors), [(dense(*each), _first(*each)) for each in given]
+        exact, beside = accuracy.Exact(*layer.tensors), [(_dense_step(*each)[0], _first(*each)) for each in given]
         from_gate = accuracy.Exact(*layer.tensors, first=beside[0][1])
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
@@ -476,16 +289,19 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> Iterator[s
         with torch.no_grad(), _poison(layer.x, poisoned):
             y = run(layer, layer.x)
             again = _late(run, layer) if late else run(layer, layer.x)
-        judge, changed = (from_gate if name == "packed" else exact).judge, change(name, y)
-        verdict = min((judge(changed, *each) for each in beside), key=lambda one: one.ratio)
-        how = ["side stream"] * late + ["poisoned memory"] * poisoned
-        counts.add(len(y), [name, str(y.dtype)[6:], *layer.traits, *how], verdict)
+        judge = (from_gate if name == "packed" else exact).judge
+        verdict = min((judge(y, *each) for each in beside), key=lambda one: one.ratio)
+        counts.update(checked=1, rows=len(y))
+        counts.update(excused=verdict.excused, overflowed=verdict.overflowed, rounded=verdict.rounded)
+        counts.update([name, str(y.dtype)[6:], *layer.traits, *["side stream"] * late, *["poisoned memory"] * poisoned])
+        counts["worst"] = max(counts["worst"], verdict.ratio)
         if not verdict.ratio <= 1.0:
             yield f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed"
         if not torch.equal(_bits(y), _bits(again)):
             yield f"{name}: the second call gave other bits{', on a side stream' * late}"
-    if _differentiable(layer):
-        yield from _gradients(layer, exact, r, counts, change)
+    # The values of a training are finite, and in a range in which no product under- or overflows.
+    if not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits):
+        yield from _wrong_gradients(layer, exact, r, counts)
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -528,13 +344,12 @@ def _late(run, layer: Layer) -> Tensor:
 # ---- gradients ----
 
 
-def _differentiable(layer: Layer) -> bool:
-    """Return whether its values are finite, and in a range in which no product under- or overflows, as in a
-    training."""
-    return not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits)
+def steps_of() -> dict[str, Callable]:
+    """Every way of training a layer: name -> function of the tensors that returns y and the sums of |h|."""
+    return {path: functools.partial(train.train_ffn, path=path) for path in train.PATHS}
 
 
-def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> Iterator[str]:
+def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counter) -> Iterator[str]:
     """What is wrong with the gradients of both training paths, a sentence each.
 
     The norm of the error of each gradient, over the whole tensor, may be twice the dense layer's, plus one unit in the
@@ -552,19 +367,17 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
     dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
     dl1 = torch.rand(len(x), generator=g, device=x.device)
     dy[doubt], dl1[doubt] = 0.0, 0.0
-    right, reached = exact_gradients(layer.tensors, exact.keep, dy, dl1)[1:], _step(_dense_step, layer.tensors, dy, dl1)
+    _, right = exact_gradients(layer.tensors, exact.keep, dy, dl1)
+    _, reached = gradients(_dense_step, layer.tensors, dy, dl1)
     noise = _noise(layer.tensors, exact.keep, dy, dl1)
-    for path in train.PATHS:
+    for path, step in steps_of().items():
         with _poison(x, r.random() < 0.5):
-            found = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
-            again = _step(lambda *t: train.train_ffn(*t, path=path), layer.tensors, dy, dl1)
-        counts.add(len(x), [f"gradients, {path}", str(x.dtype)[6:]])
+            found, again = (gradients(step, layer.tensors, dy, dl1)[1] for _ in range(2))
+        counts.update([f"gradients, {path}", str(x.dtype)[6:]], checked=1, rows=len(x))
         for name, a, b, e, n, second in zip(NAMES, found, reached, right, noise, again):
             if a is None:
                 continue
-            a = change(f"d{name}, {path}", a)
-            off = _off(a, b, e, n)
-            if not off <= 1.0:
+            if not (off := _off(a, b, e, n)) <= 1.0:
                 yield f"gradient of {name}, {path}: off by {off:.3g} times what is allowed"
             if not torch.equal(_bits(a), _bits(second)):
                 yield f"gradient of {name}, {path}: the second call gave other bits"
@@ -586,19 +399,12 @@ def _off(ours: Tensor, dense: Tensor, exact: Tensor, noise: Tensor) -> float:
     return float(torch.where(looked, ours.double() - exact, 0.0).norm() / allowed)
 
 
-def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y, sum of |h| of each token) of torch's dense layer."""
-    x, gate, up, down, gate_bias, up_bias, down_bias = tensors
-    h = dense_hidden(x, gate, up, gate_bias, up_bias)
-    return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
-
-
-def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """The gradients of all tensors, None for those that are not there. function: tensors -> (y, l1, ...)."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    y, l1, *_ = function(*leaves)
-    given = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
-    return [None if t is None else next(given) for t in leaves]
+def _gradient_sums(x, gate, up, dy, h, dg, du) -> list[Tensor | None]:
+    """The gradients of all tensors, from those of y and of the outputs of gate and up. gate None: a plain layer, of
+    which dg is the gradient of up's output."""
+    if gate is None:
+        return [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
+    return [dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
 
 
 def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
@@ -622,7 +428,7 @@ def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None
     du = (dh * g).square() + dh_off * g.square() + dh.square() * g_off
     exact_h, h = h, h.square() + h_off
     squared = (None if t is None else t.square() for t in (x, gate, up, dy))
-    made = gradient_sums(*squared, h, dg, du)
+    made = _gradient_sums(*squared, h, dg, du)
     # dl1 is added to values that were rounded: numbers on a grid, which the same number moves off it by the same
     # amount. So a token's neurons are rounded in the same direction, and the errors of a sum over them add up.
     half = dh.abs() * torch.where(keep, exact_h.sign(), 0.0) / 2
