@@ -305,11 +305,12 @@ def drawn(
     gated: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
-    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.clock.workload) on this GPU; plain if not
-    gated."""
-    layer, seen = workload(tokens, d_model, d_ff, nnz, kind, dtype, "cuda")
-    generator = torch.Generator("cuda").manual_seed(1000)
-    inputs = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in seen]
+    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.clock.workload), on a GPU where there is one;
+    plain if not gated."""
+    device = clock.present_device(None)
+    layer, seen = workload(tokens, d_model, d_ff, nnz, kind, dtype, device)
+    generator = torch.Generator(device).manual_seed(1000)
+    inputs = [torch.randn(x.shape, generator=generator, device=device).to(dtype) for x in seen]
     for x, like in zip(inputs, seen):
         x[:, 0] = like[0, 0]
     if not gated:
@@ -321,8 +322,8 @@ def drawn(
 
 @functools.cache
 def rates_here() -> costs.Rates:
-    """The rates of this GPU, measured once."""
-    return costs.measure_rates("cuda", torch.bfloat16)
+    """The rates of the device of `drawn`, measured once."""
+    return costs.measure_rates(clock.present_device(None), torch.bfloat16)
 
 
 @torch.no_grad()

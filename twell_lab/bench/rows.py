@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -212,41 +213,37 @@ def compare(
     label: str,
     facts: dict[str, dict] | None = None,
     *,
-    parts: Calls | None = None,
-    graphs: bool = False,
-    seconds: float = 2.0,
     every_row: bool = True,
+    **how,
 ) -> list[dict]:
     """Check each rival of a dense feed-forward layer, then time all beside it; return their rows, which have this kind,
     and for the dense layer the path DENSE.
 
-    On a GPU they hold times of the device and of plain calls, and the peak memory of a call; on a CPU, for about so
-    many `seconds`, times of warm calls and of calls that find nothing in the caches ("NAME (cold)").
-
-    Args:
-        rivals: what computes the same as the layer, by path.
-        inputs: [tokens, d_model] each.
-        label: the name of the workload.
-        facts: what else the rows of a path say.
-        parts: calls that are timed beside these on a GPU, as plain calls.
-        graphs: replay CUDA graphs for many tokens, too.
-        every_row, and the errors: as for `check`.
+    rivals: what computes the same as the layer, by path. inputs: [tokens, d_model] each. label: the name of the
+    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for `timed`.
     """
     found = feed_forwards(layer)[0]
     errors = {path: round(check(layer, call, inputs, every_row=every_row), 4) for path, call in rivals.items()}
     facts = {path: {"error_over_allowed": error, **(facts or {}).get(path, {})} for path, error in errors.items()}
     shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
-    if not inputs[0].is_cuda:
+    with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
+        return timed(shared, calls, facts, **how)
+
+
+def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
+    """Return the rows of `table` of these calls. On a GPU they hold times of the device and of plain calls, and the
+    peak memory of a call; on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in
+    the caches ("NAME (cold)"). how: as for `clock_gpu`."""
+    if shared["device"] == "CPU":
         samples = clocks.time_cpu(calls, seconds / 2)
         samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-        timed = table(shared, samples, facts)  # a CPU has one clock
         return [
-            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]} for row in timed
+            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
+            for row in table(shared, samples, facts)  # a CPU has one clock
         ]
-    with torch.cuda.device(inputs[0].device):
-        samples, bursts = clock_gpu(calls, len(inputs[0]), parts, graphs=graphs)
-        peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
+    samples, bursts = clock_gpu(calls, shared["tokens"], **how)
+    peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
     return [row | peaks.get(row["path"], {}) for row in table(shared, samples, facts, bursts)]
 
 

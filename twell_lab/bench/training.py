@@ -134,18 +134,16 @@ def step_rows(case: Case) -> list[dict]:
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
     base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
-    notes: dict[str, dict] = {}
-    for name, call in calls.items():
-        result = call(0)  # compiles and loads what is needed
-        notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(result, base, right).values())}
-        del result
-        notes[name]["peak_bytes"] = clocks.peak_bytes(call)
+    notes = {
+        name: {"error_over_allowed": max(check(call(0), base, right).values())}
+        for name, call in calls.items()
+        if name != DENSE
+    }
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
     rounds = 20 if case.tokens <= TOKENS else 8
-    samples, bursts = rows.clock_gpu(calls, case.tokens, graphs=case.graphs, rounds=rounds, most=MOST)
-    return rows.table(shared, samples, notes, bursts)
+    return rows.timed(shared, calls, notes, graphs=case.graphs, rounds=rounds, most=MOST)
 
 
 # ---- whole steps ----
@@ -180,7 +178,7 @@ def model_rows(
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
-    steps = {
+    calls = {
         COMPILED: _model_step(dense, tokens, True),
         "planned compiled": _model_step(twin, tokens, True),
         "planned, compiled by layer": _model_step(by_layer, tokens, False),
@@ -188,12 +186,10 @@ def model_rows(
         DENSE: _model_step(dense, tokens, False),
         "planned": _model_step(twin, tokens, False),
     }
-    losses = {name: float(call(0)) for name, call in steps.items()}
+    losses = {name: float(call(0)) for name, call in calls.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
         raise clocks.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    notes = {
-        name: {"peak_bytes": clocks.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
-    }
+    notes: dict[str, dict] = {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
         notes[path]["choice"] = choice
     notes["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
@@ -213,8 +209,7 @@ def model_rows(
         "parameters": sum(p.numel() for p in dense.parameters()),
         "workload": f"whole step, {name or f'{layers} layers'}",
     }
-    samples, bursts = rows.clock_gpu(steps, shared["tokens"], rounds=10)
-    return rows.table(shared, samples, notes, bursts)
+    return rows.timed(shared, calls, notes, rounds=10)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
@@ -264,23 +259,24 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
 
     Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
-    gate row gets the weight with which its neuron fires at its rate (`thresholds`).
-    """
+    gate row gets the weight with which its neuron fires at its rate (`thresholds`)."""
     model.embedding.weight[:, 0] = 8.0
+    fired = []
+
+    def before(gate: nn.Linear, args: tuple) -> None:
+        x, weight = args[0].flatten(0, -2), gate.weight
+        weight[:, 0] = 0
+        threshold = thresholds((x @ weight.t()).float(), nnz, seed=len(fired))
+        weight[:, 0] = (-threshold / x[:, 0].float().mean()).to(weight.dtype)
+        fired.append(float((x @ weight.t() > 0).sum(1).double().mean()))
+
     for block in model.layers:
         block.attention.out_proj.weight[0] = 0
         block.mlp.down_proj.weight[0] = 0
-    fired = []
-    for i, found in enumerate(feed_forwards(model)):
-        gate, seen = found.gate.weight, []
-        hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
-        model(tokens)
+    hooks = [found.gate.register_forward_pre_hook(before) for found in feed_forwards(model)]
+    model(tokens)
+    for hook in hooks:
         hook.remove()
-        gate[:, 0] = 0
-        products = (seen[0] @ gate.t()).float()
-        threshold = thresholds(products, nnz, seed=i)
-        gate[:, 0] = (-threshold / seen[0][:, 0].float().mean()).to(gate.dtype)
-        fired.append(float((seen[0] @ gate.t() > 0).sum(1).double().mean()))
     return sum(fired) / len(fired)
 
 
