@@ -78,16 +78,13 @@ def table(
     facts: dict[str, dict] | None = None,
     bursts: Bursts | None = None,
 ) -> list[dict]:
-    """A row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense layer
-    that was run in the same way; a part of a layer ("part: pack") is compared with nothing.
+    """A row for each path, of its samples: milliseconds of the device. A path that was run in another way, as "twell
+    (graph)", is compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with
+    nothing.
 
-    Args:
-        shared: what all rows say.
-        samples: milliseconds of the device, by path.
-        facts: what else the rows of a path say, in whatever way it was run.
-        bursts: times of plain calls, for the paths that have them. Their rows get `wall_ms`, `wall_spread`,
-            `wall_samples`, `dense_wall_ms` and `host_us`.
-    """
+    shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
+    plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
+    and `host_us`."""
     medians = {path: clocks.quartiles(values)[0] for path, values in samples.items()}
     made = []
     for path, values in samples.items():
@@ -130,22 +127,14 @@ def clock_gpu(
     rounds: int | None = None,
     most: int = MOST,
 ) -> tuple[dict[str, list[float]], Bursts]:
-    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn.
+    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn;
+    both by the name of the call. For few tokens also of "NAME (graph)", the call replayed as a CUDA graph, for all
+    calls but the compiled ones.
 
-    For few tokens also "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
-
-    Args:
-        calls: each takes the number of its turn.
-        tokens: what a call computes.
-        parts: calls that are timed beside these, but never as graphs, nor in bursts.
-        graphs: replay graphs for many tokens too.
-        compiled: replay graphs of compiled calls too.
-        rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
-        most: calls of a burst at most.
-
-    Returns:
-        The samples of the device, and the bursts; both by the name of the call.
-    """
+    calls: each takes the number of its turn. tokens: what a call computes. parts: calls that are timed beside these,
+    but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled calls too.
+    rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS. most: calls of
+    a burst at most."""
     samples, bursts = _clock(calls, parts or {}, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
