@@ -27,10 +27,10 @@ def clock(monkeypatch):
 
 
 def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
-    calls = dict.fromkeys(("dense eager", "dense compiled", "twell"), lambda turn: None)
+    calls = dict.fromkeys(("dense eager", "dense compiled", "dense max-autotune", "twell"), lambda turn: None)
     parts = {"part: pack": lambda turn: None}
     samples, bursts = rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts)
-    replayed = ["dense eager (graph)", "twell (graph)"]
+    replayed = ["dense eager (graph)", "dense max-autotune (graph)", "twell (graph)"]
     assert clock.noted == [[*calls, "part: pack"], replayed]
     assert [*samples] == clock.noted[0] + clock.noted[1]
     assert [*bursts] == [*calls, *replayed]

@@ -143,6 +143,18 @@ def test_the_gates_of_a_model_are_lowered_until_so_many_neurons_fire():
     assert training._quiet(model, tokens, 20) == pytest.approx(20, rel=0.15)
 
 
+def test_whole_steps_of_a_model_on_every_path():
+    config = ModelConfig(vocabulary=64, d_model=64, layers=2, heads=2, d_ff=256, context=32)
+    rows = warm(training.model_rows(config, 10, 2, "tiny"))
+    paths = ["dense compiled", "planned compiled", "planned, compiled by layer", "forced twell compiled"]
+    assert [row["path"] for row in rows] == [*paths, "dense eager", "planned"]
+    for row in rows:
+        assert row["workload"] == "whole step, tiny" and row["layers"] == 2 and row["tokens"] == 64 and row["gated"]
+        assert row["x_dense"] == row["x_compiled"] == 1.0 and row["nnz"] == pytest.approx(10, rel=0.3)
+        assert ("choice" in row) == row["path"].startswith("planned")
+    assert rows[0]["gradients_apart"] < 1e-5 and rows[3]["gradients_apart"] < 0.1
+
+
 def test_how_far_two_models_gradients_are_apart():
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=16)
     torch.manual_seed(0)

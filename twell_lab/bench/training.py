@@ -152,7 +152,8 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     that every step is the same step; AdamW does its work nevertheless."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    device = clocks.present_device(None)
+    with device:
         dense = LanguageModel(config).to(torch.bfloat16)
         tokens = torch.randint(0, config.vocabulary, (3, batch, config.context + 1))
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
@@ -181,7 +182,7 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     shared = {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers", "context")}
     shared |= {
         "kind": "training",
-        "device": torch.cuda.get_device_name(),
+        "device": clocks.device_name(device),
         "dtype": "bfloat16",
         "tokens": batch * config.context,
         "nnz": round(fired, 2),
