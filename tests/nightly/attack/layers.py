@@ -114,15 +114,12 @@ def draw(r: random.Random, device: str = "cpu") -> Layer:
     if chance("opposites", 0.1):  # gates that are nearly zero: a neuron's inputs cancel
         half = d_model // 2
         x[:, half : 2 * half], first[:, half : 2 * half] = x[:, :half], -first[:, :half] * (1 + 1e-3 * normal(d_ff, 1))
-    scale = r.choice(
-        (0, 0, 0, 0, 0, 0, -8, 5) if dtype == torch.float16 else (0, 0, 0, 0, 0, 0, -20, -60, -110, -126, 20, 30)
-    )
-    if scale and chance(f"scaled by 2^{scale}", 1.0):
-        place = r.randrange(3)  # what is scaled: 0 the input, 1 the down projection, 2 gate and up
-        x, first, up, down = (
-            t * 2.0**scale if place == each else t for t, each in zip((x, first, up, down), (0, 2, 2, 1))
-        )
-        biases = [b if b is None or place == 1 else b * 2.0**scale for b in biases]
+    scale = r.choice((-8, 5) if dtype == torch.float16 else (-20, -60, -110, -126, 20, 30))
+    if chance(f"scaled by 2^{scale}", 0.4):
+        place = r.randrange(3)  # what is scaled: the input, the down projection, or gate and up
+        x_by, down_by, first_by = (2.0 ** (scale * (place == each)) for each in range(3))
+        x, down, first, up = x * x_by, down * down_by, first * first_by, up * first_by
+        biases = [b if b is None else b * (2.0**scale / down_by) for b in biases]
     if chance("rows that are not finite", 0.15):
         for row in some(tokens, 3):
             x[row, r.randrange(d_model)] = r.choice((torch.nan, torch.inf, -torch.inf))
@@ -135,26 +132,11 @@ def draw(r: random.Random, device: str = "cpu") -> Layer:
 
 
 def _sizes(r: random.Random, cuda: bool) -> tuple[int, int, int]:
-    """d_model, d_ff, tokens."""
-    if not cuda:
-        d_ff = r.choice(
-            (r.randint(1, 40), r.randint(1, 700), 8 * r.randint(1, 90), 256 * r.randint(1, 3) + r.randint(-1, 1))
-        )
-        return r.choice(_CPU_WIDTHS), d_ff, r.choice((1, 1, r.randint(2, 9), r.randint(2, 70), r.randint(2, 200)))
-    d_model = r.choice(_GPU_WIDTHS)
-    d_ff = r.choice(
-        (
-            r.randint(1, 300),
-            8 * r.randint(1, 300),
-            r.randint(300, 3000),
-            256 * r.randint(1, 22) + r.randint(-1, 1),
-            5632,
-        )
-    )
-    tokens = r.choice(
-        (1, 1, r.randint(2, 16), r.randint(17, 64), r.randint(65, 600), r.randint(300, 2047), r.randint(2048, 4500))
-    )
-    return d_model, d_ff, tokens
+    """d_model, d_ff, tokens; larger ones for a GPU."""
+    widths, tiles, most = (_GPU_WIDTHS, 22, 4500) if cuda else (_CPU_WIDTHS, 3, 200)
+    near_tiles = TILE * r.randint(1, tiles) + r.randint(-1, 1)
+    d_ff = r.choice((r.randint(1, 40), r.randint(1, 200 * tiles), 8 * r.randint(1, 30 * tiles), near_tiles))
+    return r.choice(widths), d_ff, round(most ** r.random())
 
 
 def _strided(t: Tensor, r: random.Random) -> Tensor:
