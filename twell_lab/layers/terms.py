@@ -12,7 +12,7 @@ what a SparseFFN does where gradients are needed."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
@@ -123,6 +123,16 @@ def _refuse_reentrant() -> None:
         frame = frame.f_back
 
 
+def _reporting(told: list[Told]) -> Callable:
+    """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11 appends
+    to a list among a function's defaults is lost."""
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        told.append(of_hidden(args[0]))
+
+    return hook
+
+
 # ---- the terms of a model
 
 
@@ -179,13 +189,8 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
     sparse = [layer for layer in layers if hasattr(layer.module, "told")]
-    hooks = [
-        layer.down.register_forward_pre_hook(
-            lambda module, args, told=told[layer.name]: told.append(of_hidden(args[0]))
-        )
-        for layer in layers
-        if not hasattr(layer.module, "told")
-    ]
+    dense = [layer for layer in layers if not hasattr(layer.module, "told")]
+    hooks = [layer.down.register_forward_pre_hook(_reporting(told[layer.name])) for layer in dense]
     try:
         for layer in sparse:
             layer.module.tell(told[layer.name])
