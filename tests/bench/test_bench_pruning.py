@@ -1,12 +1,9 @@
 """The record of pruning: a tiny model pruned in each way and trained on."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from twell_lab.bench import pruning
-from twell_lab.core import InputError
 from twell_lab.records import Record
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four
@@ -69,10 +66,3 @@ def test_the_zeros_are_where_the_way_has_them_and_stay(name, trained, monkeypatc
             assert empty_share(weight, 32) > 0.4 or weight.shape == (32, 32)
         else:
             assert (weight == 0).any()
-
-
-def test_bad_input_is_named():
-    with pytest.raises(InputError, match="steps is 2; a whole number from 3"):
-        replace(TINY, steps=2)
-    with pytest.raises(InputError, match="how is 'random'"):
-        pruning.Way("x", "random")

@@ -11,12 +11,12 @@ from twell_lab.records import Record
 from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
+SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for room in (data, methods):
-        monkeypatch.setattr(room, "sizes_for", lambda device: methods.Sizes(64, 768, (1, 8), 64))
+    monkeypatch.setattr(data, "sizes_for", lambda device: SMALL)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
 
 
-def test_padding_is_timed_where_it_gives_the_same(made_up):
+def test_padding_is_timed_where_it_gives_the_same():
     rows = data.padding_rows("cpu", (1.0, 0.5))
     assert {(each["path"], each["real"]) for each in rows} == {
         (path, real) for path in ("padded", "padding removed", "real tokens alone") for real in (1.0, 0.5)
@@ -159,7 +159,7 @@ def test_what_guessing_costs(subject):
 # ---- the map ----
 
 
-def test_the_map_holds_each_method_against_dense_first(made_up):
+def test_the_map_holds_each_method_against_dense_first():
     rows = data.map_rows("cpu", (1 / 256, 1 / 8))
     timed = lambda tokens, share: {
         each["method"] for each in rows if (each["tokens"], each["share"]) == (tokens, share)
@@ -211,7 +211,7 @@ def test_the_recorded_map(keep):
 
 
 def test_the_map_is_recorded_with_every_method_and_read(keep):
-    made = methods.map_rows(1 / 8, "cpu")
+    made = methods.map_rows(1 / 8, SMALL)
     assert {each["path"] for each in made} == {"dense eager", *methods.METHODS} - {methods.DENSE}
     assert all(each["kind"] == "map" and each["share"] == 1 / 8 and each["wall_ms"] > 0 for each in made)
     assert all((0 < each["error"] < 1) == (each["path"] == methods.GROUPED) for each in made if "error" in each)

@@ -22,24 +22,13 @@ from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Method, Shape
-from ...bench.methods import (
-    DENSE,
-    HEIGHT,
-    INEXACT,
-    PACKED,
-    PREDICTED,
-    RANK,
-    SHARES,
-    SPLIT,
-    TILES,
-    sizes_for,
-)
+from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
 from ...layers.choice import Choice
 from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import experts, microtiles, padding, routed
+from ...sparsities import experts, microtiles, routed
 from ...sparsities.core_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
@@ -170,29 +159,21 @@ def products_sentence(rows: list[dict]) -> str:
 def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
     """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, on its real rows, and on as many
     rows that were never apart."""
-    sizes = sizes_for(device)
-    layer, x = methods.drawn(0.05, device)
-    x = x.view(8, -1, sizes.d_model)
-    calls: dict[object, Callable] = {"padded": lambda: layer(x)}
-    for share in shares:
-        lengths = torch.full((8,), round(share * x.shape[1]), device=device)
-        real = torch.arange(x.shape[1], device=device) < lengths[:, None]
-        call = functools.partial(padding.unpadded, layer, x, real)
-        methods.hold("padding removed", call(), layer(x) * real[..., None])
-        at = float(real.double().mean())
-        calls[at, comparison.REMOVED] = call
-        calls[at, comparison.ALONE] = functools.partial(layer, padding.remove_padding(x, real)[0])
-    took = _clock(calls, device, 1.0)
-    dense = took.pop("padded")
-    took = {(real, "padded"): dense for real, _ in took} | took
-    return [{"real": real, "path": path, "ms": ms, "where": _here(device)} for (real, path), ms in took.items()]
+    timed = [row for share in shares for row in methods.padding_rows(share, 1, sizes_for(device))]
+    said = {"where": _here(device)}
+    return [
+        said
+        | {"real": row["real"] / row["tokens"], "path": "padded" if row["path"] == bench_rows.DENSE else row["path"]}
+        | {"ms": row["ms"]}
+        for row in timed
+    ]
 
 
 def padding_sentence(rows: list[dict]) -> str:
     """Return how much faster the fewest real rows are without the padding."""
     least = min(row["real"] for row in rows)
     took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
-    return f"Without padding, {least:.0%} real: {took['padded'] / took[comparison.REMOVED]:.1f} times."
+    return f"Without padding, {least:.0%} real: {took['padded'] / took[methods.REMOVED]:.1f} times."
 
 
 def proportion_sentence(recorded: Iterable[dict]) -> str:
@@ -203,7 +184,7 @@ def proportion_sentence(recorded: Iterable[dict]) -> str:
     if not rows:
         return ""
     said = []
-    for each in comparison.proportions(rows):
+    for each in methods.proportions(rows):
         own = "" if each.own is None else f" (as many tokens alone {each.own:+.0%})"
         said.append(f"{each.layers} layer{'s' * (each.layers > 1)} {each.beside_dense:+.0%}{own}")
     return f"{rows[0]['where']},<br>beside proportion: {', '.join(said)}"
@@ -241,7 +222,7 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
     `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
     sizes = sizes_for(device)
-    layer, x = methods.drawn(share, device, sizes.many // 2)
+    layer, x = methods.drawn(share, sizes, sizes.tokens[-1] // 2)
     step = max(1, sizes.d_ff // 8 // STEP) * STEP
     calls: dict[object, Callable] = {DENSE: lambda: layer(x)}
     for hot in range(0, sizes.d_ff, step):
@@ -401,13 +382,8 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     """{method, tokens, share, ms, x_dense, exact, where}: a gated layer at each share of firing neurons and number of
     tokens, by each method. Experts compute the same share of as many weights, and are another layer. The predictor is
     at its best: it chooses no more neurons than fire, and is not trained."""
-    sizes, made = sizes_for(device), []
-    for share in shares:
-        for tokens, calls in methods.held(*methods.drawn(share, device, max(sizes.tokens)), share, sizes.tokens):
-            took = _clock(calls, device)
-            for method, ms in took.items():
-                said = {"method": method, "tokens": tokens, "share": share, "where": _here(device)}
-                made.append({**said, "ms": ms, "exact": method not in INEXACT})
+    sizes, where = sizes_for(device), _here(device)
+    made = [_of_map(row | {"where": where}) for share in shares for row in methods.map_rows(share, sizes)]
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
         dense = clock.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
@@ -441,11 +417,17 @@ def recorded_map(device: str = records.TOLD) -> list[dict]:
             made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
     made = [row for row in made if (row["share"], row["tokens"]) in beside]
-    for row in next((rows for gpu, rows in _whole_maps().items() if device in gpu), []):
-        method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
-        said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where", "share")}
-        made.append({**said, "method": method, "exact": method not in INEXACT, "whole": True})
-    return made
+    whole = next((rows for gpu, rows in _whole_maps().items() if device in gpu), [])
+    return made + [_of_map(row) | {"whole": True} for row in whole]
+
+
+def _of_map(row: dict) -> dict:
+    """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, where what else runs only adds to a time, with
+    the lower quartile."""
+    method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
+    ms = comparison.quantile(row, 0.25) if row["device"] == "CPU" else row["ms"]
+    said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}
+    return {**said, "ms": ms, "method": method, "exact": method not in INEXACT}
 
 
 def _whole_maps() -> dict[str, list[dict]]:

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...bench.density import Samples, scattered
+from ...bench.comparison import scattered
 from ...core import InputError
 from ...formats.classic import CSR
 from ...formats.matrix import rows_of
 from ...ops.clock import quartiles, time_bursts, time_cuda
-from ..measure.data import as_fast, median, ms, relative_error
+from ..measure.data import Samples, as_fast, median, ms, relative_error
 
 SIZES = {"cpu": (2048, 2048, 256), "cuda": (4096, 4096, 1024)}  # outputs, inputs, tokens of the layer that is timed
 SPARSITY = 0.95

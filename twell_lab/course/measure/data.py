@@ -5,12 +5,15 @@ Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ... import core
-from ...bench.density import Samples, clock, runs_here
+from ...bench.comparison import FORMATS
 from ...core import InputError
 from ...formats.classic import CSR
 from ...models.thresholds import calibrate
@@ -20,7 +23,19 @@ from ...records import flat_rows, is_cpu, load_all
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
 
+Samples = dict[str, list[float]]
+
 # ---- what a clock says ----
+
+
+def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 0.5) -> Samples:
+    """Milliseconds of each call, the calls in turn: device events with a cold cache on a GPU, wall time on a CPU.
+
+    seconds: how long to measure altogether, on a CPU; each call is made at least 40 times.
+    """
+    timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
+    with torch.inference_mode():
+        return clocks.time_cuda(timed) if device == "cuda" else clocks.time_cpu(timed, seconds)
 
 
 def median(samples: list[float]) -> float:
@@ -74,6 +89,28 @@ def relative_error(y: Tensor, exact: Tensor) -> float:
 
 
 # ---- where sparse begins to win ----
+
+
+def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Ways to compute a @ b, as calls without arguments; the conversion of `a` is done before, once.
+
+    a: [rows, columns], mostly zeros; b: [columns, width]. COO and CSR go through torch.sparse, which calls cuSPARSE
+    on a GPU and MKL on a CPU; ELL goes through embedding_bag, which gathers rows of b, scales and adds them. A way that
+    torch does not have for this dtype on this device is left out.
+    """
+    calls = {form.name: partial(form.multiply, form.convert(a), b) for form in FORMATS[:3]}
+    return {"dense": lambda: a @ b} | {name: call for name, call in calls.items() if runs_here(call)}
+
+
+def runs_here(call: Callable[[], Tensor]) -> bool:
+    """Return whether torch has what this call needs. Too little memory is an error nevertheless."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def recorded(kind: str) -> list[dict]:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ... import core, records
 from ...bench import comparison
-from ...bench.comparison import APART, BLOCKS, FUSED, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
-from ...bench.density import runs_here
+from ...bench.comparison import BLOCKS, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
 from ...core import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
@@ -29,7 +28,7 @@ from ...ops import clock
 from ...ops.clock import dtype_for
 from ...sparsities import blocks, magnitude, prune, quantised, two_four, two_four_bound
 from ...training.text import source
-from ..measure.data import ratios
+from ..measure.data import ratios, runs_here
 from ..recorded import device_and_day
 
 BLOCK_SIZES = (16, 32)
@@ -142,14 +141,11 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 
 def begins_sentence(rows: Sequence[dict]) -> str:
     """At which measured shares of zeros a first method of each pattern wins, and where none does yet, in a sentence.
-    Of 2:4, which has one share, each method's times as fast as dense, slowest first, without what is measured for
-    the gain of fusing (`FUSED`, `APART`)."""
+    Of 2:4, which has one share, each method's times as fast as dense, slowest first."""
     grouped: dict[str, list[str]] = {}
     for pattern, (since, above) in begins(rows).items():
         at = _zeros(since) + (f", not {_zeros(above)}" if above else "")
-        ways = [
-            row for row in products(rows) if row["pattern"] == pattern == TWO_FOUR and row["path"] not in (FUSED, APART)
-        ]
+        ways = [row for row in products(rows) if row["pattern"] == pattern == TWO_FOUR]
         told = [f"{_way(row['path'])} {row['x_dense']:.2f}x" for row in sorted(ways, key=lambda row: row["x_dense"])]
         grouped.setdefault(at, []).append(pattern + (f" ({', '.join(told)})" if told else ""))
     said = "; ".join(f"at {at}: {', '.join(names)}" for at, names in grouped.items())
