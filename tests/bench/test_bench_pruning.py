@@ -26,7 +26,7 @@ def trained():
 @pytest.fixture(scope="module")
 def rows(trained):
     first = {name: value.clone() for name, value in trained.model.state_dict().items()}
-    made = [row for way in TINY.ways for row in pruning.way_rows(trained, way)]
+    made = [row for way in pruning.WAYS for row in pruning.way_rows(trained, way)]
     assert all(torch.equal(value, first[name]) for name, value in trained.model.state_dict().items())
     return {row["path"]: row for row in made}
 
@@ -35,10 +35,10 @@ def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
     assert list(rows) == [way.name for way in pruning.WAYS]
     Record.new("pruning", "a test's own", [*rows.values()])
     dense = rows["dense"]
-    assert dense["sparsity"] == 0 and dense["bits_before"] == dense["dense_bits"] != dense["bits_after"]
+    assert dense["sparsity"] == 0 and dense["bits_before"] != dense["bits_after"]
     for name, row in rows.items():
         assert row["kind"] == "pruning" and row["ms"] > 0 and len(row["samples"]) == TINY.steps and row["seed"] == 0
-        assert row["dense_bits"] == dense["dense_bits"] and 0 < row["bits_after"] < 9
+        assert 0 < row["bits_after"] < 9
         if "%" in name:
             assert row["sparsity"] == pytest.approx(WAYS[name].sparsity, abs=0.11)  # blocks are few here
             assert row["bits_before"] != dense["bits_before"]

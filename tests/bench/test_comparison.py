@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab.bench import comparison
-from twell_lab.bench.comparison import DENSITY, MET, NESTED, PIECES, SCATTERED, TWO_FOUR, Method, Read, Shape, patterned
+from twell_lab.bench.comparison import DENSITY, MET, NESTED, PIECES, SCATTERED, TWO_FOUR, Method, Shape, patterned
 from twell_lab.core import DeviceError
 from twell_lab.formats import ELL
 from twell_lab.records import Record
@@ -101,7 +101,7 @@ def test_of_a_kernels_versions_the_one_that_is_taken_leads():
 
 
 def test_activations_of_a_trained_model_times_its_down_projection():
-    made = comparison.activation_rows("small", 3, Read(256, torch.float32, "cpu", 0.02))
+    made = comparison.activation_rows("small", 3, Shape(256, dtype=torch.float32, device="cpu", seconds=0.02))
     Record.new("comparison", "a test", made)
     timed = [row["path"] for row in made if not row["path"].startswith("part: ")]
     assert timed == ["dense eager", "CSR (torch)", comparison.TILED] and made[0]["left_out"] == {}

@@ -623,7 +623,7 @@ def few_bits(rows: list[dict], where: str) -> Lines:
             return f"{_ms(row['ms'])} ms"
         dense = at[DENSE, tokens]
         mine, beside = (at.get((f"{line['path']} (graph)", tokens), line) for line in (row, dense))
-        faster = quantile(beside, 0.25) > quantile(mine, 0.75)
+        faster = quantile(beside["samples"], 0.25) > quantile(mine["samples"], 0.75)
         surely.setdefault(path, []).extend([f"{tokens:,}"] * faster)
         return f"{beside['ms'] / mine['ms']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})"
 

@@ -7,10 +7,10 @@ method has to do for new zeros, its conversion, is timed by itself."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import exp, log
 from subprocess import SubprocessError
@@ -116,10 +116,6 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
     return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
 
 
-def _called(made: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
-    return made(b)
-
-
 def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
     return lambda a: semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
@@ -157,10 +153,8 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
     *(
-        Method(
-            f"SparseLinear ({product})", functools.partial(_pruned, product=product), _called, least=0.9, turned=True
-        )
-        for product in PRODUCTS
+        Method(f"SparseLinear ({name})", partial(_pruned, product=name), SparseLinear.__call__, least=0.9, turned=True)
+        for name in PRODUCTS
     ),
     *(
         Method(
@@ -175,7 +169,7 @@ METHODS: tuple[Method, ...] = (
         )
         for version in block_kernels.VERSIONS
     ),
-    Method("BSR 32 x 32 (torch)", functools.partial(blocks.to_bsr, size=32), torch.matmul, _IN_BLOCKS),
+    Method("BSR 32 x 32 (torch)", partial(blocks.to_bsr, size=32), torch.matmul, _IN_BLOCKS),
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda w, x: linear(x, w), (TWO_FOUR,), turned=True),
@@ -249,14 +243,14 @@ def beside(
     `left_out`, {name: why}: methods that this device does not have, and those whose result was wrong."""
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
-    calls: rows.Calls = {DENSE: rows.over(functools.partial(torch.matmul, a), bs)}
+    calls: rows.Calls = {DENSE: rows.over(partial(torch.matmul, a), bs)}
     parts: rows.Calls = {}
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
     for method in methods:
         given = turned if method.turned else bs
         try:
-            call = functools.partial(method.multiply, method.convert(a))
+            call = partial(method.multiply, method.convert(a))
             c = call(given[0])
             ratio = off(c.t() if method.turned else c, a, bs[0], dense)
         except torch.OutOfMemoryError:
@@ -294,6 +288,9 @@ class Shape:
     seconds: float = 1.0
 
 
+READ = Shape(2**16)  # tokens of the activations
+
+
 def product_rows(
     pattern: str, sparsity: float, shape: Shape = Shape(), methods: Iterable[Method] = METHODS
 ) -> list[dict]:
@@ -309,26 +306,14 @@ def product_rows(
     return [row | {"pattern": pattern} for row in made]
 
 
-@dataclass(frozen=True)
-class Read:
-    """How trained models read: so many held-out tokens of the default text, in this dtype, on this device. seconds: of
-    each comparison, on a CPU."""
-
-    tokens: int = 2**16
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-    seconds: float = 1.0
-
-
 def shipped() -> dict[str, int]:
-    """Return the models of data/checkpoints that are here, by name, and the layers of each; a wheel has `small`
-    alone."""
+    """Return the models of CHECKPOINTS that are here, by name, and the layers of each; a wheel has `small` alone."""
     configs = {name: core.data_dir() / "checkpoints" / name / "config.json" for name in CHECKPOINTS}
     return {name: json.loads(file.read_text())["layers"] for name, file in configs.items() if file.is_file()}
 
 
 @torch.no_grad()
-def activation_rows(name: str, layer: int, read: Read = Read()) -> list[dict]:
+def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
     """Return the rows of `beside` of the down projection of one layer of a trained model, of kind "activations": A its
     hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
 
@@ -336,33 +321,32 @@ def activation_rows(name: str, layer: int, read: Read = Read()) -> list[dict]:
     default one, Python source; only `small` was trained on such, and the other models fire on it as they do. TwELL's
     conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
 
-    name: of `shipped`. layer: from 0 on."""
-    model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(read.device, read.dtype).eval()
+    name: of `shipped`. layer: from 0 on. shape: m tokens are read, whole windows; k and n are the layer's."""
+    model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(shape.device, shape.dtype).eval()
     text = source.standard_library()
     context = model.config.context
-    windows = source.spread_windows(text.split()[1].tokens, max(1, read.tokens // context), context)[:, :-1]
+    windows = source.spread_windows(text.split()[1].tokens, max(1, shape.m // context), context)[:, :-1]
     ffn, seen = feed_forwards(model)[layer], []
     hook = ffn.module.register_forward_hook(lambda _, given, made: seen.append(given[0].flatten(0, 1)))
     for some in windows.split(32):
-        model(some.to(read.device))
+        model(some.to(shape.device))
     hook.remove()
     a = rows.dense_hidden(torch.cat(seen), None if ffn.gate is None else ffn.gate.weight, ffn.up.weight)
     chosen = [method for method in METHODS if method.name in MET and (a.is_cuda or not method.gpu)]
     workload = f"layer {layer + 1} of {name}, on held-out {text.name}"
-    made = beside(a, [ffn.down.weight.t().contiguous()], chosen, "activations", workload, read.seconds)
+    made = beside(a, [ffn.down.weight.t().contiguous()], chosen, "activations", workload, shape.seconds)
     said = {"model": name, "layer": layer, "occupied": find_microtiles(a).occupied}
     return [row | said for row in made]
 
 
-def sections(shape: Shape = Shape(), read: Read = Read()) -> rows.Sections:
+def sections(shape: Shape = Shape(), read: Shape = READ) -> rows.Sections:
     """Return the steps of the record: one for each pattern and sparsity, the highest sparsities first, which take
     least; then the layers of the models that are here."""
     cases = [(pattern, zeros) for zeros in sorted(SPARSITIES, reverse=True) for pattern in (*PIECES, NESTED)]
-    step = functools.partial
     return {
-        "products": [step(product_rows, *case, shape) for case in [(TWO_FOUR, 0.5), *cases]],
+        "products": [partial(product_rows, *case, shape) for case in [(TWO_FOUR, 0.5), *cases]],
         "activations": [
-            step(activation_rows, name, layer, read) for name, layers in shipped().items() for layer in range(layers)
+            partial(activation_rows, name, layer, read) for name, layers in shipped().items() for layer in range(layers)
         ],
     }
 
@@ -400,8 +384,8 @@ def density_sections() -> rows.Sections:
     how = (device, clocks.dtype_for(device), 3.0)
     count, columns, width = SIZES[device]
     return {
-        "formats": [functools.partial(against_density, columns, width, count, [each], *how) for each in DENSITIES],
-        "zeros": [functools.partial(zeros_rows, count, columns, width, *how)],
+        "formats": [partial(against_density, columns, width, count, [each], *how) for each in DENSITIES],
+        "zeros": [partial(zeros_rows, count, columns, width, *how)],
     }
 
 
@@ -416,7 +400,8 @@ def begins(measured: Iterable[tuple[float, dict, dict]]) -> str:
     densities = [density for density, *_ in points]
 
     def crossing(share: float) -> float | None:
-        times = [quantile(dense, 1 - share) / quantile(row, share) for _, row, dense in points]
+        pairs = [(row["samples"], dense["samples"]) for _, row, dense in points]
+        times = [quantile(dense, 1 - share) / quantile(mine, share) for mine, dense in pairs]
         for (low, above), (high, below) in pairwise(zip(densities, times)):
             if above >= 1 > below:
                 return exp(log(low) + log(high / low) * log(above) / log(above / below))
@@ -433,6 +418,6 @@ def begins(measured: Iterable[tuple[float, dict, dict]]) -> str:
     return "nowhere measured" if max(times) < 1 else "in between"
 
 
-def quantile(row: dict, share: float) -> float:
-    """Return the milliseconds below which this share of a row's samples lies."""
-    return float(torch.tensor(row["samples"], dtype=torch.float64).quantile(share))
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Return the number below which this share of the samples lies."""
+    return float(torch.tensor(samples, dtype=torch.float64).quantile(share))

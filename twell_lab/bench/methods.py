@@ -156,20 +156,6 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
 # ---- padding ----
 
 
-class Residual(nn.Module):
-    """x + f(x / rms(x)) for each of the layers f in turn: without the norm a gated layer's output grows as a square."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., d_model]."""
-        for layer in self.layers:
-            x = x + layer(F.rms_norm(x, x.shape[-1:]))
-        return x
-
-
 @torch.no_grad()
 def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "padding": gated layers, one after another with residuals, on sequences of which this share
@@ -178,12 +164,17 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     (`ALONE`), which nothing that removes padding can beat. Rows say how many tokens are `real`, and `layers`."""
     tokens, device = sizes.tokens[-1], sizes.device
     layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
-    stack = Residual([layer, *(copy.deepcopy(layer) for _ in range(layers - 1))])
+    stacked = [copy.deepcopy(layer) for _ in range(layers)]
     xs = [x.view(sizes.sequences, -1, sizes.d_model) for x in inputs]
     lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
     length = xs[0].shape[1]
     real = torch.arange(length, device=device) < (lengths[:, None] * length).round().to(device)
     padding = remove_padding(xs[0], real)[1]
+
+    def stack(x: Tensor) -> Tensor:
+        for one in stacked:  # without a norm a gated layer's output grows as a square
+            x = x + one(F.rms_norm(x, x.shape[-1:]))
+        return x
 
     def removed(x: Tensor, run: Callable[[Tensor], Tensor] = stack) -> Tensor:
         return add_padding(run(padding.gather(x)), padding)

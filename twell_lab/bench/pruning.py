@@ -74,7 +74,6 @@ class Shape:
     steps: int = 150
     lr: float = 5e-4
     seeds: tuple[int, ...] = (0, 1)
-    ways: tuple[Way, ...] = WAYS
     windows: int = 512
 
 
@@ -88,8 +87,7 @@ class Trained:
     """A model trained with one seed, and the text: what it has seen, and `held_out` windows."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        self.shape, self.seed = shape, seed
-        self.config = replace(shape.config, seed=seed)
+        self.shape, self.config = shape, replace(shape.config, seed=seed)
         self.model = train(self.config, progress=False).model
         self.device = next(self.model.parameters()).device
         self.text = load_any(self.config.text)
@@ -104,8 +102,8 @@ class Trained:
 
 
 def way_rows(trained: Trained, way: Way) -> list[dict]:
-    """Return one row: `bits_before` and `bits_after` the training, the dense model's `dense_bits` before it, `sparsity`
-    of the pruned layers afterwards, `seed` and `steps`; ms: the median wall time of a training step.
+    """Return one row: `bits_before` and `bits_after` the training, `sparsity` of the pruned layers afterwards, `seed`
+    and `steps`; ms: the median wall time of a training step.
 
     Of a gradual way bits_before is that of as many zeros put in at once, of one with L1 that when the zeros are in
     place, half of the steps being done."""
@@ -117,28 +115,17 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
     samples, halfway = _train_on(trained, model, way)
     weights = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _layers(model)]
     sizes = trained.config
-    return [
-        rows.row(
-            {
-                "kind": "pruning",
-                "device": clock.device_name(trained.device),
-                "dtype": sizes.dtype,
-                "tokens": sizes.batch * sizes.context,
-                "d_model": sizes.d_model,
-                "d_ff": sizes.d_ff,
-                "layers": sizes.layers,
-                "workload": f"training step, trained on {trained.text.name}",
-            },
-            way.name,
-            samples,
-            seed=trained.seed,
-            steps=trained.shape.steps,
-            sparsity=round(1 - sum(int(w.sum()) for w in weights) / sum(w.numel() for w in weights), 6),
-            dense_bits=round(trained.bits(trained.model), 5),
-            bits_before=round(halfway or before, 5),
-            bits_after=round(trained.bits(model), 5),
-        )
-    ]
+    shared = {"kind": "pruning", "device": clock.device_name(trained.device), "tokens": sizes.batch * sizes.context}
+    shared |= {name: getattr(sizes, name) for name in ("dtype", "d_model", "d_ff", "layers")}
+    shared |= {"workload": f"training step, trained on {trained.text.name}"}
+    facts = {
+        "seed": sizes.seed,
+        "steps": trained.shape.steps,
+        "sparsity": round(1 - sum(int(w.sum()) for w in weights) / sum(w.numel() for w in weights), 6),
+        "bits_before": round(halfway or before, 5),
+        "bits_after": round(trained.bits(model), 5),
+    }
+    return [rows.row(shared, way.name, samples, **facts)]
 
 
 def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
@@ -153,7 +140,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _train_on(trained: Trained, model: nn.Module, way: Way) -> tuple[list[float], float | None]:
     """Train the model on; return the milliseconds of each step, and with L1 the bits when the zeros are in place."""
     shape, steps, samples, halfway = trained.shape, trained.shape.steps, [], None
-    draw, ramp, half = torch.Generator().manual_seed(1_000_000 + trained.seed), 2 * steps // 3, steps // 2
+    draw, ramp, half = torch.Generator().manual_seed(1_000_000 + trained.config.seed), 2 * steps // 3, steps // 2
     make = functools.partial(torch.optim.AdamW, lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer = make(model.parameters())
     weights = [layer.weight for layer in _layers(model)]
@@ -191,6 +178,6 @@ def sections(shape: Shape) -> rows.Sections:
 
     def steps(seed: int) -> list[Callable[[], list[dict]]]:
         trained = functools.cache(lambda: Trained(shape, seed))
-        return [functools.partial(lambda way: way_rows(trained(), way), way) for way in shape.ways]
+        return [functools.partial(lambda way: way_rows(trained(), way), way) for way in WAYS]
 
     return {f"seed {seed}": steps(seed) for seed in shape.seeds}

@@ -7,7 +7,6 @@ says."""
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +20,7 @@ from ...analysis.costs import by_choice
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
-from ...bench.comparison import SCATTERED, TALL, Method, Shape
+from ...bench.comparison import SCATTERED, TALL, Method, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
 from ...layers.choice import Choice
 from ...layers.paths.twell import STEP
@@ -32,7 +31,7 @@ from ...sparsities import experts, microtiles, routed
 from ...sparsities.core_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
-from ..recorded import LOGNORMAL, device_and_day, newest
+from ..recorded import LOGNORMAL, newest, sourced
 
 # ---- a small model, and what fires in it ----
 
@@ -233,7 +232,7 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
     for hot in calls.keys() - {DENSE}:
         turns = [dense / mine for dense, mine in zip(took[DENSE], took[hot])]
-        low, middle, high = _quantiles(turns, (0.1, 0.5, 0.9))
+        low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
     made.sort(key=lambda row: row["hot"])
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
@@ -425,7 +424,7 @@ def _of_map(row: dict) -> dict:
     """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, where what else runs only adds to a time, with
     the lower quartile."""
     method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
-    ms = comparison.quantile(row, 0.25) if row["device"] == "CPU" else row["ms"]
+    ms = quantile(row["samples"], 0.25) if row["device"] == "CPU" else row["ms"]
     said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}
     return {**said, "ms": ms, "method": method, "exact": method not in INEXACT}
 
@@ -436,10 +435,8 @@ def _whole_maps() -> dict[str, list[dict]]:
     first."""
     found: dict[str, list[dict]] = {}
     for record in records.load_all():
-        rows = [row for row in record.rows if row.get("kind") == "map"] if record.name == "comparison" else []
-        for gpu in {row["device"] for row in rows}:
-            where = f"recorded on {device_and_day(gpu, record.date, records.stale(record))}"
-            found[gpu] = [row | {"where": where} for row in rows if row["device"] == gpu]
+        rows = [row for row in sourced(record) if row["kind"] == "map"] if record.name == "comparison" else []
+        found |= {gpu: [row for row in rows if row["device"] == gpu] for gpu in {row["device"] for row in rows}}
     return {gpu: found[gpu] for gpu in sorted(found, key=lambda gpu: (records.TOLD not in gpu, gpu))}
 
 
@@ -468,10 +465,7 @@ def recorded(name: str) -> list[dict]:
     there is none."""
     named = [record for record in records.load_all() if record.name == name]
     record = records.newest([each for each in named if any(row["device"] != "CPU" for row in each.rows)], name)
-    if record is None:
-        return []
-    old, rows = records.stale(record), [row for row in record.rows if row["device"] != "CPU"]
-    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+    return [row for row in sourced(record) if row["device"] != "CPU"] if record else []
 
 
 def predicted_sentence(
@@ -523,29 +517,17 @@ def _short(method: str) -> str:
 # ---- layers and clocks ----
 
 
-def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, list[float]]:
-    """Milliseconds of each call without arguments: of the device on a GPU; on the wall on a CPU, where short calls are
-    timed many in a row."""
+def _samples(calls: dict, device: str, seconds: float) -> dict[object, list[float]]:
+    """Milliseconds of each call without arguments: of the device on a GPU, on the wall on a CPU."""
     turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
-    if device == "cuda":
-        return clock.time_cuda(turned, rounds=10)
-    start = time.perf_counter()
-    for call in calls.values():
-        call()
-    short = time.perf_counter() - start < 0.02
-    return clock.time_cpu(turned, 2 * seconds) if short else bench_rows.clock_cpu(turned, seconds)[0]
-
-
-def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
-    each = torch.tensor(shares, dtype=torch.float64)
-    return torch.tensor(samples, dtype=torch.float64).quantile(each).tolist()
+    return comparison.clocked(turned, torch.device(device), seconds, rounds=10)[0]
 
 
 def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
     """Milliseconds of each call: on a GPU the median; on a CPU, where what else runs only adds to it, the lower
     quartile."""
     share = 0.5 if device == "cuda" else 0.25
-    return {name: _quantiles(each, [share])[0] for name, each in _samples(calls, device, seconds).items()}
+    return {name: quantile(samples, share) for name, samples in _samples(calls, device, seconds).items()}
 
 
 def _here(device: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ... import core
-from ...bench.comparison import FORMATS
+from ...bench.comparison import FORMATS, quantile
 from ...core import InputError
 from ...formats.classic import CSR
 from ...models.thresholds import calibrate
@@ -65,11 +65,8 @@ def as_fast(samples: Samples, name: str, base: str) -> str:
 def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
     """Old over new: of the medians, and from quartile to quartile. Above 1 at its lowest: new is faster, and the middle
     halves of the samples lie apart."""
-    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    (fast, middle, slow), (early, half, late) = (
-        torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (new, old)
-    )
-    return half / middle, early / slow, late / fast
+    middle, low, high = (quantile(old, 1 - share) / quantile(new, share) for share in (0.5, 0.75, 0.25))
+    return middle, low, high
 
 
 def ms(value: float) -> str:
