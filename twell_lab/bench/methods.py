@@ -227,10 +227,11 @@ def proportions(table: Iterable[dict]) -> list[Proportion]:
 
 
 @torch.no_grad()
-def experts_rows(experts: int, sizes: Sizes = Sizes()) -> list[dict]:
+def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
     """Return rows of kind "experts": a mixture of so many in every way that computes it, and one dense layer of all
     their neurons (`WHOLE`), which a token would go through if nothing chose; compared with the loop over dense layers.
-    Rows say `experts` and the `density`, the share of the neurons that a token's experts have."""
+    Rows say `experts` and the `density`, the share of the neurons that a token's experts have. crowded: whether all
+    tokens take the same ones, and not those that a random router chooses."""
     torch.manual_seed(0)
     like = {"device": sizes.device, "dtype": sizes.dtype}
     layer = ExpertsLayer(sizes.d_model, sizes.expert_d_ff, experts, TOP_K, **like)
@@ -238,6 +239,9 @@ def experts_rows(experts: int, sizes: Sizes = Sizes()) -> list[dict]:
         torch.randn(sizes.tokens[-1], sizes.d_model, device=sizes.device).to(sizes.dtype) for _ in range(clock.ROTATED)
     ]
     routed = [(x, *layer.route(x)) for x in xs]
+    if crowded:
+        same = torch.arange(TOP_K, device=sizes.device).expand(len(xs[0]), -1)
+        routed = [(x, same, weights) for x, _, weights in routed]
     gate, up = (part.flatten(0, 1) for part in layer.experts.gate_up_proj.chunk(2, 1))
     down = layer.experts.down_proj.transpose(0, 1).flatten(1)
 

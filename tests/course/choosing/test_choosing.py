@@ -19,18 +19,6 @@ def small(monkeypatch):
     monkeypatch.setattr(data, "sizes_for", lambda device: SMALL)
 
 
-@pytest.fixture
-def made_up(monkeypatch):
-    """No clock: every call runs once and takes as many milliseconds as there were calls before it, plus one."""
-
-    def clock(calls, device, *given, **named):
-        for call in calls.values():
-            call()
-        return {name: 1.0 + i for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(data, "_clock", clock)
-
-
 @pytest.fixture(scope="module")
 def subject():
     torch.manual_seed(0)
@@ -133,13 +121,20 @@ def test_padding_is_timed_where_it_gives_the_same():
 # ---- hot and cold, groups, experts ----
 
 
-def test_experts_are_computed_in_each_way(made_up):
-    rows = data.expert_rows("cpu", (4,))
+def test_experts_are_computed_in_each_way():
+    took = {"grouped": 1.0, "loop": 2.0, "padded": 3.0}
+    rows = [each | {"ms": took[each["way"]]} for each in data.expert_rows("cpu", (4,))]
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
     assert data.expert_sentence(rows) == "fastest of 4 experts: spread, grouped; all to the same two, grouped"
     near = [each | {"ms": 1.01} if each["way"] == "loop" else each for each in rows]
-    assert "spread, grouped or loop;" in data.expert_sentence(near)
+    assert "spread, loop or grouped;" in data.expert_sentence(near)
     assert len(figures.experts(rows).data) == 6
+
+
+def test_numbers_of_hot_neurons_are_timed_beside_dense():
+    rows = data.hot_rows("cpu")
+    assert [each["hot"] for each in rows] == [*range(0, 768, 256)] and all(each["d_ff"] == 768 for each in rows)
+    assert all(each["low"] <= each["x_dense"] <= each["high"] for each in rows)
 
 
 # ---- guesses ----

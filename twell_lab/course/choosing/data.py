@@ -6,9 +6,8 @@ says."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -27,7 +26,7 @@ from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import experts, microtiles, routed
+from ...sparsities import microtiles, routed
 from ...sparsities.core_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
@@ -223,18 +222,18 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     sizes = sizes_for(device)
     layer, x = methods.drawn(share, sizes, sizes.tokens[-1] // 2)
     step = max(1, sizes.d_ff // 8 // STEP) * STEP
-    calls: dict[object, Callable] = {DENSE: lambda: layer(x)}
-    for hot in range(0, sizes.d_ff, step):
+    calls: bench_rows.Calls = {DENSE: bench_rows.over(layer, [x])}
+    hots = range(0, sizes.d_ff, step)
+    for hot in hots:
         swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
         methods.hold(f"hot {hot}", swapped(x), layer(x))
-        calls[hot] = functools.partial(swapped, x)
-    took = _samples(calls, device, 1.0)
+        calls[str(hot)] = bench_rows.over(swapped, [x])
+    took, _ = comparison.clocked(calls, x.device, 1.0, rounds=10)
     shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
-    for hot in calls.keys() - {DENSE}:
-        turns = [dense / mine for dense, mine in zip(took[DENSE], took[hot])]
+    for hot in hots:
+        turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]
         low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
-    made.sort(key=lambda row: row["hot"])
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
     near = [row for row in near if not row.get("whole")]
     for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
@@ -275,31 +274,15 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
     """{experts, routing, way, ms, where}: as many weights in more and smaller experts, two to a token, with tokens
     spread evenly and all to the same two, computed in each way of sparsities.experts."""
     d_model, total, tokens = (2048, 65536, 4096) if device == "cuda" else (128, 4096, 256)
-    dtype, made = dtype_for(device), []
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, d_model, generator=generator).to(device, dtype)
-    weights = torch.full((tokens, 2), 0.5, device=device)
+    made, sizes = [], replace(sizes_for(device), d_model=d_model, tokens=(tokens,))
     for count in counts:
-        layer = experts.Experts(d_model, total // count, count, "relu", device=device, dtype=dtype)
-        spread = torch.rand(tokens, count, generator=generator).topk(2).indices.to(device)
-        for routing, chosen in (("spread", spread), ("all to the same two", torch.zeros_like(spread) + _two(device))):
-            layer.way = "loop"
-            wanted = layer(x, chosen, weights)
-            calls = {way: functools.partial(_expert_way, layer, way, x, chosen, weights) for way in experts.WAYS}
-            for way, call in calls.items():
-                methods.hold(way, call(), wanted)
+        for routing in ("spread", "all to the same two"):
+            here = replace(sizes, expert_d_ff=total // count)
+            rows = methods.experts_rows(count, here, crowded=routing != "spread")
             shared = {"experts": count, "routing": routing, "where": _here(device)}
-            made += [{**shared, "way": way, "ms": ms} for way, ms in _clock(calls, device, 0.15).items()]
+            ways = {row["path"]: row["ms"] for row in rows if row["path"] != methods.WHOLE}
+            made += [shared | {"way": "loop" if way == bench_rows.DENSE else way, "ms": ms} for way, ms in ways.items()]
     return made
-
-
-def _two(device: str) -> Tensor:
-    return torch.tensor([0, 1], device=device)
-
-
-def _expert_way(layer: experts.Experts, way: str, *given: Tensor) -> Tensor:
-    layer.way = way
-    return layer(*given)
 
 
 def expert_sentence(rows: list[dict]) -> str:
@@ -512,22 +495,6 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
 
 def _short(method: str) -> str:
     return method.removesuffix(" 32 x 1").removesuffix(" (TwELL)")
-
-
-# ---- layers and clocks ----
-
-
-def _samples(calls: dict, device: str, seconds: float) -> dict[object, list[float]]:
-    """Milliseconds of each call without arguments: of the device on a GPU, on the wall on a CPU."""
-    turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
-    return comparison.clocked(turned, torch.device(device), seconds, rounds=10)[0]
-
-
-def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
-    """Milliseconds of each call: on a GPU the median; on a CPU, where what else runs only adds to it, the lower
-    quartile."""
-    share = 0.5 if device == "cuda" else 0.25
-    return {name: quantile(samples, share) for name, samples in _samples(calls, device, seconds).items()}
 
 
 def _here(device: str) -> str:
