@@ -28,9 +28,9 @@ from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
-from .comparison import CHECKED, about, clocked
+from .comparison import CHECKED, TILED, about, clocked
 
-DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
+DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
 GROUPED = "its neurons as experts (lossy)"
 METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)

@@ -19,7 +19,7 @@ from ...analysis.costs import by_choice
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
-from ...bench.comparison import SCATTERED, TALL, Method, Shape, quantile
+from ...bench.comparison import SCATTERED, TALL, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
 from ...layers.choice import Choice
 from ...layers.paths.twell import STEP
@@ -125,18 +125,12 @@ def occupied_sentence(rows: list[dict], layer: int = 1, height: int = HEIGHT) ->
     return f"{share:.0%}, fewer in {fewer} of {len(mine)} layers"
 
 
-TILED = Method(TILES, lambda a: microtiles.find_microtiles(a, HEIGHT), microtiles.product, (SCATTERED, TALL))
-
-
 def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
     """Rows of comparison.product_rows for micro-tiles, on scattered zeros and on tiles of 32 x 1, with `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(512, 1024, 256, torch.float32, "cpu", 0.2)
-    made = [
-        row
-        for pattern in (SCATTERED, TALL)
-        for sparsity in sparsities
-        for row in comparison.product_rows(pattern, sparsity, shape, [TILED])
-    ]
+    tiled = [method for method in comparison.METHODS if method.name == TILES]
+    cases = [(pattern, sparsity) for pattern in (SCATTERED, TALL) for sparsity in sparsities]
+    made = [row for case in cases for row in comparison.product_rows(*case, shape, tiled)]
     return [row | {"where": _here(device)} for row in made]
 
 
@@ -158,13 +152,9 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
     """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, on its real rows, and on as many
     rows that were never apart."""
     timed = [row for share in shares for row in methods.padding_rows(share, 1, sizes_for(device))]
-    said = {"where": _here(device)}
-    return [
-        said
-        | {"real": row["real"] / row["tokens"], "path": "padded" if row["path"] == bench_rows.DENSE else row["path"]}
-        | {"ms": row["ms"]}
-        for row in timed
-    ]
+    made = [{"real": row["real"] / row["tokens"], "ms": row["ms"], "path": row["path"]} for row in timed]
+    padded = {bench_rows.DENSE: "padded"}
+    return [row | {"path": padded.get(row["path"], row["path"]), "where": _here(device)} for row in made]
 
 
 def padding_sentence(rows: list[dict]) -> str:
