@@ -210,7 +210,7 @@ def _compared(tables: Any, refused: dict[str, str]) -> Sections:
     """Products and activations; padding, experts and the map of notebook 10; and layers with weights of few bits."""
     from ..bench import few_bits, methods
 
-    return tables.sections() | methods.sections() | few_bits.sections()
+    return tables.sections() | methods.sections(methods.sizes_for("cuda")) | few_bits.sections()
 
 
 inference = _in_sections(
