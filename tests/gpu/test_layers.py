@@ -11,7 +11,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.ops.rows.drawn import Layer
-from twell_lab.bench import inference
+from twell_lab.bench import forward
 from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
@@ -66,7 +66,7 @@ def assert_dense(made, choice, rows=200):
 # ---- every path is the dense layer
 
 
-SHAPES = [(2048, 5632, True), *inference.SHAPES]
+SHAPES = [(2048, 5632, True), *forward.SHAPES]
 
 
 @each_path

@@ -6,6 +6,7 @@ end of this file, has them all by name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -215,8 +216,8 @@ def _compared(tables: Any, refused: dict[str, str]) -> Sections:
 
 inference = _in_sections(
     "inference",
-    "each path of a feed-forward layer beside the dense layer",
-    "inference",
+    "each path of a feed-forward layer beside the dense layer, and versions of kernels",
+    "forward",
     lambda tables, _: tables.SECTIONS,
     after=lambda _, record: record.notes.update(startup_seconds=_startup()),
 )
@@ -241,38 +242,11 @@ def trained(seconds: float = 420.0, keep: Keep | None = None) -> Record:
 # ---- recordings of one piece ----
 
 
-def portable() -> Record:
-    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, at several nnz and token counts,
-    beside the dense layer and the kernels that `dispatch` picks on this GPU; and each version of the portable kernels.
-    """
-    need_gpu()
-    rows = []
-    for nnz in (8, 29, 60, 120, 300):
-        rows += forward.ffn(16384, 2048, 5632, nnz, compiled=True, others=True).rows
-    for nnz in (8, 29):
-        rows += forward.ffn(16384, 2048, 5632, nnz, workload_kind="uniform", others=True).rows
-    for tokens in (1, 8, 64, 256, 1024, 4096):
-        rows += forward.ffn(tokens, 2048, 5632, 29, compiled=True, others=True).rows
-    for tokens in (1, 8, 64, 256, 16384):
-        rows += forward.kernel_versions(tokens)
-    return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
-
-
-def host_time() -> Record:
-    """The time that a plain call takes on the host, forward and in training, on each path at 1 to 16,384 tokens
-    (twell_lab.bench.host)."""
-    need_gpu()
-    from ..bench import host
-
-    return Record.new("host-time", "host and wall time of plain calls of one layer", host.rows())
-
-
 def cpu() -> Record:
     """The CPU path, float32 and bfloat16, d_model 2048, d_ff 5632, 99.5% zeros, at 1, 8 and 64 tokens."""
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for tokens in (1, 8, 64):
-            rows += forward.ffn(tokens, 2048, 5632, 0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
+    cases = itertools.product((torch.float32, torch.bfloat16), (1, 8, 64))
+    made = [forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5) for dtype, tokens in cases]
+    rows = [row for record in made for row in record.rows]
     return Record.new("cpu", "the CPU path beside torch's dense layer", rows, {"threads": torch.get_num_threads()})
 
 
@@ -369,48 +343,33 @@ def two_gpus() -> Record:
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """Return how many random and hostile cases passed: on a GPU layers on every path and kernel (bench.attack); without
-    one those of tests/nightly/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
+    """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
+    kernel; without one also formats, packing, the simulator, kills, damaged files and command lines.
 
     Args:
         seed: which cases are drawn.
         seconds: how long to go on, on a GPU only; 420 where `cases` is not given either.
-        cases: how many: layers on a GPU, without one of each kind.
-
-    On a GPU an interruption ends it with the layers that are whole by then, and the notes say what is missing.
+        cases: how many of each kind.
 
     Raises:
-        attack.Broken, TestsFailed: with every case that failed and how to run it again.
+        TestsFailed: with every case that failed and how to run it alone.
     """
-    from ..bench import attack as attacked
-
-    if not torch.cuda.is_available():
-        if seconds is not None:
-            raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
-        folder = _gpu_tests_folder().parent / "nightly" / "attack"
-        with tempfile.TemporaryDirectory() as temporary:
-            counts = Path(temporary, "counts.json")
-            asked = [] if cases is None else [f"--attack-cases={cases}"]
-            suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
-            rows = [*json.loads(counts.read_text()), suite]
-        notes = {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/nightly/attack", "seed": seed}}
-        return Record.new("attack", "random and hostile cases on a CPU", rows, notes)
-    name, start = "layers on a GPU", time.perf_counter()
-    # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
-    processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
-    seconds = 420.0 if seconds is None and cases is None else seconds
-    notes = {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}}
-    try:
-        counted = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
-        took = round(time.perf_counter() - start, 1)
-    except attacked.Interrupted as error:
-        counted, took = error.counts, round(time.perf_counter() - start, 1)
-        left = f"{max(0.0, (seconds or 0.0) - took):.0f} of {seconds or 0:g} s"
-        missing = left if cases is None else f"{cases - counted.layers:,} of {cases:,} layers"
-        notes["left_out"] = _left_out(name, missing, "interrupted")
-    row = {"attack": name, **counted.row(), "seconds": took, "processes": processes}
-    purpose = "random and hostile layers on a GPU against float64"
-    return Record.new("attack", purpose, [row], notes, kernels=counted.kernels)
+    folder, gpu = _gpu_tests_folder().parent / "nightly" / "attack", torch.cuda.is_available()
+    if seconds is not None and not gpu:
+        raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
+    asked = [f"{folder / 'test_layers.py'}::test_layers" if gpu else str(folder), f"--attack-seed={seed}"]
+    asked += [] if cases is None else [f"--attack-cases={cases}"]
+    if gpu and (seconds is not None or cases is None):
+        asked.append(f"--attack-seconds={seconds or 420.0}")
+    with tempfile.TemporaryDirectory() as temporary:
+        counts = Path(temporary, "counts.json")
+        suite = _suite("attack", [*asked, f"--attack-report={counts}"])
+        rows = json.loads(counts.read_text())
+    notes: dict = {"attack": {"script": "tests/nightly/attack", "seed": seed}}
+    notes |= {} if gpu else {"kernels": "off: none ran on a GPU"}
+    ran = {kernel for row in rows for kernel in row.pop("kernels", ())}
+    purpose = f"random and hostile cases on a {'GPU' if gpu else 'CPU'} against float64"
+    return Record.new("attack", purpose, [*rows, suite], notes, kernels=ran)
 
 
 def sweep() -> Record:
@@ -468,7 +427,6 @@ def widgets() -> Record:
 
 
 RECORDINGS: dict[str, Callable[..., Record]] = {
-    "portable": portable,
     "inference": inference,
     "training": _in_sections(
         "training",
@@ -521,7 +479,9 @@ RECORDINGS: dict[str, Callable[..., Record]] = {
         600.0,
         gpu=False,
     ),
-    "host-time": host_time,
+    "host-time": _in_sections(
+        "host-time", "host and wall time of plain calls of one layer", "host", lambda tables, _: tables.SECTIONS
+    ),
     "cpu": cpu,
     "matmul-density": _in_sections(
         "density",
