@@ -6,7 +6,6 @@ end of this file, has them all by name.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from .. import core
-from ..bench import density, evidence, forward
+from ..bench import evidence, forward
 from ..bench.evidence import need_gpu
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
@@ -209,12 +208,10 @@ def _llama_or_small(tables: Any, refused: dict[str, str]) -> Sections:
 
 
 def _compared(tables: Any, refused: dict[str, str]) -> Sections:
-    """Products, activations, padding and experts; layers with weights of few bits; and the map of notebook 10, whole
-    layers by each of its methods."""
+    """Products and activations; padding, experts and the map of notebook 10; and layers with weights of few bits."""
     from ..bench import few_bits, methods
 
-    shares = [functools.partial(methods.map_rows, share) for share in methods.SHARES]
-    return tables.sections() | few_bits.sections() | {"map": shares}
+    return tables.sections() | methods.sections(methods.sizes_for("cuda")) | few_bits.sections()
 
 
 inference = _in_sections(
@@ -481,13 +478,18 @@ RECORDINGS: dict[str, Callable[..., Record]] = {
         _shaped,
         600.0,
         gpu=False,
-        after=lambda tables, record: record.notes.update(dropout=tables.verdicts(record.rows)),
     ),
     "host-time": _in_sections(
         "host-time", "host and wall time of plain calls of one layer", "host", lambda tables, _: tables.SECTIONS
     ),
     "cpu": cpu,
-    "matmul-density": density.density_record,
+    "matmul-density": _in_sections(
+        "density",
+        "sparse formats against a dense product across densities, through torch",
+        "comparison",
+        lambda tables, _: tables.density_sections(),
+        gpu=False,
+    ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
 
-from ..bench import comparison as products
-from ..bench.comparison import DENSE, REMOVED, TILED, Crossing, quantile
+from ..bench.comparison import TILED, begins, leading, quantile
+from ..bench.methods import REMOVED, WHOLE, proportions
 from ..bench.profiling import PROFILING
-from ..bench.rows import COMPILED
+from ..bench.rows import COMPILED, DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
 from ..bench.trained import QUALITY, RUN, TWIN
 from ..records import Record, newest, stale, told
@@ -120,20 +120,6 @@ def _times(row: dict, dense: dict | None = None) -> str:
 def _path(row: dict) -> str:
     name = row["choice"].split()[0]
     return {"twell": "TwELL", "hot_cold": "hot/cold"}.get(name, name)
-
-
-def _begins(crossing: Crossing) -> str:
-    """From how many zeros on a method is faster than dense, with the spread of that; a quartile that is slower, or
-    faster, everywhere has the ends of what was measured for its bound."""
-
-    def bound(density: float | None, beyond: str) -> str:
-        return f"{beyond} than was measured" if density is None else f"{1 - density:.2%}"
-
-    if crossing.density is not None:
-        return f"{1 - crossing.density:.2%} ({bound(crossing.high, 'less')} to {bound(crossing.low, 'more')})"
-    if crossing.least >= 1:
-        return f"{1 - crossing.densest:.1%}, the fewest measured"
-    return "nowhere measured" if crossing.best < 1 else "in between"
 
 
 # ---- a layer ----
@@ -520,7 +506,7 @@ def chosen_from(recorded: list[Record]) -> str:
             method = f"{model.partition(' trained')[0]}: {method}"
             points.setdefault(method, []).append((1 - row["sparsity"], graph, dense_graph))
     head = ["decoding one token", "faster from"]
-    lines = [[name, _begins(products.crossing(name, "", some))] for name, some in points.items() if len(some) > 1]
+    lines = [[name, begins(some)] for name, some in points.items() if len(some) > 1]
     return _markdown([head, *lines] if lines else [], head)
 
 
@@ -548,16 +534,17 @@ def adapters(rows: list[dict], where: str) -> Lines:
 def comparison(rows: list[dict], where: str) -> Lines:
     """Tabulate how many times as fast as torch's dense product each method is on each pattern, and from how many zeros
     on it is faster, by the device's time. A kernel's other versions are left out."""
-    rows = products.leading(rows)
+    rows = leading(rows)
     at = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
     shares = sorted({zeros for *_, zeros in at}, key=lambda zeros: float(zeros.partition("%")[0]))
     lines = [[f"times as fast as dense, {where}", *(zeros.removesuffix(" zeros") for zeros in shares), "faster from"]]
-    for begins in products.crossings(rows):
-        cells = []
-        for zeros in shares:
-            row, dense = (at.get((begins.pattern, path, zeros)) for path in (begins.path, DENSE))
-            cells.append(f"{row['x_dense']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})" if row and dense else "")
-        lines.append([f"{begins.pattern}: {begins.path}", *cells, _begins(begins)])
+    for pattern, path in dict.fromkeys((pattern, path) for pattern, path, _ in at):
+        if path == DENSE or path.startswith("part: "):
+            continue
+        pairs = [(at.get((pattern, path, zeros)), at.get((pattern, DENSE, zeros))) for zeros in shares]
+        cells = [_times(row, dense) if row else "" for row, dense in pairs]
+        points = [(row["density"], row, dense) for row, dense in pairs if row and dense]
+        lines.append([f"{pattern}: {path}", *cells, begins(points)])
     return lines
 
 
@@ -590,7 +577,7 @@ def padding(rows: list[dict], where: str) -> Lines:
     named = [f"{share:.0%} of the tokens real" for share in shares]
     off = ["off a proportional time", "off dense's share", "of that, tokens alone"]
     lines = [[f"times as fast as dense; {where}", *named, *off]]
-    for line in products.proportions(rows):
+    for line in proportions(rows):
         there = [at.get((line.layers, share, REMOVED)) for share in shares]
         times = [_times(row, at[line.layers, share, DENSE]) if row else "" for row, share in zip(there, shares)]
         name = f"padding removed once for {line.layers} layer{'s' * (line.layers > 1)}"
@@ -604,17 +591,21 @@ def experts(rows: list[dict], where: str) -> Lines:
     """A mixture of experts by each way beside a loop of dense layers; and from which share of neurons that a token does
     without on each is faster than one dense layer of all, where that was recorded."""
     at, works = _index(rows, "path", "workload"), {work: work for work in _index(rows, "workload")}
-    begins = {line.path: _begins(line) for line in products.of_experts(rows)}
+    points: dict[str, list[tuple[float, dict, dict]]] = {}
+    for (path, work), row in at.items():
+        if path != WHOLE and (WHOLE, work) in at:
+            points.setdefault(path, []).append((row["density"], row, at[WHOLE, work]))
 
     def times(row: dict) -> str:
         return _times(row, at[DENSE, row["workload"]])
 
     lines = [(path, path, times) for path in _index(rows, "path") if path != DENSE]
-    lines = [("the loop", DENSE, lambda row: "1")] * bool(begins) + lines
+    lines = [("the loop", DENSE, lambda row: "1")] * bool(points) + lines
     grid = _grid(f"times as fast as the loop; {where}", at, works, lines)
-    if begins:
-        last = ["faster than all neurons where a token does without", begins[DENSE]]
-        grid = [[*line, end] for line, end in zip(grid, last + [begins.get(path, "") for path, *_ in grid[2:]])]
+    if points:
+        last = ["faster than all neurons where a token does without", begins(points[DENSE])]
+        last += [begins(points[path]) if path in points else "" for path, *_ in grid[2:]]
+        grid = [[*line, end] for line, end in zip(grid, last)]
     return grid
 
 
@@ -632,7 +623,7 @@ def few_bits(rows: list[dict], where: str) -> Lines:
             return f"{_ms(row['ms'])} ms"
         dense = at[DENSE, tokens]
         mine, beside = (at.get((f"{line['path']} (graph)", tokens), line) for line in (row, dense))
-        faster = quantile(beside, 0.25) > quantile(mine, 0.75)
+        faster = quantile(beside["samples"], 0.25) > quantile(mine["samples"], 0.75)
         surely.setdefault(path, []).extend([f"{tokens:,}"] * faster)
         return f"{beside['ms'] / mine['ms']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})"
 

@@ -9,7 +9,7 @@ import pytest
 
 from twell_lab import records
 from twell_lab.app import tables, walk
-from twell_lab.bench.comparison import WHOLE
+from twell_lab.bench.methods import WHOLE
 
 NAMES = re.findall(r"tables\.(\w+)\(", (Path(__file__).parents[3] / "docs" / "measured.md").read_text())
 
@@ -42,12 +42,12 @@ def test_the_table_of_products_says_where_each_is_faster():
     rows = [row("scattered", "dense eager", zeros, 1.0, 2.0) for zeros in (0.5, 0.9, 0.99)]
     rows += [row("scattered", "csr_v3", zeros, ms) for zeros, ms in ((0.5, 8.0), (0.9, 2.0), (0.99, 0.5))]
     rows += [row("scattered", "csr_v1", 0.99, 4.0), row("scattered", "part: csr_v3, conversion", 0.99, 4.0)]
-    rows += [row("2:4", "dense eager", 0.5, 1.0), row("2:4", "2:4 (torch)", 0.5, 0.8, 4.0)]
+    rows += [row("2:4", "dense eager", 0.5, 1.0), row("2:4", "2:4 (torch: cuSPARSELt)", 0.5, 0.8, 4.0)]
     made = records.Record("comparison", "a test's own", rows, "2026-01-02T00:00:00Z", None, None, {}, kernels={})
     assert tables.comparison([made]).splitlines()[0].endswith("2026-01-02 | 50.0% | 90.0% | 99.0% | faster from |")
     csr, semi = tables.comparison([made]).splitlines()[2:]
     assert csr.startswith("| scattered: csr_v3 | 0.12 (0.25) | 0.50 (1.00) | 2.00 (4.00) | 96.84% (")
-    assert semi == "| 2:4: 2:4 (torch) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
+    assert semi == "| 2:4: 2:4 (torch: cuSPARSELt) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
 
 
 def record(name: str, day: int, rows: list[dict]) -> records.Record:
