@@ -28,8 +28,9 @@ from .text.source import BYTES, Text, Tokenizer, check_apart
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
-# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves.
-FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every")
+# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
+# where the model lies that it began with.
+FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every", "log", "from_")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -73,8 +74,10 @@ class State:
 
 def fields_of(config: TrainConfig) -> dict:
     """Return the fields of a config, except the text, as torch.load reads them back with weights_only=True."""
+    start = config.from_ and os.fspath(config.from_)
+    start = os.path.abspath(start) if start and os.path.isdir(start) else start  # resumed from another folder, perhaps
     plain = {name: value for name, value in vars(config).items() if name != "text"}
-    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer)}
+    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": start}
 
 
 def describe(text: Text | PreparedText, given, training_size: int) -> dict:

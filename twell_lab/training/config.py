@@ -34,6 +34,10 @@ class TrainConfig:
     The fields below are also the options of `twell-lab train`, whose help is read from here. The comment at
     TOUR, at the end of twell_lab/training/loop.py, says what the defaults give, and what else was tried.
 
+    What it begins with:
+        from_: a folder of a model to train further, or its name on the Hub: one of this project, or one of transformers
+            that is like Llama with a ReLU (twell_lab.relufy makes one). Sizes, vocabulary and tokenizer are its own.
+
     The text:
         text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless
             ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a
@@ -89,6 +93,7 @@ class TrainConfig:
         eval_windows: how many windows of the held-out text a validation and the profile read, at most.
         checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
             unless given, one about every five minutes.
+        log: writes the rows for tensorboard (into the run's folder) or wandb as well, whose package has to be there.
     """
 
     l1: float = 0.0
@@ -124,6 +129,8 @@ class TrainConfig:
     checkpoint_every: int | None = None
     kernels: Literal["off", "auto", "sparse"] = "off"
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    from_: str | PathLike | None = None
+    log: Literal["off", "tensorboard", "wandb"] = "off"
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -138,8 +145,9 @@ class TrainConfig:
                 words = " or ".join(map(repr, get_args(kind)))
                 raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
         path = (str, PathLike, type(None))
-        for name, kinds in (("compile", bool), ("text", (*path, Text, PreparedText)), ("tokenizer", path)):
-            if not isinstance(value := getattr(self, name), kinds):
+        kinds = {"compile": bool, "text": (*path, Text, PreparedText), "tokenizer": path, "from_": path}
+        for name, kind in {**kinds, "device": (str, type(None))}.items():
+            if not isinstance(value := getattr(self, name), kind):
                 raise InputError(f"{name} is {value!r:.80}; accepted: {get_type_hints(TrainConfig)[name]}")
         if self.kernels != "off" and self.activation != "relu" and self.gated:
             raise InputError(
@@ -153,28 +161,15 @@ class TrainConfig:
                 f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
                 "tokens after which a silent neuron counts as dead"
             )
-        try:
-            if not isinstance(self.device, (str, type(None))):
-                raise TypeError("not a name")
-            torch.device("cpu" if self.device is None else self.device)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(
-                f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None"
-            ) from error
-        self.model()
+        if self.from_ is None:
+            self.model()
+        elif self.tokenizer is not None:
+            raise InputError(f"tokenizer is {self.tokenizer!r} with from_; accepted: None, as the model has its own")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:
-        """The sizes of the model to train. vocabulary: the text's; 256 for bytes."""
-        return ModelConfig(
-            vocabulary=vocabulary,
-            d_model=self.d_model,
-            layers=self.layers,
-            heads=self.heads,
-            d_ff=self.d_ff,
-            context=self.context,
-            gated=self.gated,
-            activation=self.activation,
-        )
+        """Return the sizes of the model to train. vocabulary: the text's; 256 for bytes."""
+        names = ("d_model", "layers", "heads", "d_ff", "context", "gated", "activation")
+        return ModelConfig(vocabulary, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,10 +209,9 @@ class TrainResult:
     tokens: int
 
     def summary(self) -> dict:
-        """Everything but the weights, ready for JSON, without any path of this machine."""
+        """Return everything but the weights, ready for JSON, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
-        if config["tokenizer"] is not None:
-            config["tokenizer"] = os.path.basename(config["tokenizer"])
+        config |= {name: os.path.basename(config[name]) for name in ("tokenizer", "from_") if config[name] is not None}
         return {
             "config": config,
             "parameters": sum(weight.numel() for weight in self.model.parameters()),

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,15 +29,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.profile import profile
+from ..analysis.running import vocabulary_of
 from ..core import InputError
+from ..models.published import folder_of
 from ..models.tiny import LanguageModel
-from . import checkpoint, parallel
+from . import checkpoint, log, parallel, start
 from .config import TrainConfig, TrainResult
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Run, Stop
 from .schedule import l1_coefficient, learning_rate
-from .text.load import load_any
+from .text.load import load_any, tokenizer_of
 from .text.source import check_enough, spread_windows
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
@@ -52,7 +55,7 @@ def train(
     progress: bool = True,
     on_step: Callable[[dict], None] | None = None,
 ) -> TrainResult:
-    """Train a model from scratch, validate it, and count which of its neurons fire.
+    """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
     Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
     resumed had made all of its steps.
@@ -76,8 +79,10 @@ def train(
         TextError: for a text that cannot be read or is too short for the batch.
         DeviceError: for a device that is not there, and for more processes than GPUs.
         InputError: where the loss is no finite number, and nothing of that is saved; for a config that is no
-            TrainConfig; for a checkpoint that can't be read, or is of another model or config; for an `out` that holds
-            a run or a model, that another process is training into, or that lies in the folder of the text.
+            TrainConfig; for a model to start from that has no ReLU, or does not fit the config; for a checkpoint that
+            can't be read, or is of another model or config; for an `out` that holds a run or a model, that another
+            process is training into, or that lies in the folder of the text.
+        StackError: for an optional package that is missing.
         checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
     """
     if not isinstance(config, TrainConfig):
@@ -92,10 +97,16 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
+    show = ending.enter_context(log.writer(config.log, out or resume, checkpoint.fields_of(config), world.lead))
     state = None if resume is None else checkpoint.load(resume)
+    model, tokenizer = None, config.tokenizer
+    if config.from_ is not None:
+        model = start.load(config.from_)
+        config, tokenizer = start.fitted(config, model), tokenizer_of(folder_of(config.from_), vocabulary_of(model))
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
-    own = state is not None and Path(resume, checkpoint.TOKENIZER)
-    whole = load_any(config.text, tokenizer=own if own and own.is_file() else config.tokenizer)
+    if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
+        tokenizer = own
+    whole = load_any(config.text, tokenizer=tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
     described = checkpoint.describe(whole, config.text, training.size)
@@ -103,7 +114,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         checkpoint.check_same(state, config, described)
     if world.lead:
         _warn_of_few_texts_or_steps(config, len(training.tokens), state)
-    run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
+    fresh = partial(initial_model, config, whole.vocabulary)
+    run = Run(config, fresh() if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
@@ -126,7 +138,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     per_token = training.size / len(training.tokens)  # bytes
     silent = not world.lead  # whether it was said that no neuron fires
     lap, lap_step = time.perf_counter(), run.step
-    start, due = lap - run.seconds, lap + SAVE_EVERY
+    begun, due = lap - run.seconds, lap + SAVE_EVERY
     with (
         tqdm(
             total=config.steps,
@@ -169,17 +181,18 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
                 silent = silent or _warn_if_silent(row, config)
                 lap, lap_step = time.perf_counter(), step
-                row["seconds"] = lap - start
+                row["seconds"] = lap - begun
                 if world.device.type == "cuda":
                     row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                 run.history.append(row)
                 if metrics is not None:
                     print(json.dumps(row), file=metrics, flush=True)
+                show(row)
                 bits = row["ce"] / math.log(2) / per_token
                 bar.set_postfix_str(f"{bits:.3f} bits per byte, nnz {row['nnz']:.0f}", refresh=False)
                 if on_step is not None:
                     on_step(row)
-            run.seconds = time.perf_counter() - start
+            run.seconds = time.perf_counter() - begun
             if saved:
                 before = time.perf_counter()
                 save()
@@ -188,9 +201,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
             if stopping and not last:
                 break
-    model = run.trained_model()
+    model = run.trained_model(fresh)
     if out is not None:
-        world.led(lambda: model.save(out))
+        world.led(lambda: start.save(model, out, config.from_))
     if run.step < config.steps:
         raise checkpoint.Interrupted(out, run.step, config.steps)
     with autocast(config.dtype, world.device):
@@ -257,8 +270,11 @@ def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     return row
 
 
-def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
-    """The model before its first step, on the CPU: the same weights for the same seed, wherever it trains."""
+def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:
+    """Return the model before its first step, on the CPU: the one that it starts from, or the same weights for the same
+    seed, wherever it trains."""
+    if config.from_ is not None:
+        return start.load(config.from_)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return LanguageModel(config.model(vocabulary))

@@ -17,8 +17,15 @@ of training need another L1.
 
 from __future__ import annotations
 
-from ..core import InputError
+import json
+import os
+from contextlib import suppress
+from typing import get_type_hints
+
+from ..core import InputError, read_file
 from ..models.tiny import ModelConfig, parameters
+from .config import TrainConfig
+from .text.tokenizer import optional
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
@@ -56,9 +63,43 @@ def named(name: str) -> dict:
     Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES.
     """
     if name not in NAMES:
-        raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}")
+        raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}, or a file of YAML or JSON")
     _, values, more = _NAMED[name]
     return {**dict(zip(_FIELDS, values, strict=True)), "weight_decay": 0.1, "clip": 1.0, **more}
+
+
+def of(name: str) -> dict:
+    """Return the fields of TrainConfig of a configuration of this name (`named`), or that a YAML or JSON file holds.
+
+    In a file, names may have the dashes of the command's options. InputError for a name that is neither, and for a file
+    that can't be read, or has an entry that is no field; StackError for YAML without PyYAML."""
+    if name in NAMES or not os.path.isfile(name):
+        return named(name)
+    try:
+        content = read_file(name, 2**20).decode()
+        entries = json.loads(content) if name.endswith(".json") else _yaml(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the configuration {name!r}: {error}") from None
+    if not isinstance(entries, dict):
+        raise InputError(f"the configuration {name!r} holds a {type(entries).__name__}; accepted: `name: value` lines")
+    kinds, values = get_type_hints(TrainConfig), {}
+    for key, value in entries.items():
+        field = "from_" if key == "from" else str(key).replace("-", "_")
+        if field not in kinds:
+            raise InputError(f"{key!r} in {name!r} is no option; accepted: {', '.join(kinds)}")
+        if kinds[field] is float and isinstance(value, str):  # YAML takes 1e-3, without a point, for a string
+            with suppress(ValueError):
+                value = float(value)
+        values[field] = value
+    return values
+
+
+def _yaml(content: str):
+    yaml = optional("yaml", "a configuration in YAML", "pyyaml")
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def rows() -> list[dict]:

@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from ..analysis.switching import Switch
 from ..core import InputError
 from ..layers.find import feed_forwards, firing_layers
-from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import LayerTerm
-from ..models.swap import sparsify
-from ..models.tiny import LanguageModel
+from ..models.swap import densify, sparsify
 from ..ops.checks import all_finite
+from ..ops.clock import device_name
 from . import checkpoint, dead, parallel
 from .compiled import Compiled
 from .config import TrainConfig
@@ -35,11 +35,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW stores of each weight, beside 
 class Run:
     """The model being trained and everything beside it that a step changes.
 
-    model: the LanguageModel itself. objective: its Objective; joined: the same, inside DDP where that is used;
-    measure: the same once more, compiled where that is asked for, which is what a step calls.
-    """
+    objective: the model's Objective; joined: the same, inside DDP where that is used; measure: the same once more,
+    compiled where that is asked for, which is what a step calls."""
 
-    def __init__(self, config: TrainConfig, model: LanguageModel, tokens: Tensor, world: World) -> None:
+    def __init__(self, config: TrainConfig, model: nn.Module, tokens: Tensor, world: World) -> None:
         self.config, self.world = config, world
         self.model = model.to(world.device)
         self.switch: Switch | None = None
@@ -171,11 +170,7 @@ class Run:
             return {}
         layers = {layer.name: layer.module.learning for layer in self.layers}
         graphs = {} if self.graphs is None else {"graphs": self.graphs.state_dict()}
-        return {"device": self._device_name(), "below": self.switch.below, "layers": layers, **graphs}
-
-    def _device_name(self) -> str:
-        device = self.world.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"device": device_name(self.world.device), "below": self.switch.below, "layers": layers, **graphs}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's weights, whole, on the CPU."""
@@ -196,7 +191,7 @@ class Run:
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
             # On another kind of device the break-evens are measured again.
-            if not self.world.any(state.paths["device"] != self._device_name()):
+            if not self.world.any(state.paths["device"] != device_name(self.world.device)):
                 self.switch.below = state.paths["below"]
         if self.graphs is not None:
             if "graphs" in state.paths:
@@ -205,15 +200,16 @@ class Run:
                 self.graphs.changed_at = state.step
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
-    def trained_model(self) -> LanguageModel:
-        """Return the model as it is handed back: dense layers, whole weights, no hooks; in evaluation mode."""
+    def trained_model(self, fresh: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model as it is handed back: dense layers, whole weights, no hooks; in evaluation mode.
+
+        fresh: makes one to hold the weights that FSDP2 sharded."""
         self.objective.hooks.close()
-        if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
-            return self.model.eval()
-        with torch.random.fork_rng(devices=[]):  # drawing weights, overwritten below, is not to move torch's generator
-            made = LanguageModel(self.model.config)
-        made.load_state_dict(self.weights())
-        return made.to(self.world.device).eval()
+        if not self.sharded:
+            return densify(self.model).eval()
+        model = fresh()
+        model.load_state_dict(self.weights())
+        return model.to(self.world.device).eval()
 
 
 class Stop:

@@ -336,7 +336,7 @@ WRONG = {
     "gated": ("yes",),
     "lr": (0, math.inf),
     "seed": (-1, True, 2**64),
-    "device": ("gpu", 3.5, torch.device("cpu"), 0),
+    "device": (3.5, torch.device("cpu"), 0),
     "text": (7,),
     "tokenizer": (7,),
     "activation": ("gelu",),

@@ -8,9 +8,9 @@ from pathlib import Path
 from ...core import InputError
 from . import datasets, prepared
 from .prepared import PreparedText
-from .source import BYTES, Text, Tokenizer, load
+from .source import Text, load
+from .tokenizer import BYTES, Tokenizer, named, train
 from .tokenizer import load as load_tokenizer
-from .tokenizer import named, train
 
 
 def load_any(
@@ -53,11 +53,11 @@ def load_any(
 
 
 def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
-    """Return the tokenizer that a saved model's folder holds, or else bytes. InputError unless it has the
-    vocabulary."""
+    """Return the tokenizer that a model's folder holds, or else bytes. InputError where it does not go with a model of
+    this vocabulary, which may be larger than that of a BPE."""
     own = Path(folder) / "tokenizer.json"
     found = load_tokenizer(own) if own.is_file() else BYTES
-    if found.vocabulary != vocabulary:
+    if found.vocabulary > vocabulary or found == BYTES and vocabulary != BYTES.vocabulary:
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(
             f"the model has a vocabulary of {vocabulary}, and {found.vocabulary} would be read: {read}; accepted: a "
