@@ -133,22 +133,19 @@ class TrainConfig:
     log: Literal["off", "tensorboard", "wandb"] = "off"
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            value, kind = getattr(self, name), int if isinstance(least, int) else (int, float)
-            if name == "checkpoint_every" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-                whole = "whole " if kind is int else ""
-                raise InputError(f"{name} is {value!r:.80}; accepted: a {whole}number from {least:g} to {most:g}")
         for name, kind in get_type_hints(TrainConfig).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                words = " or ".join(map(repr, get_args(kind)))
-                raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
-        path = (str, PathLike, type(None))
-        kinds = {"compile": bool, "text": (*path, Text, PreparedText), "tokenizer": path, "from_": path}
-        for name, kind in {**kinds, "device": (str, type(None))}.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise InputError(f"{name} is {value!r:.80}; accepted: {get_type_hints(TrainConfig)[name]}")
+            value, accepted = getattr(self, name), getattr(kind, "__name__", kind)
+            if get_origin(kind) is Literal:
+                right, accepted = value in get_args(kind), " or ".join(map(repr, get_args(kind)))
+            elif name in _RANGES and value is not None:
+                least, most = _RANGES[name]
+                whole = isinstance(least, int)
+                right = type(value) in ((int,) if whole else (int, float)) and least <= value <= most
+                accepted = f"a {'whole ' if whole else ''}number from {least:g} to {most:g}"
+            else:
+                right = isinstance(value, kind)
+            if not right:
+                raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}")
         if self.kernels != "off" and self.activation != "relu" and self.gated:
             raise InputError(
                 f"kernels is {self.kernels!r} with activation {self.activation!r} in gated layers; accepted: kernels "
@@ -157,10 +154,7 @@ class TrainConfig:
         if self.batch % self.accumulate:
             raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:
-            raise InputError(
-                f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
-                "tokens after which a silent neuron counts as dead"
-            )
+            raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up")
         if self.from_ is None:
             self.model()
         elif self.tokenizer is not None:

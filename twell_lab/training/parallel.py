@@ -70,10 +70,9 @@ class World:
 def joined(device: str | None) -> Iterator[World]:
     """A context with this process's World: one of several processes under torchrun, otherwise the only one.
 
-    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU. Raises
-    DeviceError for a device that is not there and for more processes on this machine than it has GPUs, and InputError
-    where one GPU is named for several processes, or the processes cannot be joined.
-    """
+    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU.
+    DeviceError for a device that is not there and for more processes on this machine than it has GPUs; InputError where
+    one GPU is named for several processes, or they cannot be joined."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(present_device(device))
         return

@@ -1,13 +1,9 @@
 """A text of any length, prepared once: a folder with all of its tokens in one file, which training maps into memory.
 
-    twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
-    twell-lab train --config 0.5B --text texts/edu --out build/edu
-
-A Text is held in memory as a whole. Here documents are read, encoded and written one after the other, long files in
-pieces, so that only the disk limits the length, and all processes of a run map the same file. In the folder are
-`tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the
-manifest. Until all of it is written the tokens are called `tokens.bin.part`, and the next preparation begins anew.
-"""
+Documents are read, encoded and written one after the other, long files in pieces, so that only the disk limits the
+length. In the folder are `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and
+`twell-lab-text.json`, the manifest. Until all of it is written the tokens are called `tokens.bin.part`, and the next
+preparation begins anew."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from torch import Tensor
 
 from ...core import LOCK, InputError, TextError, locked_folder
 from . import datasets
-from .source import Readable, Text, check_apart, files_of, of_pieces
+from .source import Readable, Text, check_apart, files_of, of_pieces, pieces_of
 from .source import load as load_text
 from .tokenizer import Tokenizer, named, pieces
 from .tokenizer import load as load_tokenizer
@@ -42,15 +38,11 @@ CHUNK = 16 * 2**20  # bytes that are encoded at a time
 
 @dataclass(frozen=True, eq=False)
 class PreparedText(Readable):
-    """A text in a folder that `prepare` made, or a part of it, for everything that takes a Text to train on or to
-    profile with.
+    """A text in a folder that `prepare` made, or a part of it, to train on or to profile with, as a Text is.
 
-    Attributes:
-        name, sha256, size, source: of the text's bytes, as in Text.
-        tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory.
-        tokenizer: what the text was encoded with.
-        cut: bytes and tokens of the training part, which comes first, between two documents or pieces.
-    """
+    name, sha256, size, source: of the text's bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file:
+    what is not read takes no memory. tokenizer: what the text was encoded with. cut: bytes and tokens of the training
+    part, which comes first."""
 
     name: str
     sha256: str
@@ -96,25 +88,19 @@ def prepare(
     tokenizer: str | os.PathLike | Tokenizer | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> PreparedText:
-    """Read a text, encode it, and keep it in the folder `out`.
-
-    The end of the text becomes the validation part: 64 MiB, or a tenth of a shorter text. What a preparation that fails
-    or is killed has written is no text, and the next one writes over it.
+    """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
+    of a shorter text. What a preparation that fails or is killed has written is no text, and the next one writes over
+    it.
 
     Args:
         spec: as for load.load_any, but files may have any size, and a dataset, "hf:owner/name", is read to its end
             unless its "bytes" says how much.
         out: a new or empty folder.
-        tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB, or four fifths of a text of less than
-            100 MB), a file, or a tokenizer.
-        on_bytes: called again and again with the number of bytes of the text that were encoded so far.
+        tokenizer: as for load.load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of a shorter text.
+        on_bytes: called time after time with the number of bytes of the text that were encoded so far.
 
-    Raises:
-        TextError: for a text that can't be read, or has no document that begins where the validation part may.
-        InputError: for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
-            vocabulary.
-        StackError: for an optional package that is missing.
-    """
+    TextError for a text that can't be read, or has no document that begins where the validation part may. InputError
+    for an `out` that is not empty, can't be written or lies in the text's folder."""
     out, (name, documents, origin), wanted = Path(out), _stream(spec), named(tokenizer)
     check_apart(out, spec)
     try:
@@ -207,18 +193,7 @@ def _stream(spec) -> tuple[str, Iterator[bytes], Callable[[int], dict | None]]:
         return datasets.name_of(parts), datasets.documents(parts), lambda count: datasets.origin(parts, count)
     if isinstance(spec, (str, os.PathLike)):
         paths, name = files_of(spec)
-        return name, chain.from_iterable(map(_pieces_of, paths)), lambda count: None
+        return name, chain.from_iterable(map(pieces_of, paths)), lambda count: None
     text = spec if isinstance(spec, Text) else load_text(spec)
     files = (pieces(io.BytesIO(file.numpy().tobytes())) for file in text.data.tensor_split(text.starts[1:]))
     return text.name, chain.from_iterable(files), lambda count: text.source
-
-
-def _pieces_of(path: Path) -> Iterator[bytes]:
-    """Yield the pieces of a file, none of a binary one."""
-    try:
-        with open(path, "rb") as file:
-            if not any(b"\0" in piece for piece in pieces(file)):
-                file.seek(0)
-                yield from pieces(file)
-    except OSError as error:
-        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

@@ -1,9 +1,8 @@
 """The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
 
-Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes, so there is nothing to
-train, ship or trust. The default text is the source of Python's own standard library (PSF licence), which is on every
-machine that runs this; it differs by Python version, so its SHA-256 goes into every record. A command line may also
-name a dataset or a prepared text: twell_lab.training.text.load knows those."""
+Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes. The default text is the
+source of Python's own standard library (PSF licence), which is on every machine that runs this; it differs by Python
+version, so its SHA-256 goes into every record."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core import InputError, TextError
-from .tokenizer import BYTES, Tokenizer
+from .tokenizer import BYTES, Tokenizer, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
@@ -46,8 +45,8 @@ class Readable:
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """Return what a record keeps of a text: its name, SHA-256 and size in bytes, what its tokenizer says of itself
-        unless it is Bytes, and the source of a dataset."""
+        """Return what a record keeps: name, SHA-256, size in bytes, the tokenizer unless it is bytes, the source of a
+        dataset."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
         if self.tokenizer != BYTES:
             fields["tokenizer"] = self.tokenizer.describe()
@@ -58,13 +57,9 @@ class Readable:
 class Text(Readable):
     """A text as bytes, with where its files begin.
 
-    Attributes:
-        name: what to call it in a record; never a path of this machine.
-        sha256: hexadecimal digest of the bytes in `data`, uint8 [size] on the CPU.
-        starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
-        tokenizer: what a model reads the text as.
-        source: for a dataset, where it comes from (twell_lab.training.text.datasets), ready for JSON.
-    """
+    name: what to call it in a record; never a path of this machine. sha256: hexadecimal digest of the bytes in `data`,
+    uint8 [size] on the CPU. starts: position of the first byte of each file, ascending. tokenizer: what a model reads
+    the text as. source: for a dataset, where it comes from, ready for JSON."""
 
     name: str
     sha256: str
@@ -94,8 +89,7 @@ class Text(Readable):
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
         than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
-        share. Raises TextError where either part would be empty.
-        """
+        share. Raises TextError where either part would be empty."""
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
         wanted, share = fraction * self.size, (1 - fraction) * self.size
@@ -111,11 +105,11 @@ class Text(Readable):
         return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
 
 
-def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Text:
-    """Return the Text whose files are these pieces, none of which is empty."""
-    content = bytearray().join(pieces)
+def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text:
+    """Return the Text of these files, none of which is empty."""
+    content = bytearray().join(files)
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
+    return Text(name, digest(data), data, tuple(accumulate(map(len, files[:-1]), initial=0)), source=source)
 
 
 def load(path: str | os.PathLike | None) -> Text:
@@ -126,8 +120,7 @@ def load(path: str | os.PathLike | None) -> Text:
 def standard_library() -> Text:
     """Return the source of this Python's standard library, without tests and installed packages (about 10 MB).
     TextError where this Python came without its source."""
-    name = f"Python {platform.python_version()} standard library"
-    folder = Path(sysconfig.get_path("stdlib"))
+    folder, name = Path(sysconfig.get_path("stdlib")), f"Python {platform.python_version()} standard library"
     files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
     if not files:
         raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
@@ -138,12 +131,9 @@ def read(path: str | os.PathLike) -> Text:
     """Return the text of one file, or of every text file below a folder.
 
     The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
-    parts), with nothing between them: for a folder of plain text files, `find . -type f | LC_ALL=C sort | xargs cat |
-    sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL byte,
-    which UTF-16 text does too) and links to folders.
-
-    Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB.
-    """
+    parts), with nothing between them: `find . -type f | LC_ALL=C sort | xargs cat | sha256sum` gives the same digest.
+    Left out are names that begin with a dot, binary files (they hold a NUL byte, which UTF-16 text does too) and links
+    to folders. Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB."""
     files, name = files_of(path)
     text = _join(name, files)
     if not text.size:
@@ -153,8 +143,7 @@ def read(path: str | os.PathLike) -> Text:
 
 def files_of(path: str | os.PathLike) -> tuple[list[Path], str]:
     """Return the files that make up the text at a path, in their order, and the name of the text: the last part of the
-    path, or its escapes where it is not printable. TextError for a path that can't be read, or is neither a file nor a
-    folder."""
+    path, or its escapes where it is not printable. TextError for what can't be read, or is neither file nor folder."""
     path = Path(path)
     try:
         path.stat()  # says why there is nothing
@@ -168,9 +157,8 @@ def files_of(path: str | os.PathLike) -> tuple[list[Path], str]:
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder`, ordered by the bytes of their relative paths. OSError where that fails.
-
-    skip: names of folders to leave out."""
+    """Return the files below `folder`, ordered by the bytes of their relative paths, without the folders called as in
+    `skip`. OSError where that fails."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -182,23 +170,27 @@ def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     return sorted(paths, key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
 
 
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """Yield a file in pieces; none of a binary one. TextError, with its name, where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            if not any(b"\0" in piece for piece in pieces(file)):
+                file.seek(0)
+                yield from pieces(file)
+    except OSError as error:
+        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+
+
 def _join(name: str, paths: Iterable[Path]) -> Text:
-    """Return the contents of the files that are text, joined. TextError names a file that can't be read."""
-    pieces, size = [], 0
+    files, size = [], 0
     for path in paths:
-        try:
-            if size + path.stat().st_size > LARGEST:
-                raise TextError(
-                    f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
-                    "twell-lab prepare makes of it"
-                )
-            content = path.read_bytes()
-        except OSError as error:
-            raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-        if content and b"\0" not in content:
-            pieces.append(content)
-            size += len(content)
-    return of_pieces(name, pieces)
+        if (size := size + path.stat().st_size) > LARGEST:
+            raise TextError(
+                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
+                "makes of it"
+            )
+        files.append(b"".join(pieces_of(path)))
+    return of_pieces(name, [*filter(None, files)])
 
 
 def digest(data: Tensor) -> str:
@@ -222,10 +214,8 @@ def check_apart(folder: str | os.PathLike, text) -> None:
 
 
 def check_enough(training: Readable, validation: Readable, batch: int, context: int) -> None:
-    """Raise TextError unless a batch fits into the training text and one window into the validation text.
-
-    A window is `context` tokens and the one that follows them.
-    """
+    """Raise TextError unless a batch of windows of `context` tokens, and the one that follows them, fits into the
+    training text and one window into the validation text."""
     for part, windows in ((training, batch), (validation, 1)):
         if len(part.tokens) <= windows * context:
             raise TextError(
@@ -235,11 +225,10 @@ def check_enough(training: Readable, validation: Readable, batch: int, context: 
 
 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """Return `count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
+    """Return `count` windows that begin anywhere in `data`: int64 [count, context + 1] on its device.
 
-    data: bytes or tokens, any integer dtype [n]. generator: draws the positions, on the CPU, so that every device
-    trains on the same windows.
-    """
+    data: bytes or tokens, any integer dtype [n]. generator: draws the positions on the CPU, the same for every
+    device."""
     starts = torch.randint(data.numel() - context, (count, 1), generator=generator)
     return _windows(data, starts, context)
 
