@@ -11,30 +11,31 @@ from pathlib import Path
 from .text.tokenizer import optional
 
 
+def library(kind: str):
+    """Return the package that writes for TrainConfig's `log`, None for "off". StackError where it is missing."""
+    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+    return optional(modules[kind], f"log {kind!r}", kind) if kind in modules else None
+
+
 @contextmanager
-def writer(kind: str, folder: str | os.PathLike | None, fields: dict, lead: bool) -> Iterator[Callable[[dict], object]]:
+def writer(kind: str, package, folder: str | os.PathLike | None, fields: dict, lead: bool) -> Iterator[Callable]:
     """A context with a function that takes a row of the history; only the leading process writes.
 
-    kind: as in TrainConfig. folder: the run's, in whose folder tensorboard/ or wandb/ the files go; without one they
-    are where the library puts them. fields: of the config, for Weights & Biases. StackError where it is missing."""
-    if kind == "tensorboard":
-        library = optional("torch.utils.tensorboard", "log 'tensorboard'", "tensorboard")
-    elif kind == "wandb":
-        library = optional("wandb", "log 'wandb'")
-    if kind == "off" or not lead:
+    package: from `library`. folder: the run's, in which the files get a folder of their own; without one they are where
+    the library puts them. fields: of the config, for Weights & Biases."""
+    if package is None or not lead:
         yield lambda row: None
     elif kind == "tensorboard":
-        with library.SummaryWriter(None if folder is None else str(Path(folder, "tensorboard"))) as board:
+        with package.SummaryWriter(None if folder is None else str(Path(folder, "tensorboard"))) as board:
             yield lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
     else:
-        with library.init(project="twell-lab", dir=folder, config=fields) as run:
+        with package.init(project="twell-lab", dir=folder, config=fields) as run:
             yield lambda row: run.log(numbers(row), step=row["step"])
 
 
 def numbers(row: dict) -> dict[str, float]:
     """Return the numbers of a row by name, those of a list with their places: nnz_layers/0. None is left out."""
-    found = {}
+    flat: dict = {}
     for name, value in row.items():
-        many = {f"{name}/{place}": one for place, one in enumerate(value)} if isinstance(value, list) else {name: value}
-        found |= {key: one for key, one in many.items() if one is not None and key != "step"}
-    return found
+        flat |= {f"{name}/{at}": one for at, one in enumerate(value)} if isinstance(value, list) else {name: value}
+    return {name: value for name, value in flat.items() if value is not None and name != "step"}

@@ -1,16 +1,10 @@
 """L1 training: a loop that makes the feed-forward layers of a small language model sparse.
 
-The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where
-h is what enters the down projection. This is the convention of the published code of "Sparser, Faster,
-Lighter Transformer Language Models" (arXiv 2603.23198), and of the 2e-5 that it recommends. The paper's formula
-averages over neurons as well: there the same pressure takes a coefficient d_ff times larger.
-
-No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a re-initialisation.
-
-    torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
-
-trains on two GPUs the model that `twell-lab train` with the same options trains on one (twell_lab.training.parallel).
-"""
+The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where h is what
+enters the down projection. This is the convention of the published code of arXiv 2603.23198, and of the 2e-5 that it
+recommends. The paper's formula averages over neurons as well: there the same pressure takes a coefficient d_ff times
+larger. No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a
+re-initialisation."""
 
 from __future__ import annotations
 
@@ -58,30 +52,25 @@ def train(
     """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
     Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
-    resumed had made all of its steps.
+    resumed had made all of its steps. Under torchrun, the processes stop together, at the next row of the history.
 
     Args:
         config: what to train, on what, and how long.
-        out: a folder for the trained model, metrics.jsonl (the rows of the history) and a checkpoint. It is saved every
-            `checkpoint_every` steps (or about every five minutes), at the end, and on Ctrl-C or SIGTERM, and replaces
-            the one before. Under torchrun, the processes stop together, at the next row of the history. Only one run at
-            a time trains into a folder.
+        out: a folder, of this run alone, for the trained model, metrics.jsonl (the rows of the history) and a
+            checkpoint. It is saved every `checkpoint_every` steps (or about every five minutes), at the end, and on
+            Ctrl-C or SIGTERM, and replaces the one before.
         resume: such a folder: go on from its checkpoint, as if the run had never stopped. The config must be the one it
             began with, but for the fields in checkpoint.FREE; with more `steps`, the learning rate falls along their
             cosine from there on. `out` is that folder unless given.
         progress: show a bar on stderr, where that is a terminal.
         on_step: called with each row of the history as it is made.
 
-    Returns:
-        The model, the history of its training, and what it does on held-out text.
-
     Raises:
         TextError: for a text that cannot be read or is too short for the batch.
         DeviceError: for a device that is not there, and for more processes than GPUs.
-        InputError: where the loss is no finite number, and nothing of that is saved; for a config that is no
-            TrainConfig; for a model to start from that has no ReLU, or does not fit the config; for a checkpoint that
-            can't be read, or is of another model or config; for an `out` that holds a run or a model, that another
-            process is training into, or that lies in the folder of the text.
+        InputError: where the loss is no finite number, and nothing of that is saved; for a model to start from that has
+            no ReLU, or does not fit the config; for a checkpoint that can't be read, or is of another model or config;
+            for an `out` that holds a run or a model, is in use, or lies in the folder of the text.
         StackError: for an optional package that is missing.
         checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
     """
@@ -97,7 +86,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
-    show = ending.enter_context(log.writer(config.log, out or resume, checkpoint.fields_of(config), world.lead))
+    board = log.library(config.log)
     state = None if resume is None else checkpoint.load(resume)
     model, tokenizer = None, config.tokenizer
     if config.from_ is not None:
@@ -133,6 +122,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
 
     if out is not None:
         world.led(begin)
+    show = ending.enter_context(log.writer(config.log, board, out, checkpoint.fields_of(config), world.lead))
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
     per_token = training.size / len(training.tokens)  # bytes
@@ -286,19 +276,14 @@ def autocast(dtype: str, device: torch.device):
 
 
 def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, state: checkpoint.State | None) -> None:
-    """Warn where a run reads a text of `tokens` training tokens more than FRESH times over, and where all of its steps
-    had been made."""
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
         _warn(
             f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
-            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to "
-            "give: a longer text or fewer steps would do better"
+            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to give"
         )
     if state is not None and state.step >= config.steps:
-        _warn(
-            f"all {config.steps} steps of the run had been made: only its neurons are counted again; more steps go on"
-        )
+        _warn(f"all {config.steps} steps of the run had been made: its neurons are counted anew; more steps go on")
 
 
 def _warn_if_silent(row: dict, config: TrainConfig) -> bool:
@@ -306,8 +291,8 @@ def _warn_if_silent(row: dict, config: TrainConfig) -> bool:
     if not row["nnz"]:
         _warn(
             f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch "
-            f"(cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
-            "does not fire gets no gradient; a smaller l1, a longer l1_warmup, or reinit may help"
+            f"(cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the penalty has switched "
+            "them off; a smaller l1, a longer l1_warmup, or reinit may help"
         )
     return not row["nnz"]
 

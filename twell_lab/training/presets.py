@@ -1,19 +1,14 @@
 """Sizes to train at, by name: from a million weights on a CPU to the shapes of the paper's models.
 
-The paper's (arXiv 2603.23198, appendix B, and the configurations of its published code): d_model 2048, d_ff 5632 (8192
-without a gate), 32 heads, 8, 18, 28 and 38 layers for 0.5B, 1B, 1.5B and 2B; 512 sequences of 2048 tokens a step, about
-a million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
-recommends; about 10, 20, 30 and 40 billion tokens. Four things differ here: the learning rate falls to a tenth instead
-of 0, rotary positions turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead
-of one, and the tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152. So many tokens are
-prepared on disk first (twell_lab.training.text.prepared); a text held in memory has at most 1 GiB, some 0.2 billion
-tokens.
+The paper's (arXiv 2603.23198, appendix B, and its published code): d_model 2048, d_ff 5632 (8192 without a gate), 32
+heads, 8 to 38 layers; 512 sequences of 2048 tokens a step; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight
+decay 0.1, clip 1.0; L1 2e-5. Four things differ here: the learning rate falls to a tenth instead of 0, rotary positions
+turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and the
+tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152.
 
-The smaller configurations are this project's. Of these, 1M was measured (see the comment at TOUR in
-twell_lab/training/loop.py). The L1 of the others lies between values that were tried, as a place to begin: at d_model
-768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths
-of training need another L1.
-"""
+The smaller configurations are this project's. Of these, 1M was measured (see the comment at TOUR in loop.py). The L1 of
+the others lies between values that were tried, as a place to begin: at d_model 768 and d_ff 2048, after 1000 steps,
+3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of training need another L1."""
 
 from __future__ import annotations
 
@@ -22,6 +17,7 @@ import os
 from contextlib import suppress
 from typing import get_type_hints
 
+from .. import records
 from ..core import InputError, read_file
 from ..models.tiny import ModelConfig, parameters
 from .config import TrainConfig
@@ -105,31 +101,25 @@ def _yaml(content: str):
 def rows() -> list[dict]:
     """Return one dict a configuration, ready for JSON: name, sizes, vocabulary, parameters, tokens a step and in all,
     L1, and what it is for ("purpose")."""
-    made = []
+    listed = []
     for name, (purpose, _, more) in _NAMED.items():
         fields = named(name)
         sizes = {key: fields[key] for key in ("d_model", "d_ff", "layers", "heads", "context")}
         sizes["vocabulary"] = BPE if "tokenizer" in more else BYTES
         step = fields["batch"] * fields["context"]
         counted = {"tokens_a_step": step, "tokens": step * fields["steps"], "l1": fields["l1"], "purpose": purpose}
-        made.append({"name": name, **sizes, "parameters": parameters(ModelConfig(**sizes)), **counted})
-    return made
+        listed.append({"name": name, **sizes, "parameters": parameters(ModelConfig(**sizes)), **counted})
+    return listed
 
 
 def table() -> str:
-    """Return the configurations as lines of text, for --help."""
-    lines = [f"{'name':5} {'weights':>8} {'layers':>6} {'d_model':>7} {'d_ff':>5} {'tokens':>7} {'L1':>6}  for"]
-    lines += [
-        f"{row['name']:5} {_short(row['parameters']):>8} {row['layers']:>6} {row['d_model']:>7} {row['d_ff']:>5} "
-        f"{_short(row['tokens']):>7} {row['l1']:>6.0e}  {row['purpose']}"
-        for row in rows()
-    ]
-    return "\n".join(lines)
+    """Return the configurations as lines of text, for --config list."""
+    shown = [row | {name: _short(row[name]) for name in ("parameters", "tokens")} for row in rows()]
+    columns = {"name": "name", "parameters": "weights", "layers": "layers", "d_model": "d_model", "d_ff": "d_ff"}
+    return records.table(shown, {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})
 
 
 def _short(count: int) -> str:
-    """1,114,240 as "1.1M"."""
-    for size, letter in ((10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count / 1000:.3g}k"
+    """Return 1,114,240 as "1.1M"."""
+    size, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
+    return f"{count / size:.3g}{letter}"
