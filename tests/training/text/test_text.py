@@ -102,21 +102,6 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
         source.read(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize("locked", ["file", "folder"])
-def test_what_may_not_be_read_is_refused_by_name(tmp_path, monkeypatch, locked):
-    write(tmp_path, folder__file=b"secret\n")
-
-    def refuse(path, *rest):  # permission bits do not stop root, which tests may run as
-        if os.fspath(path).endswith(locked):
-            raise PermissionError(13, "Permission denied", os.fspath(path))
-        return original(path, *rest)
-
-    original = os.scandir if locked == "folder" else open
-    monkeypatch.setattr("os.scandir" if locked == "folder" else "io.open", refuse)
-    with pytest.raises(TextError, match=f"Permission denied.*{locked}"):
-        source.read(tmp_path)
-
-
 def test_a_folder_too_large_for_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "LARGEST", 10)
     write(tmp_path, a=b"12345", b=b"123456")

@@ -127,27 +127,6 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
         same_as_unbroken(config, out, step, curve)
 
 
-@pytest.mark.filterwarnings("ignore:100000 steps")
-def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_text):
-    """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    out = tmp_path / "out"
-    sizes = options(tiny(), "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")
-    with subprocess.Popen(
-        [sys.executable, "-m", "twell_lab", "train", "--text", tmp_path / "text.py", "--out", out, *sizes]
-        + ["--steps=100000"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as stopped:
-        wait_for_rows(out, 20, stopped)
-        stopped.stdout.close()
-        stopped.send_signal(signal.SIGINT)
-        assert stopped.wait() == 130
-    assert checkpoint.load(out).step >= 20
-
-
 def wait_for_rows(out: Path, rows: int, process) -> None:
     metrics, deadline = out / "metrics.jsonl", time.monotonic() + 600
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
@@ -254,12 +233,6 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["train", "--resume", "../out", "--steps", "3"]) == 0
-
-
-def test_a_tokenizer_that_a_run_left_before_it_saved_anything_is_not_read(tiny, tmp_path):
-    (tmp_path / "tokenizer.json").write_text("of a run that was killed")
-    train(tiny(), out=tmp_path, progress=False)
-    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
