@@ -89,8 +89,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
-        self.running = False
+        self.running = False  # a validation calls the model alone, and must not fill the lists with gigabytes
         layers = firing_layers(model)
         # A list for each layer (see SparseFFN.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
         # enters the down projection of a dense layer.
@@ -109,17 +108,11 @@ class Objective(nn.Module):
             into.append(h)
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
-        """Return loss and penalty of some windows.
+        """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
+        cross-entropy and penalty, [2]; then l1, nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by
+        layer, float32 [layers] each, or five empty tensors if not `count`.
 
-        Args:
-            windows: int64 [batch, context + 1].
-            l1: the coefficient, a scalar; None for no penalty.
-            count: whether to return the numbers by layer.
-
-        Returns:
-            Seven tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
-            nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by layer, float32 [layers] each, or
-            five empty tensors if not `count`."""
+        l1: the coefficient, a scalar; None for no penalty."""
         self._forget()
         self.running = True
         for layer, seen in self.sparse:

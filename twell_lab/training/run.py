@@ -200,9 +200,9 @@ class Run:
     def trained_model(self, fresh: Callable[[], nn.Module]) -> nn.Module:
         """Return the model as it is handed back: dense layers, whole weights, no hooks; in evaluation mode.
 
-        fresh: makes one to hold the weights that FSDP2 sharded."""
+        fresh: makes one to hold the weights that FSDP2 sharded, or whose layers were compiled one by one."""
         self.objective.hooks.close()
-        if not self.sharded:
+        if not self.sharded and self.graphs is None:
             return densify(self.model).eval()
         model = fresh()
         model.load_state_dict(self.weights())

@@ -60,15 +60,6 @@ def test_neurons_with_a_gate_that_nothing_opens_come_back():
     assert (~fired[0]).sum() >= 10 and fired[-1].all()
 
 
-def test_half_precision_rows_are_mixed_in_float32():
-    changed = layer()
-    changed.gate.bfloat16()
-    before = changed.gate.weight.detach().float()
-    reinitialise(changed, torch.ones(8, dtype=torch.bool), 0.1, 0.02, drawn())
-    noise = torch.randn(8, 5, generator=drawn())
-    assert torch.equal(changed.gate.weight, (0.9 * before + 0.1 * (noise * 0.02)).bfloat16())
-
-
 def test_a_sharded_weight_changes_as_a_whole_one_does():
     """One process is enough to see that the rows land where they belong; tests of the trainer use two."""
     import torch.distributed as dist

@@ -210,22 +210,6 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
         assert [layer.module.learning for layer in run.layers] == paths
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_processes_agree_whether_to_measure_again(tiny, saved, other):
-    """One of them is on another kind of device: all measure again, since it could not alone."""
-
-    class Two(parallel.World):
-        def any(self, flag):
-            return flag or other
-
-    config = tiny(kernels="auto")
-    run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
-    state = checkpoint.load(saved)
-    state.paths["below"] = {"layers.0.mlp": 3.0, "layers.1.mlp": 3.0}
-    run.restore(state)
-    assert run.switch.below == (None if other else state.paths["below"])
-
-
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
     monkeypatch.chdir(tmp_path)

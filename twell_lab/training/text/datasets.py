@@ -1,8 +1,7 @@
 """A Hugging Face dataset as a text: streamed from its beginning, as much of it as is asked for.
 
 Needs the `datasets` library, an optional package, and a network for a dataset of the Hub. The paper (arXiv 2603.23198)
-trains on a deduplicated fineweb-edu; "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of 10 billion tokens
-of the original. Nothing is kept on disk here but what the library itself caches."""
+trains on a deduplicated fineweb-edu; "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
 
 from __future__ import annotations
 
@@ -24,11 +23,9 @@ _PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "re
 def parse(spec: str) -> dict:
     """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
-    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files. All others may be left out:
-    subset, a configuration of the dataset; split; column, the one that holds the documents; bytes, after which the last
-    document is cut; revision, a branch, tag or commit. InputError for a part of another name, or bytes that are no
-    whole number from 1 up.
-    """
+    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files; the others may be left out.
+    column: holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or
+    bytes that are no whole number from 1 up."""
     name, _, rest = spec.removeprefix("hf:").partition("?")
     try:
         parts = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
@@ -44,11 +41,11 @@ def parse(spec: str) -> dict:
 
 
 def documents(parts: dict) -> Iterator[bytes]:
-    """Yield the documents of a dataset in their order, streamed: the bytes of each and an empty line; empty ones are
-    left out.
+    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty
+    line.
 
-    parts: from `parse`. Raises StackError without the `datasets` library, and TextError, naming what was asked for,
-    where the dataset is not there or cannot be reached, lacks the subset, split or column, or holds no text."""
+    parts: from `parse`. StackError without the library, and TextError, naming what was asked for, where the dataset is
+    not there or cannot be reached, lacks the subset, split or column, or holds no text."""
     library, size = optional("datasets", "a Hugging Face dataset"), 0
     dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
     tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"

@@ -81,9 +81,8 @@ BYTES = Tokenizer()
 class BPE(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
-    content: its JSON, as `train` makes it and tokenizer.json files hold it (such as GPT-2's). name: for records.
-    Raises StackError without the library, and TextError for JSON that the library does not take.
-    """
+    content: its JSON, as tokenizer.json files hold it (such as GPT-2's). name: for records. StackError without the
+    library, and TextError for JSON that the library does not take."""
 
     unit = "tokens"
 
@@ -115,10 +114,8 @@ class BPE(Tokenizer):
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
         """Return the tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
 
-        starts: where its files begin. No token reaches from one file into the next, nor from one piece of a long file
-        into the next (see `pieces`). Each byte that is no UTF-8 becomes a token of its own. Raises TextError for a
-        tokenizer whose tokens do not stand for every byte.
-        """
+        No token reaches from one file, or one piece of a long file (see `pieces`), into the next. Each byte that is no
+        UTF-8 becomes a token of its own. TextError for a tokenizer whose tokens do not stand for every byte."""
         kind, raw = np.int16 if self.vocabulary <= 2**15 else np.int32, data.cpu().numpy().tobytes()
         parts, tokens = [*_strings(raw, starts)], [np.empty(0, kind)]
         for at in range(0, len(parts), _BATCH):
@@ -148,9 +145,7 @@ class BPE(Tokenizer):
 def train(text: Text, vocabulary: int) -> BPE:
     """Return a byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
 
-    text: only the training part (Text.split), so that nothing is learned from what is held out.
-    vocabulary: 256 bytes and vocabulary - 256 merges; fewer where a short text has no more pairs to merge.
-    """
+    text: the training part alone. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -182,12 +177,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
-
-    tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
-    InputError for a vocabulary that is no whole number from 256 to 2**20, StackError for one without the tokenizers
-    library, and TextError as `load`.
-    """
+    """Return the tokenizer that a command line or a config means (see load.load_any), or the vocabulary of one that is
+    yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is None or tokenizer == "bytes":
