@@ -2,7 +2,6 @@
 damaged."""
 
 import dataclasses
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +19,8 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text import load, prepared, source
 from twell_lab.training.text.source import BYTES
+
+FILES = ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
 
 
 @pytest.fixture
@@ -56,11 +57,7 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     raw = whole.data.numpy().tobytes()
     for part, own in ((training, raw[: training.size]), (validation, raw[training.size :])):
         assert made.tokenizer.decode(part.tokens) == own
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "tokenizer.json",
-        "tokens.bin",
-        "twell-lab-text.json",
-    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
 
 
@@ -68,9 +65,7 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
 def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
     documents = [each.replace(b"\0", b" ") for each in documents]
     raw, starts = b"".join(documents), [sum(map(len, documents[:i])) for i in range(len(documents))]
-    whole = source.Text(
-        "some", hashlib.sha256(raw).hexdigest(), torch.frombuffer(bytearray(raw), dtype=torch.uint8), tuple(starts)
-    )
+    whole = source.of_pieces("some", documents)
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "CHUNK", chunk)
@@ -194,7 +189,7 @@ def whole_or_cleared(out, folder):
             prepared.prepare(folder, out)
     else:
         prepared.prepare(folder, out)
-    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
+    assert sorted(path.name for path in out.iterdir()) == FILES
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

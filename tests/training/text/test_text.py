@@ -46,15 +46,8 @@ def test_a_file_is_its_bytes_and_names_carry_no_folder(tmp_path):
 
 
 def test_hidden_binary_and_empty_files_of_a_folder_are_left_out(tmp_path):
-    write(
-        tmp_path,
-        _dot_git__config=b"hidden\n",
-        _dot_env=b"hidden\n",
-        picture=b"\x89PNG\0\0",
-        empty=b"",
-        kept=b"kept\n",
-        last=b"!",
-    )
+    write(tmp_path, _dot_git__config=b"hidden\n", _dot_env=b"hidden\n", picture=b"\x89PNG\0\0", empty=b"")
+    write(tmp_path, kept=b"kept\n", last=b"!")
     read = source.read(tmp_path)
     assert content(read) == b"kept\n!" and read.starts == (0, 5)
 
@@ -165,11 +158,3 @@ def test_spread_windows_predict_no_byte_twice(size, count, context):
     if count > 1:  # all over the text, not only its beginning
         assert windows[-1, -1] >= size * (1 - 1 / len(windows)) - context
     assert (windows.diff(dim=1) == 1).all() and windows.max() < size
-
-
-def test_too_little_text_names_the_sizes():
-    with pytest.raises(TextError, match="90 bytes; 4 windows of 32 need at least 129"):
-        source.check_enough(*joined([90, 10]).split(), batch=4, context=32)
-    with pytest.raises(TextError, match="10 bytes; 1 windows of 32 need at least 33"):
-        source.check_enough(*joined([90, 10]).split(), batch=1, context=32)
-    source.check_enough(*joined([300, 33]).split(), batch=4, context=32)

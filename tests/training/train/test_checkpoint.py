@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.train.harming import full_at, killed_at
+from tests.training.train.interrupting import wait_for_rows
 from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
 from twell_lab.analysis import switching
 from twell_lab.app import cli
@@ -99,24 +99,13 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
     text, out = tmp_path / "text.py", tmp_path / "out"
     text.write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=text, steps=100_000, checkpoint_every=5)
-    sizes = options(
-        config,
-        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
-        *("eval_windows", "device", "l1", "checkpoint_every"),
-    )
     step = 0
-    for number, asked in [(signal.SIGKILL, ["--text", text, "--out", out, *sizes])] + [
-        (number, ["--resume", out]) for number in SIGNALS
-    ]:
+    pipes = dict(env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for number in (signal.SIGKILL, *SIGNALS):
+        asked = ["--resume", out] if step else ["--text", text, "--out", out, *options(config)]
         (out / "metrics.jsonl").unlink(missing_ok=True)
-        with subprocess.Popen(
-            [sys.executable, "-m", "twell_lab", "train", *asked],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            wait_for_rows(out, step // 2 + 20, process)
+        with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", *asked], **pipes) as process:
+            wait_for_rows(process, out, step // 2 + 20)
             process.send_signal(number)
             printed, told = process.communicate(timeout=600)
         if number != signal.SIGKILL:
@@ -125,13 +114,6 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
             assert checkpoint.load(out).step > step and LanguageModel.load(out)
         step = checkpoint.load(out).step
         same_as_unbroken(config, out, step, curve)
-
-
-def wait_for_rows(out: Path, rows: int, process) -> None:
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 600
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-        time.sleep(0.01)
 
 
 def same_as_unbroken(config, folder, step, curve) -> None:

@@ -44,11 +44,7 @@ def runs(tiny, some_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
-    shared = options(
-        config,
-        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
-        *("eval_windows", "device", "text", *EVERYTHING),
-    )
+    shared = [*options(config), f"--text={config.text}"]
     (folder / "file").write_text("in the way")  # only the first process finds out, and none is to wait for it
     asked = [([*shared, f"--out={folder / 'file'}"], 2)]
     asked += [

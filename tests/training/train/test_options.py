@@ -78,15 +78,7 @@ def test_the_coefficient_waits_and_then_climbs(tiny):
     assert [l1_coefficient(config, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert l1_coefficient(tiny(l1=2.0), 1) == 2.0
     terms = {row["step"]: row["l1_term"] / (sum(row["l1_layers"]) / 2) for row in train(config, progress=False).history}
-    assert {step: round(value, 5) for step, value in terms.items()} == {
-        1: 0,
-        2: 0,
-        4: 0.5,
-        6: 1.5,
-        8: 2.0,
-        10: 2.0,
-        12: 2.0,
-    }
+    assert [round(value, 5) for value in terms.values()] == [0, 0, 0.5, 1.5, 2.0, 2.0, 2.0]
 
 
 # Dead neurons

@@ -14,7 +14,6 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, presets
 from twell_lab.training.loop import train
 from twell_lab.training.text.load import load_any
-from twell_lab.training.text.source import spread_windows
 
 SIZES = {"d_model": 128, "layers": 4, "heads": 4, "d_ff": 512}  # the defaults: given to no model that is there
 
@@ -216,12 +215,3 @@ def test_a_writer_that_is_missing_is_named_before_anything_is_trained(tiny, tmp_
     with pytest.raises(StackError, match=f"log '{kind}' needs the {kind} library: pip install {kind}"):
         train(tiny(log=kind), out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_windows_of_a_model_of_transformers_are_measured_as_ours(llama, some_text):
-    from twell_lab.training.objective import bits_per_byte
-
-    model, windows = tl.load(llama(), dtype=torch.float32), spread_windows(some_text.data, 4, 8)
-    logits = model(windows[:, :-1]).logits.log_softmax(-1)
-    nats = -logits.gather(-1, windows[:, 1:, None]).mean().item()
-    assert bits_per_byte(model, windows) == pytest.approx(nats / 0.6931472, rel=1e-5)
