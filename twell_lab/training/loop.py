@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -109,19 +110,10 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
     out = resume if out is None else out
-    metrics = None
-
-    def begin() -> None:
-        nonlocal metrics
-        opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
-        metrics = ending.enter_context(opened)
-
-    def save() -> None:
-        current = run.state(described)
-        world.led(lambda: checkpoint.save(out, current))
-
+    metrics: list[IO[str]] = []  # the file of the rows, in the process that writes it
     if out is not None:
-        world.led(begin)
+        opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
+        world.led(lambda: metrics.append(ending.enter_context(opened)))
     show = ending.enter_context(log.writer(config.log, board, out, checkpoint.fields_of(config), world.lead))
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
@@ -175,8 +167,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 if world.device.type == "cuda":
                     row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                 run.history.append(row)
-                if metrics is not None:
-                    print(json.dumps(row), file=metrics, flush=True)
+                for file in metrics:
+                    print(json.dumps(row), file=file, flush=True)
                 show(row)
                 bits = row["ce"] / math.log(2) / per_token
                 bar.set_postfix_str(f"{bits:.3f} bits per byte, nnz {row['nnz']:.0f}", refresh=False)
@@ -185,7 +177,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             run.seconds = time.perf_counter() - begun
             if saved:
                 before = time.perf_counter()
-                save()
+                state = run.state(described)
+                world.led(lambda: checkpoint.save(out, state))
                 took = time.perf_counter() - before
                 lap += took
                 due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
