@@ -171,7 +171,7 @@ class TrainResult:
     """A trained model and how it got there.
 
     Attributes:
-        model: on the device it was trained on, in evaluation mode.
+        model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from.
         config: what it was trained with.
         history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
             1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
