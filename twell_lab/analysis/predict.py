@@ -191,19 +191,9 @@ def _first(profile: FiringProfile) -> str:
     """Return the end of a sentence about heavy first tokens, "" where there are none."""
     if (heavy := profile.heavy_first) is None:
         return ""
-    many, layers, worst = (
-        heavy["positions"],
-        len(profile.layers),
-        f"in {heavy['worst']} {heavy['worst_times']:.1f} times",
-    )
-    if not many:
-        return (
-            f", and in {heavy['layers']} of {layers} layers a sequence's first token is heavy: {worst} as many neurons "
-            "fire there as later"
-        )
-    tokens = "first token is" if many == 1 else f"first {many} tokens are"
-    times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
-    return f", and a sequence's {tokens} heavy: {times}" + (f" ({worst})" if layers > 1 else "")
+    of = f" in {heavy['layers']} of {len(profile.layers)} layers" if len(profile.layers) > 1 else ""
+    worst = f" (in {heavy['worst']})" if of else ""
+    return f", and a sequence's first token is heavy{of}: up to {heavy['worst_times']:.1f} times as many fire as later{worst}"
 
 
 def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> int:

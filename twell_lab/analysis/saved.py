@@ -20,15 +20,18 @@ _KINDS |= dict.fromkeys(("list", "tuple", "Tensor"), (list,))
 
 def kinds(dataclass: type) -> dict[str, tuple[type, ...]]:
     """Return the types that a dataclass's fields have in a file, by their annotations."""
-    parts = {
-        each.name: [part.partition("[")[0] for part in str(each.type).split(" | ")] for each in fields_of(dataclass)
-    }
-    return {name: sum((_KINDS[part] for part in several), ()) for name, several in parts.items()}
+    parts = {field.name: str(field.type).split(" | ") for field in fields_of(dataclass)}
+    return {name: sum((_KINDS[part.partition("[")[0]] for part in several), ()) for name, several in parts.items()}
 
 
 def save(path: str | os.PathLike, form: str, version: int, content: dict) -> Path:
-    """Write these fields as JSON, the file whole or not at all. RecordError where it cannot be written."""
-    write_atomically(path, json.dumps({"format": form, "version": version, **content}, allow_nan=False) + "\n")
+    """Write these fields as JSON, the file whole or not at all. RecordError where it cannot be written, and for a number
+    that JSON does not have."""
+    try:
+        text = json.dumps({"format": form, "version": version, **content}, default=Tensor.tolist, allow_nan=False)
+    except ValueError as error:
+        raise RecordError(f"{os.fspath(path)!r} cannot be written: {error}; finite numbers are accepted") from None
+    write_atomically(path, text + "\n")
     return Path(path)
 
 
@@ -46,15 +49,11 @@ def load(path: str | os.PathLike, what: str, form: str, version: int, kinds: dic
 
 def fields(content, kinds: dict, where: str) -> dict:
     """Return the content, if it has exactly these fields, each of its types, no number is below zero (widths: one) or
-    beyond what tensors hold. kinds: a type or several for each name."""
+    beyond what tensors hold. kinds: the types of each name."""
     if not isinstance(content, dict):
         raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
     for name, kind in kinds.items():
-        value, least, kind = (
-            content.get(name),
-            int(name in ("d_model", "d_ff")),
-            kind if type(kind) is tuple else (kind,),
-        )
+        value, least = content.get(name), int(name in ("d_model", "d_ff"))
         wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind)
         if wrong or (isinstance(value, (int, float)) and not least <= value < WHOLE):
             accepted = " or ".join(each.__name__ for each in kind)

@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..core import DeviceError, InputError
+from ..core import InputError
 from ..layers.parts import Weights
 from ..layers.paths.cost import Work
+from .checks import check_gpu
 from .products import Product, Products, hidden_of
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
 
@@ -30,7 +31,7 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     GPU."""
     flat = flattened(x, rows, KIND, bias)
     if x.is_cuda:
-        _check_device(x.device)
+        check_gpu("the weight", x.device, OLDEST, "FP8 products")
     return _product(round_tokens(flat, KIND), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
 
 
@@ -44,13 +45,6 @@ def _product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tens
     how = {"bias": bias if within else None, "out_dtype": torch.bfloat16}
     y = torch._scaled_mm(short.values, rows.values.t(), *scales, **how)[: len(flat)]
     return (y if within or bias is None else y.float() + bias).to(flat.dtype)
-
-
-def _check_device(device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability < OLDEST:
-        where = f"on {device}" if capability is None else "on a GPU of compute capability {}.{}".format(*capability)
-        raise DeviceError(f"the weight is {where}; GPUs of 8.9 and newer have FP8 products")
 
 
 class Fp8(Products):
@@ -75,7 +69,7 @@ class Fp8(Products):
         return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
 
     def weigh(self, weight: Tensor) -> tuple[int]:
-        _check_device(check_weight(weight).device)
+        check_gpu("the weight", check_weight(weight).device, OLDEST, "FP8 products")
         if any(n % 16 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
         self.check_runs(weight.device, torch.float32)

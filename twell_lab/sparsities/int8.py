@@ -27,6 +27,7 @@ from ..layers.parts import Weights
 from ..layers.paths.cost import Work
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
+from .checks import check_gpu
 from .products import Product, Products
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
 from .two_four import check_two_four
@@ -85,9 +86,9 @@ def packed_two_four(rows: Rows) -> Tensor:
     check_two_four(rows.values.half())
     if any(n % 32 for n in rows.values.shape):
         raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
-    new_enough = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) >= kernels.OLDEST
-    if not new_enough or not torch.backends.cusparselt.is_available():
-        raise DeviceError(f"the rows are on {rows.values.device}; a GPU of 8.0 or newer with cuSPARSELt is accepted")
+    check_gpu("the weight", rows.values.device, kernels.OLDEST, "2:4 products")
+    if not torch.backends.cusparselt.is_available():
+        raise DeviceError("this build of torch has no cuSPARSELt; one that has it is accepted")
     return torch._cslt_compress(rows.values)
 
 

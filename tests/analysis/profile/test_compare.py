@@ -85,12 +85,5 @@ def test_silent_layers_are_compared_as_far_as_they_can_be():
     ],
 )
 def test_profiles_of_other_sizes_are_refused(other, words):
-    for call in (FiringProfile.compare, FiringProfile.merged):
-        with pytest.raises(InputError, match=words):
-            call(profiled({0}), other())
-
-
-def test_profiles_with_other_tiles_are_not_merged():
-    layer, x = GatedFeedForward(8, 8), torch.randn(2, 8)
-    with pytest.raises(InputError, match="tiles of 4 .* tiles of 8"):
-        profile(layer, x, tile=4, words=2).merged(profile(layer, x, tile=8, words=2))
+    with pytest.raises(InputError, match=words):
+        profiled({0}).compare(other())
