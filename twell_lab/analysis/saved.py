@@ -25,8 +25,7 @@ def kinds(dataclass: type) -> dict[str, tuple[type, ...]]:
 
 
 def save(path: str | os.PathLike, form: str, version: int, content: dict) -> Path:
-    """Write these fields as JSON, the file whole or not at all. RecordError where it cannot be written, and for a number
-    that JSON does not have."""
+    """Write these fields as JSON, the file whole or not at all. RecordError where it cannot be written, and for NaN."""
     try:
         text = json.dumps({"format": form, "version": version, **content}, default=Tensor.tolist, allow_nan=False)
     except ValueError as error:

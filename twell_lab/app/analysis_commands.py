@@ -183,7 +183,7 @@ def predict(options: argparse.Namespace) -> Answer:
         kind=options.workload,
     )
     columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
-    columns |= {"read_mb": "MB of weights needed", "between_mb": "MB between"}
+    columns |= {"read_mb": "MB of weights needed"}
     lines = [records.table(rows, columns), "predict: from the vendor's figures and the shares that an H100 reaches"]
     for row in predict.errors():
         lines.append(

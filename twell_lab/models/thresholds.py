@@ -17,7 +17,6 @@ mean, each place counted by its multiplications, is what was wished; the last st
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ from torch.nn import functional as F
 from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
-from ..core import InputError, RecordError, write_atomically
+from ..core import InputError, RecordError
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
@@ -423,9 +422,7 @@ class Thresholds:
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write them as JSON, the file whole or not at all. RecordError where it can't be written."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        write_atomically(path, json.dumps(content, indent=1) + "\n", make_folder=False)
-        return Path(path)
+        return saved.save(path, FORMAT, VERSION, asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:

@@ -368,17 +368,3 @@ def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch
     scores, numbers = scores.double().cpu().topk(best)
     chances = ((scores - scores[:, :1]) / temperature).softmax(1)
     return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]
-
-
-def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
-    """Raise InputError naming the first tensor that is missing, unknown, or of another shape."""
-    for name in sorted(found.keys() ^ wanted.keys()):
-        raise InputError(
-            f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model"
-        )
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise InputError(
-                f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
-                "weights of this model"
-            )

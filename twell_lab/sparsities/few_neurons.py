@@ -129,7 +129,7 @@ class Neurons(ABC):
         return 1 - sum(count for count, _ in counts) / sum(shape[0] for _, shape in counts)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Have the model's layers compute their chosen neurons alone, in place; returns the model. Lossy; for inference.
+        """Have the model's layers compute their chosen neurons alone, in place; returns the model. For inference.
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
         counts = self.counts()
