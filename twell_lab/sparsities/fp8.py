@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..core import InputError
 from ..layers.parts import Weights
-from ..layers.paths.cost import Work
 from .checks import check_gpu
 from .products import Product, Products, hidden_of
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
@@ -52,7 +51,6 @@ class Fp8(Products):
 
     name = "fp8"
     exact = False
-    launches = 3
 
     def product(self, weight: Tensor) -> Product:
         return partial(fp8_linear, rows=quantise(weight, KIND))
@@ -68,19 +66,11 @@ class Fp8(Products):
         first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
         return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
 
-    def weigh(self, weight: Tensor) -> tuple[int]:
+    def check(self, weight: Tensor) -> None:
         check_gpu("the weight", check_weight(weight).device, OLDEST, "FP8 products")
         if any(n % 16 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
         self.check_runs(weight.device, torch.float32)
-        return (weight.numel() + 4 * len(weight),)
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Return half of the operations' time, or that of what is moved: x is read, written as one byte and read, the
-        result written."""
-        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * work.itemsize)
-        product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
-        return product + self.launches * work.rates.launch
 
 
 PATHS = (Fp8(),)

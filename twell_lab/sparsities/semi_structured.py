@@ -15,12 +15,10 @@ from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
-from ..layers.paths.cost import Work
 from ..ops import checks
 from .checks import check_count, check_gpu, checked_linear, refusals
 from .products import Product, Products
 from .two_four import check_two_four
-from .two_four_bound import linear_products
 
 OLDEST = (8, 0)  # compute capability
 # What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
@@ -153,15 +151,10 @@ class TwoFour(Products):
         sparse = to_semi_structured(dense).weight
         return lambda x, bias=None: product(x, sparse, bias)
 
-    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+    def check(self, weight: Tensor) -> None:
         tensor_kind(weight.shape, weight.dtype, weight.device)
         check_two_four(weight)
         self.check_runs(weight.device, weight.dtype)
-        return (linear_products(1, *weight.shape)[0].first_bytes(True),)
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        y = linear_products(work.tokens, k, n, itemsize=work.itemsize)[0]
-        return max(y.seconds(work.rates, True).values())
 
 
 PATHS = (TwoFour(),)
