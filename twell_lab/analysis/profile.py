@@ -203,12 +203,16 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where = saved.load(path, "profile", FORMAT, VERSION, saved.kinds(cls))
-        if not content["layers"]:
+        firing = saved.load(path, "profile", FORMAT, VERSION, cls)
+        where = f"profile {os.fspath(path)!r}"
+        if not firing.layers:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
-        layers = [_layer_from(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
-        known = {name: len(content["token_counts"] or ()) for name in _TOKENS if content[name] is not None}
-        return cls(layers, **{name: saved.counts(content, name, size, where) for name, size in known.items()})
+        for number, layer in enumerate(firing.layers):
+            _check_counts(layer, f"{where}, 'layers' {number}")
+        lengths = [None if counts is None else len(counts) for counts in (firing.token_counts, firing.token_nnz)]
+        if lengths[0] != lengths[1]:
+            raise RecordError(f"{where}: 'token_counts' and 'token_nnz' have the lengths {lengths}; one is accepted")
+        return firing
 
 
 def profile(
@@ -378,19 +382,22 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _layer_from(content, where: str) -> LayerProfile:
-    """Read a layer's JSON form. RecordError names the field that is missing, wrong, or does not fit the others."""
-    saved.fields(content, saved.kinds(LayerProfile), where)
-    tokens, d_ff, tile = (content[name] for name in ("tokens", "d_ff", "tile"))
+def _check_counts(layer: LayerProfile, where: str) -> None:
+    """Raise RecordError, naming the field, where the counts of a saved layer do not fit each other."""
     try:
-        check_geometry(tile, content["words"])
+        check_geometry(layer.tile, layer.words)
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None
-    lengths = {"neuron_counts": d_ff, "nnz_histogram": d_ff + 1, "tile_histogram": tile + 1}
+    lengths = {"neuron_counts": max(1, layer.d_ff), "nnz_histogram": layer.d_ff + 1, "tile_histogram": layer.tile + 1}
     lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    tensors = {name: saved.counts(content, name, length, where) for name, length in lengths.items()}
-    fired = sum(content["neuron_counts"])
-    for name, rows in (("nnz_histogram", tokens), ("tile_histogram", tokens * -(-d_ff // tile))):
-        if (sum(content[name]), sum(nnz * count for nnz, count in enumerate(content[name]))) != (rows, fired):
+    for name, length in lengths.items():
+        if len(getattr(layer, name)) != length:
+            raise RecordError(f"{where}: {name!r} holds {len(getattr(layer, name))} numbers; {length} are accepted")
+    fired = int(layer.neuron_counts.sum())
+    for name, rows in (
+        ("nnz_histogram", layer.tokens),
+        ("tile_histogram", layer.tokens * -(-layer.d_ff // layer.tile)),
+    ):
+        counts = getattr(layer, name)
+        if (int(counts.sum()), int((counts * torch.arange(len(counts), device="cpu")).sum())) != (rows, fired):
             raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")
-    return LayerProfile(**{**content, **tensors})

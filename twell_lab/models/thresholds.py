@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
-from ..core import InputError, RecordError
+from ..core import InputError
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
@@ -301,6 +301,13 @@ class Thresholds:
     tokens: int
     layers: list[LayerThresholds]
 
+    def __post_init__(self) -> None:
+        if self.method not in SITES or not self.layers:
+            raise InputError(f"'method' is none of {', '.join(SITES)}, or 'layers' is empty")
+        for layer in self.layers:
+            if not {*layer.thresholds} == {*layer.density} == {*SITES[self.method]}:
+                raise InputError(f"'thresholds' and 'density' of {layer.name!r} are not of {SITES[self.method]}")
+
     @property
     def spared(self) -> float:
         """Return the share of the layers' multiplications that meet a zero, on the calibration batches."""
@@ -417,22 +424,13 @@ class Thresholds:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:
         """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        return cls.read(*saved.load(path, "thresholds", FORMAT, VERSION, saved.kinds(cls)))
+        return saved.load(path, "thresholds", FORMAT, VERSION, cls)
 
     @classmethod
     def read(cls, content: object, where: str) -> Thresholds:
         """Read the plain data of thresholds, as `apply` puts it into a configuration. where: what to call it. Raises
         RecordError for the field that is missing or wrong."""
-        content = dict(saved.fields(content, saved.kinds(cls), where))
-        if content["method"] not in SITES or not content["layers"]:
-            raise RecordError(f"{where}: 'method' is none of {', '.join(SITES)}, or 'layers' is empty")
-        sites = dict.fromkeys(SITES[content["method"]], (float, int))
-        for number, layer in enumerate(content["layers"]):
-            at = f"{where}, layer {number}"
-            saved.fields(layer, saved.kinds(LayerThresholds), at)
-            for name in ("thresholds", "density"):
-                saved.fields(layer[name], sites, f"{at}, {name!r}")
-        return cls(**{**content, "layers": [LayerThresholds(**layer) for layer in content["layers"]]})
+        return saved.read(cls, content, where)
 
 
 def _config(model: nn.Module) -> object | None:

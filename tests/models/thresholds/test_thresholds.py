@@ -443,7 +443,7 @@ def test_they_are_saved_with_a_model_of_transformers_and_come_back(method, tmp_p
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda held: held.pop("layers"), "twell_lab_thresholds of config.json in .*: 'layers' is None"),
+        (lambda held: held.pop("layers"), "twell_lab_thresholds of config.json in .* lacks 'layers'"),
         (lambda held: held["layers"].pop().clear(), None),
         (lambda held: held["layers"][0].update(d_ff=48), "thresholds of another model"),
     ],
@@ -476,10 +476,10 @@ def test_a_file_that_holds_no_thresholds_is_not_written(save, tmp_path):
         ({"version": 2}, "has version 2"),
         ({"method": "dice"}, "'method' is none of cats, teal"),
         ({"layers": []}, "'layers' is empty"),
-        ({"layers": [{}]}, "layer 0: 'name' is None"),
+        ({"layers": [{}]}, "'layers' 0 lacks 'activation'"),
         ({"sparsity": -1}, "'sparsity' is -1"),
         ({"more": 1}, "unknown field 'more'"),
-        ({"method": "teal"}, "'thresholds': 'input' is None"),
+        ({"method": "teal"}, "'thresholds' and 'density' of"),
     ],
 )
 def test_a_damaged_file_is_named(change, said, tmp_path):
