@@ -390,7 +390,7 @@ def _nvrtc() -> str:
 
 
 def _cupy_major(package: str) -> int:
-    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, a source build is asked."""
+    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, another build is asked."""
     if numbered := re.search(r"cuda(\d+)x", package):
         return int(numbered[1])
     from cupy.cuda import driver

@@ -177,7 +177,7 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
         (["layers", 0, "d_ff"], 601, "600 neuron_counts"),
         (["layers", 0, "neuron_counts", 3], 1001, "from 0 to 'profiled'"),
         (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
-        (["layers", 0, "candidates", 2, "tokens"], 0, "for one token or more"),
+        (["layers", 0, "candidates", 2, "tokens"], 0, "one for each is accepted"),
         (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),
         (["layers", 0, "candidates", 2, "why"], None, "'why' is None"),
         (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted"),

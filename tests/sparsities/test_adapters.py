@@ -89,7 +89,7 @@ def test_switching_twice_gives_the_bits_of_before(rows, columns, share, dtype, t
     written[change.places] = True
     bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
     now = model.weight.reshape(-1)
-    assert torch.equal(now[written], change.values) and len(change.places) == round(share * rows * columns)
+    assert torch.equal(now[written], change.values) and len(change.places) == round(share * (rows * columns))
     assert torch.equal(bits(now[~written]), bits(first.reshape(-1)[~written]))
     switch(model, before)
     assert torch.equal(bits(model.weight), bits(first))

@@ -270,6 +270,8 @@ class _Weighed:
             us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
             if us is None:
                 why = refused or f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time"
+            elif trial is None and option != DENSE and expected == predicted[DENSE]:
+                why = "nothing predicts it: it has to be timed"
             elif option != choice:
                 why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
                 why += ", its neurons in another order" if option.hot and not hot else ""
