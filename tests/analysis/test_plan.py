@@ -164,6 +164,8 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
     assert Plan.load(plan.save(tmp_path / "plan.json")) == Plan.load(tmp_path) == plan
     with pytest.raises(RecordError, match="cannot write"):
         plan.save(tmp_path / "plan.json" / "below")
+    with pytest.raises(RecordError, match="finite numbers are accepted"):
+        replace(plan, rates={"l2": math.nan}).save(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def packed_two_four(rows: Rows) -> Tensor:
     check_two_four(rows.values.half())
     if any(n % 32 for n in rows.values.shape):
         raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
-    check_gpu("the weight", rows.values.device, kernels.OLDEST, "2:4 products")
+    check_gpu("the weight", rows.values.device, kernels.OLDEST, "2:4 products of INT8 (cuSPARSELt)")
     if not torch.backends.cusparselt.is_available():
         raise DeviceError("this build of torch has no cuSPARSELt; one that has it is accepted")
     return torch._cslt_compress(rows.values)

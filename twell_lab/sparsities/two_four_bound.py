@@ -30,47 +30,43 @@ TILE = (256, 256)
 
 
 class Product(NamedTuple):
-    """One product of a linear layer, first operand [m, k] times second [k, n]. itemsize: bytes of a value. sparse:
-    whether the first operand is 2:4; where it is not, both counts are those of the dense product."""
+    """One product of a linear layer in 16 bits, first operand [m, k] times second [k, n]. sparse: whether the first
+    operand is 2:4; where it is not, both counts are those of the dense product."""
 
     name: str
     m: int
     n: int
     k: int
-    itemsize: int
     sparse: bool
-
-    def first_bytes(self, two_four: bool) -> float:
-        """Count the bytes of the first operand: as 2:4 half of its values, and 2 bits for each of these."""
-        kept = self.m * self.k / 2
-        return kept * (self.itemsize + 2 / 8) if two_four and self.sparse else 2 * kept * self.itemsize
 
     def seconds(self, rates: Rates, two_four: bool) -> dict[str, float]:
         """Return what its operations, its bytes of memory (each operand and the result once), and what the tiles of the
         result fetch from the L2 cache take, each alone."""
         down, across = -(-self.m // TILE[0]), -(-self.n // TILE[1])
-        first, second, result = self.first_bytes(two_four), self.k * self.n, self.m * self.n
-        operations = 2 * self.m * self.n * self.k / (2 if two_four and self.sparse else 1)
+        halved = two_four and self.sparse
+        # As 2:4 half of the values, and 2 bits for each of these.
+        first, second, result = self.m * self.k * (1.125 if halved else 2), 2 * self.k * self.n, 2 * self.m * self.n
+        operations = 2 * self.m * self.n * self.k / (2 if halved else 1)
         return {
             "operations": operations / rates.matmul,
-            "memory": (first + self.itemsize * (second + result)) / rates.bandwidth,
-            "fetched": (across * first + down * self.itemsize * second) / rates.l2,
+            "memory": (first + second + result) / rates.bandwidth,
+            "fetched": (across * first + down * second) / rates.l2,
         }
 
 
 def linear_products(
-    tokens: int, d_in: int, d_out: int, *, itemsize: int = 2, transposable: bool = False
+    tokens: int, d_in: int, d_out: int, *, transposable: bool = False
 ) -> tuple[Product, Product, Product]:
     """Return the three products of a linear layer with a 2:4 weight [d_out, d_in]: y, dx and dW.
 
     transposable: whether W is 2:4 along its columns as well. InputError for sizes that are no whole numbers from 1
     up."""
-    for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out), ("itemsize", itemsize)):
+    for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out)):
         check_count(name, count)
     return (
-        Product("y = x W^T", d_out, tokens, d_in, itemsize, True),
-        Product("dx = dy W", d_in, tokens, d_out, itemsize, transposable),
-        Product("dW = dy^T x", d_out, d_in, tokens, itemsize, False),
+        Product("y = x W^T", d_out, tokens, d_in, True),
+        Product("dx = dy W", d_in, tokens, d_out, transposable),
+        Product("dW = dy^T x", d_out, d_in, tokens, False),
     )
 
 
