@@ -257,10 +257,10 @@ def _gradients(twin: nn.Module, x: Tensor, outputs: list[Any]) -> dict[str, Tens
     leaves = {"x": x} | {f"{place}.{name}": p for place, part in named for name, p in part.named_parameters()}
     following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
     upstream = [_normal(3, *y.shape).to(y) for y in following]
-    found: Iterable[Tensor | None] = [None] * len(leaves)
+    gradients: Iterable[Tensor | None] = [None] * len(leaves)
     if following:
-        found = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
-    pairs = zip(leaves.items(), found)
+        gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+    pairs = zip(leaves.items(), gradients)
     return {f"the gradient of {name}": torch.zeros_like(t) if g is None else g for (name, t), g in pairs}
 
 

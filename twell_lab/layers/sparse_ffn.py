@@ -188,11 +188,6 @@ class SparseFFN(nn.Module, StandIn):
         """The neurons as they lie now, by their places in the dense module; None where they were left as they were."""
         return self._order
 
-    @property
-    def dense_alone(self) -> bool:
-        """Return whether no kernel computes this layer, and the dense path is the only one."""
-        return self.acts is None and self.kept is None
-
     def always_dense(self) -> bool:
         """Return whether the plan takes the dense path whatever the number of tokens."""
         return all(choice == DENSE for _, choice in self.choices)
