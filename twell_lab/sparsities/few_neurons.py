@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, Only, StandIn, check_model, feed_forwards, obstacle, replaced
+from ..layers.find import FeedForward, Only, StandIn, check_model, examine, feed_forwards, replaced
 from ..layers.parts import Weights, parts_of
 from ..layers.probe import raise_all, title
 from ..ops.activation import Activation
@@ -99,7 +99,7 @@ def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
             reasons.append(f"{name} is an expert, or does more than its projections; accepted: an `only` without it")
         elif layer.acts is not None or layer.cut is not None:
             reasons.append(f"{name} has a threshold; accepted: layers with a ReLU or its square")
-        elif (reason := obstacle(module)) is not None:
+        elif (reason := examine(module)[0]) is not None:
             reasons.append(f"{name} {reason}")
     raise_all(reasons)
     return layers
