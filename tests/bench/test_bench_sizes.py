@@ -1,14 +1,17 @@
 """The records of drawn models and of paths, tiny and on the CPU; and how a GPU's clocks are asked, without one."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from twell_lab.analysis.predict import rates_of
 from twell_lab.analysis.profile import profile
 from twell_lab.app import tables
 from twell_lab.bench import drawn, energy, models, paths, sizes, workloads
 from twell_lab.bench.causal import Causal
+from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock as clocks
@@ -49,16 +52,19 @@ def gpu(monkeypatch):
         return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
 
     monkeypatch.setattr(clocks, "time_cuda", time_cuda)
+    monkeypatch.setattr(clocks, "time_bursts", lambda calls, *_, **__: {name: ([0.5], [2.0]) for name in calls})
     monkeypatch.setattr(clocks, "graphed", lambda call, inputs=2: call)
     monkeypatch.setattr(clocks, "peak_bytes", lambda call: 1000)
     monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0.0, ""))
     monkeypatch.setattr(energy, "millijoules", lambda read, call, wait: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    plan = workloads.planner.plan
-    monkeypatch.setattr(workloads.planner, "plan", lambda *given, **how: plan(*given, **how | {"measure": False}))
+    rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
+    monkeypatch.setattr(workloads.costs, "measure_rates", lambda *_: rates)
+
+    monkeypatch.setattr(workloads.Models, "planned", lambda *_: (Choice("twell"), 1.5))
 
 
-def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu):
+def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
     bench.models.plan({2, 24}, for_graphs=True)
     bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True, watched=True)
@@ -75,16 +81,13 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu):
     headless = bench.rows("model_decode", 2, False, compiled=False)
     assert [row["path"] for row in headless] == [*plain, *(f"{path} (graph)" for path in plain)]
     assert not any("mj_per_token" in row for row in headless)
-    workloads.rows.LARGE, large = 40, workloads.rows.LARGE
-    try:  # with more tokens nothing is captured
-        many = bench.rows("model_forward", 48)
-    finally:
-        workloads.rows.LARGE = large
+    monkeypatch.setattr(workloads.rows, "LARGE", 40)  # with more tokens nothing is captured
+    many = bench.rows("model_forward", 48)
     assert [row["path"] for row in many] == ["dense eager", "planned", "dense compiled", "planned compiled"]
     assert all(row["mj_per_token"] == 600 / 48 for row in many)
     assert [row["path"] for row in bench.plan_rows()] == ["plan", "plan for graphs"]
     wrong = copy.deepcopy(bench.models.dense.model)
-    wrong.model.layers[1].mlp.down_proj.weight.data *= 100
+    wrong.lm_head.weight.data *= 1.01
     bench.models.sparse["planned"] = Causal(wrong)
     with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits are off by"):
         bench.rows("model_forward", 24)
@@ -101,11 +104,11 @@ def test_the_record_of_a_size_measures_what_says_most_first(gpu):
     assert all(row["workload"].startswith("drawn 1M Llama, ") for row in made) and "CUDA graphs" in left_out
     largest = [{**row, "workload": row["workload"].replace("1M", "2B")} for row in made]
     lines = tables.model([Record.new(sizes.RECORD, "a test's own", largest)]).splitlines()
-    assert lines[2].startswith("| decode step, batch 1 | ") and lines[3].startswith("| plan of 5 token classes |  | ")
+    assert lines[2].startswith("| decode step, batch 1 | ") and lines[3].startswith("| plan of 4 token classes |  | ")
 
 
 def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
-    sections = paths.sections({}, "1M", (64,), **CPU | {"paths": ("int8", "predicted"), "batches": (1,)})
+    sections = paths.sections({}, "1M", (64,), 2, **CPU | {"paths": ("int8", "predicted"), "batches": (1,)})
     found = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
     lossy = ["forced int8 (lossy)", "forced predicted (lossy)"]
     ways = {"trained small model": ["dense eager", "forced twell", *lossy]}

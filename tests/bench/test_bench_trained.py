@@ -8,7 +8,6 @@ import pytest
 
 from twell_lab.app import recordings, tables
 from twell_lab.bench import profiling, runs, trained
-from twell_lab.bench.runs import How
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 
@@ -86,7 +85,7 @@ RUN |= {"log_every": 2, "eval_every": 16, "eval_windows": 4, "compile": False, "
 
 
 def test_two_processes_train_the_same_and_stand_beside_their_dense_run():
-    rows = runs.rows(RUN, (How(1, "ddp"), How(2, "fsdp")), "sparse", device="cpu")
+    rows = runs.rows(RUN, ((1, "ddp"), (2, "fsdp")), "sparse", device="cpu")
     assert [row["path"] for row in rows] == [
         "1 GPU, dense",
         "1 GPU, sparse",
@@ -103,7 +102,7 @@ def test_two_processes_train_the_same_and_stand_beside_their_dense_run():
 
 def test_a_run_that_fails_says_why():
     with pytest.raises(runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
-        runs.rows({**RUN, "lr": 1e30, "warmup": 1}, (How(1, "ddp"),), device="cpu")
+        runs.rows({**RUN, "lr": 1e30, "warmup": 1}, ((1, "ddp"),), device="cpu")
 
 
 def test_a_profile_is_timed_beside_a_plain_forward():

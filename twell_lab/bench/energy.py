@@ -50,12 +50,11 @@ def energy_facts(
         for name in list(calls)[:: -1 if turn % 2 else 1]:
             if (one := millijoules(read, calls[name], wait)) is None:
                 return {}
-            taken[name].append(one / tokens)
-    facts = {}
-    for name, sample in taken.items():
-        median, spread = clock.quartiles(sample)
-        facts[name] = {"mj_per_token": median, "mj_spread": spread, "mj_samples": [round(one, 6) for one in sample]}
-    return facts
+            taken[name].append(round(one / tokens, 6))
+    return {
+        name: dict(zip(("mj_per_token", "mj_spread"), clock.quartiles(sample)), mj_samples=sample)
+        for name, sample in taken.items()
+    }
 
 
 def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], object]) -> float | None:
@@ -77,7 +76,7 @@ def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], o
                 return None
             continue
         before, moved = spent, now
-        if begun is None:
-            begun = (made, spent, now) if now - start >= WARM else None
-        elif now - begun[2] >= SECONDS and made - begun[0] >= CALLS:
+        if begun is None and now - start >= WARM:
+            begun = made, spent, now
+        elif begun and now - begun[2] >= SECONDS and made - begun[0] >= CALLS:
             return (spent - begun[1]) / (made - begun[0])

@@ -45,7 +45,6 @@ from .workloads import (
 
 CACHED = 512  # tokens of each sequence, the new one among them, in a step of decoding
 LONGEST = 2048  # tokens of a sequence at most
-_QUANTISED = ("quant", "bitsandbytes", "awq", "gptq", "torchao", "fp8")  # in the names of modules of such layers
 
 
 def model(
@@ -232,7 +231,7 @@ class Bench:
         """Make the workloads, with what the model in float32 gives, which is dropped then."""
         models = self.models
         for count in counts:
-            for head in ("all", "none"):
+            for head in (True, False):
                 with _if_it_fits(f"{count:,} tokens", self.left_out):
                     length = min(count, models.length)
                     self._add(forward(models.tokens, count // length, length, head))
@@ -269,16 +268,12 @@ class Bench:
         return training_rows(self.models, count, self.clocks, self.left_out, compiled=self.compiled)
 
     def plan_rows(self) -> list[dict]:
-        """Return how long the models' plans take from a profile on: made once more, when all kernels are compiled."""
-        made = []
-        for name in (PLANNED, FOR_GRAPHS):
-            if name in self.models.sparse:
-                self.models.plan(self.classes, for_graphs=name == FOR_GRAPHS)
-                shared = self.models.shared(
-                    "model_plan", max(self.classes), f"plan of {len(self.classes)} token classes"
-                )
-                path = "plan" + name.removeprefix(PLANNED)
-                made.append(rows.row(shared, path, [1e3 * self.models.seconds[name]], classes=sorted(self.classes)))
+        """Return how long plans of the model take from a profile on: made once more, when all kernels are compiled."""
+        classes, made = sorted(self.classes), []
+        shared = self.models.shared("model_plan", classes[-1], f"plan of {len(classes)} token classes")
+        for name in (name for name in (PLANNED, FOR_GRAPHS) if name in self.models.sparse):
+            _, seconds = self.models.planned(classes, name == FOR_GRAPHS)
+            made.append(rows.row(shared, "plan" + name.removeprefix(PLANNED), [1e3 * seconds], classes=classes))
         return made
 
 
@@ -311,13 +306,6 @@ def _checked(model, device, dtype) -> nn.Module:
         )
     check_model(model)
     kind = type(model).__name__
-    for name, module in model.named_modules():
-        where = type(module).__module__.lower()
-        if any(word in where for word in _QUANTISED) and not where.startswith("twell_lab"):
-            raise InputError(
-                f"{name} is a {type(module).__name__}, a quantised module; accepted: a model in bfloat16, float16 or "
-                "float32, loaded without quantisation"
-            )
     if swapped := sum(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(
             f"{swapped} feed-forward layers of {kind} are swapped already, and it is to be compared with a dense "

@@ -16,10 +16,14 @@ LOSSY = ("int8", "fp8", "twell_int8", "predicted", "experts")
 
 
 def sections(
-    left_out: dict[str, str], size: str = "2B", tokens: tuple[int, ...] = (2048, 16 * 2048), **how
+    left_out: dict[str, str],
+    size: str = "2B",
+    tokens: tuple[int, ...] = (2048, 16 * 2048),
+    sequences: int = 64,
+    **how,
 ) -> rows.Sections:
     """Return the steps of the record: for each model decoding and forwards. size, tokens: of the drawn model and its
-    forwards. how: as for `bench.model`."""
+    forwards. sequences: of the other one's longest. how: as for `bench.model`."""
     both = {"plan": "twell", "batches": (1, 16), "graphs": True, "left_out": left_out, "paths": LOSSY, **how}
 
     @functools.cache
@@ -27,7 +31,9 @@ def sections(
         device = present_device(both.get("device"))
         model = LanguageModel.load(core.data_dir() / "checkpoints" / "small").to(device, dtype_for(device)).eval()
         text, context = source.standard_library().split()[1].tokens, model.config.context
-        return Bench(model, text=text, tokens=(context, 64 * context), cached=64, about="trained small model", **both)
+        return Bench(
+            model, text=text, tokens=(context, sequences * context), cached=64, about="trained small model", **both
+        )
 
     drawn = functools.cache(lambda: Bench(size, tokens=tokens, **both | {"paths": ("hot_cold", *both["paths"])}))
 

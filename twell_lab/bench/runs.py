@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -34,57 +34,41 @@ class RunFailed(TwellError, RuntimeError):
     """A training that was to be timed ended with an error; the message holds the end of its output."""
 
 
-class How(NamedTuple):
-    """How a training runs: in how many processes, joined how ("ddp", "fsdp"), with kernels or dense."""
-
-    processes: int
-    parallel: str
-
-    def path(self, kernels: str) -> str:
-        """Return what a row calls it."""
-        where = "1 GPU" if self.processes == 1 else f"{self.processes} GPUs, {self.parallel}"
-        return f"{where}, {'dense' if kernels == 'off' else kernels}"
+HOWS = (1, "ddp"), (2, "ddp"), (2, "fsdp")  # in how many processes, and how these are joined
 
 
-HOWS = How(1, "ddp"), How(2, "ddp"), How(2, "fsdp")
-
-
-def rows(config: dict = HALF, hows: tuple[How, ...] = HOWS, kernels: str = "auto", device: str = "cuda") -> list[dict]:
+def rows(
+    config: dict = HALF, hows: Iterable[tuple[int, str]] = HOWS, kernels: str = "auto", device: str = "cuda"
+) -> list[dict]:
     """Train twice in each way, dense and with `kernels`; a row for each run.
 
     A row holds milliseconds a step (median and spread over the last rows of the history), how that compares with the
     dense run by as many processes joined in the same way, and what the model had become. config: fields of TrainConfig.
     Raises RunFailed where a run fails."""
     made = []
-    for how in hows:
-        dense_ms = None
+    for processes, parallel in hows:
+        where = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}"
+        dense = None
         for kind in ("off", kernels):
-            history = _history({**config, "parallel": how.parallel, "kernels": kind, "device": device}, how, kind)
-            late = history[-max(1, round(LATE * len(history))) :]
-            made.append(_row(TrainConfig(**config), how, kind, late, dense_ms, device))
-            dense_ms = made[-1]["ms"] if dense_ms is None else dense_ms
+            path = f"{where}, {'dense' if kind == 'off' else kind}"
+            fields = {**config, "parallel": parallel, "kernels": kind, "device": device}
+            history = _history(fields, processes, path)
+            made.append(_row(fields, processes, path, history[-max(1, round(LATE * len(history))) :], dense))
+            dense = made[-1]["ms"] if dense is None else dense
     return made
 
 
-def _history(fields: dict, how: How, kernels: str) -> list[dict]:
+def _history(fields: dict, processes: int, path: str) -> list[dict]:
     """Return the history of such a run. Its processes save nothing else: a checkpoint takes as long as many steps."""
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={how.processes}"]
-    paths = filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")))
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] * (processes > 1)
+    roots = filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "history.json")
-        command = [
-            sys.executable,
-            *several * (how.processes > 1),
-            "-m",
-            "twell_lab.bench.runs",
-            json.dumps(fields),
-            str(out),
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, *several, "-m", "twell_lab.bench.runs", json.dumps(fields), str(out)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            end = (done.stdout + done.stderr)[-4000:]
-            raise RunFailed(f"{how.path(kernels)}: exit status {done.returncode}\n{end}")
+            raise RunFailed(f"{path}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
         return json.loads(out.read_text())
 
 
@@ -96,32 +80,31 @@ def _train(fields: str, out: str) -> None:
             Path(out).write_text(json.dumps(result.history))
 
 
-def _row(config: TrainConfig, how: How, kernels: str, late: list[dict], dense_ms: float | None, device: str) -> dict:
+def _row(fields: dict, processes: int, path: str, late: list[dict], dense_ms: float | None) -> dict:
     """Return one row, of the last rows of a run's history; dense_ms: of the dense run, None for that itself."""
-    last, tokens = late[-1], config.batch * config.context
+    config, last, device = TrainConfig(**fields), late[-1], fields["device"]
+    tokens = config.batch * config.context
     samples = [1e3 * tokens / line["tokens_per_s"] for line in late]
-    mean = lambda name: sum(line[name] for line in late) / len(late)  # noqa: E731
     ms = clock.quartiles(samples)[0]
+    names = ("dtype", "parallel", "kernels", "context", "d_model", "d_ff", "layers", "gated", "l1", "steps")
     shared = {
         "kind": "training run",
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        **how._asdict(),
-        "kernels": kernels,
+        "processes": processes,
         "tokens": tokens,
-        **{name: getattr(config, name) for name in ("dtype", "context", "d_model", "d_ff", "layers", "gated", "l1")},
-        "steps": config.steps,
+        **{name: getattr(config, name) for name in names},
         "compiled": config.compile,
     }
     facts = {
         "tokens_per_s": round(1e3 * tokens / ms),
-        "nnz": round(mean("nnz"), 2),
+        "nnz": round(sum(line["nnz"] for line in late) / len(late), 2),
         "nnz_layers": [round(nnz, 1) for nnz in last["nnz_layers"]],
-        "ce": round(mean("ce"), 4),
+        "ce": round(sum(line["ce"] for line in late) / len(late), 4),
         "val_bits_per_byte": round(last["val_bits_per_byte"], 4),
         "seconds": round(last["seconds"], 1),
         **({"peak_bytes": last["peak_bytes"]} if "peak_bytes" in last else {}),
     }
-    return row(shared, how.path(kernels), samples, ms if dense_ms is None else dense_ms, **facts)
+    return row(shared, path, samples, ms if dense_ms is None else dense_ms, **facts)
 
 
 if __name__ == "__main__":

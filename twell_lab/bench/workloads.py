@@ -40,7 +40,7 @@ from ..layers.terms import layer_terms
 from ..models.swap import sparsify
 from ..ops import clock as timing
 from . import drawn, energy, rows
-from .causal import Causal, Head
+from .causal import Causal
 from .cut_checks import has_thresholds, worst_layer
 from .rows import COMPILED, DENSE
 from .training import L1
@@ -115,8 +115,8 @@ class Workload:
         return self
 
 
-def forward(tokens: Tokens, sequences: int, length: int, head: Head) -> Workload:
-    """Return a forward of so many sequences; head: as in causal.Causal.reader."""
+def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
+    """Return a forward of so many sequences, with the head or without it."""
     ids = tokens.inputs(sequences, length)
 
     def makes(model: Causal, compiled: bool):
@@ -124,9 +124,9 @@ def forward(tokens: Tokens, sequences: int, length: int, head: Head) -> Workload
         return lambda turn: read(ids[turn % len(ids)])
 
     few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
-    read = ids[0] if head == "all" and tokens.text is not None and length > 1 else None
+    read = ids[0] if head and tokens.text is not None and length > 1 else None
     label = f"{sequences} x {length:,} tokens"
-    return Workload("model_forward", sequences * length, label, head != "none", makes, few, {}, read)
+    return Workload("model_forward", sequences * length, label, head, makes, few, {}, read)
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def decode(
     def few(model: Causal, head: bool) -> Tensor:
         dtype = next(model.model.parameters()).dtype
         step, some = model.stepper(head), ids[:_CHECKED]
-        whole = model.reader("last" if head else "none")(some)[:, -1:]
+        whole = model.reader(head)(some)[:, -1:]
         if not (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm() <= 1e-2 * whole.norm():
             raise InputError(
                 f"a step of {type(model.model).__name__} with a static cache gives something else than its whole "
@@ -184,7 +184,6 @@ class Models:
             float32 is its own.
         cut: the layers with thresholds.
         sparse: the models that follow plans, by path.
-        seconds: how long each plan took, by path.
         off: of paths that were forced, how far a layer's output is from the dense layer's on average, as a share of its
             norm, on rows that the dense layers are given.
     """
@@ -200,16 +199,14 @@ class Models:
         self.firing = profile(dense.model, [tokens.windows(tokens.PROFILED, drawn.windows_of(length), length)])
         self.nnzs = [layer.mean_nnz for layer in self.firing.layers]
         self.sparse: dict[str, Causal] = {}
-        self.seconds: dict[str, float] = {}
         self.off: dict[str, float] = {}
 
-    def plan(self, classes: Iterable[int], *, for_graphs: bool = False) -> None:
-        """Plan the layers for these token counts, and swap those of a copy."""
-        name = FOR_GRAPHS if for_graphs else PLANNED
+    def planned(self, classes: Iterable[int], for_graphs: bool) -> tuple[Plan, float]:
+        """Plan the layers for these token counts; returns the plan, and how many seconds it took."""
         windows = self.tokens.windows(self.tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
         rows.drain()
         start = time.perf_counter()
-        made = planner.plan(
+        plan = planner.plan(
             self.firing,
             self.dense.model,
             tokens=sorted(set(classes)),
@@ -218,8 +215,11 @@ class Models:
             progress=False,
         )
         rows.drain()
-        self.seconds[name] = time.perf_counter() - start
-        self.follow(name, made)
+        return plan, time.perf_counter() - start
+
+    def plan(self, classes: Iterable[int], *, for_graphs: bool = False) -> None:
+        """Plan the layers for these token counts, and swap those of a copy."""
+        self.follow(FOR_GRAPHS if for_graphs else PLANNED, self.planned(classes, for_graphs)[0])
 
     def force(self, path: str, classes: Iterable[int]) -> str:
         """Have the layers of a copy take this path, whatever it is worth; returns what rows call that. On one that
@@ -322,8 +322,6 @@ def weight_bytes(model: nn.Module) -> int:
             queue += gc.get_referents(thing)
         elif thing.layout in (torch.sparse_csr, torch.sparse_bsr):
             queue += (thing.crow_indices(), thing.col_indices(), thing.values())
-        elif thing.layout in (torch.sparse_csc, torch.sparse_bsc):
-            queue += (thing.ccol_indices(), thing.row_indices(), thing.values())
         elif is_traceable_wrapper_subclass(thing):  # torch's 2:4 tensors, which have no memory of their own
             queue += [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
         else:

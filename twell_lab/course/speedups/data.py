@@ -432,7 +432,7 @@ def measured(config: ModelConfig, device: str, seconds: float = 1.5) -> tuple[li
     tokens = workloads.Tokens(config.vocabulary, place)
     models = workloads.Models(dense, tokens, DRAWN, length)
     models.plan({1, length})
-    works = [workloads.forward(tokens, 1, length, head) for head in ("all", "none")]
+    works = [workloads.forward(tokens, 1, length, head) for head in (True, False)]
     found: list[dict] = []
     layers: list[dict] = []
     for work in (*works, *workloads.decode(tokens, dense, 1, length)):
