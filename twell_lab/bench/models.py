@@ -325,10 +325,10 @@ def _checked(model, device, dtype) -> nn.Module:
         raise InputError(f"device is {place}, and the model's is {first.device}: move it first; None is accepted")
     if dtype not in (None, first.dtype):
         raise InputError(f"dtype is {dtype}, and the model's is {first.dtype}: convert it first; None is accepted")
-    if any(module.training for module in model.modules()):
-        raise InputError(f"{kind} is in training mode; accepted: model.eval()")
     feed_forwards(model)
     raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
+    if any(module.training for module in model.modules()):
+        raise InputError(f"{kind} is in training mode; accepted: model.eval()")
     return model
 
 
