@@ -200,13 +200,6 @@ def _startup() -> dict:
     return found
 
 
-def _llama_or_small(tables: Any, refused: dict[str, str]) -> Sections:
-    """A Llama of the paper's 2B shape on a GPU, a small one on a CPU."""
-    from ..bench import drawn
-
-    return tables.sections(drawn.LLAMA if torch.cuda.is_available() else tables.small(), refused)
-
-
 def _compared(tables: Any, refused: dict[str, str]) -> Sections:
     """Products and activations; padding, experts and the map of notebook 10; and layers with weights of few bits."""
     from ..bench import few_bits, methods
@@ -221,22 +214,15 @@ inference = _in_sections(
     lambda tables, _: tables.SECTIONS,
     after=lambda _, record: record.notes.update(startup_seconds=_startup()),
 )
-model_paths = _in_sections(
-    "model-paths", "a whole model on each path beside the dense one", "paths", _llama_or_small, 600.0, gpu=False
+trained = _in_sections(
+    "trained",
+    "a model trained with L1 and its dense twin, from the first step to speed, energy and loss",
+    "trained",
+    lambda tables, refused: tables.sections(refused, tables.Shape() if torch.cuda.is_available() else tables.small()),
+    570.0,
+    gpu=False,
+    after=lambda tables, record: record.notes.update(tables.notes()),
 )
-
-
-def trained(seconds: float = 420.0, keep: Keep | None = None) -> Record:
-    """A model of the paper's 0.5B shape, trained here with L1 for 1,000 steps of 32,768 tokens, and its dense twin,
-    which makes fewer steps rather than take the time of the rest; with its own firing: loss and answers before and
-    after its layers are swapped, decoding and forwards with memory and energy, a training step. On a CPU it is a small
-    model, which takes half a minute. No checkpoint is kept."""
-    from ..bench import trained as tables
-
-    run = tables.Trained(tables.Shape() if torch.cuda.is_available() else tables.small(), seconds)
-    about = run.notes()  # before there is something to lose
-    purpose = "a model trained with L1 and its dense twin, from the first step to speed, energy, loss and answers"
-    return _recorded("trained", purpose, run.sections(), seconds, keep, lambda: _refused(run.left_out) | about)
 
 
 # ---- recordings of one piece ----
@@ -389,8 +375,7 @@ def profiling() -> Record:
     small one."""
     from ..bench import profiling as tables
 
-    rows = tables.profiling_rows(tables.Shape() if torch.cuda.is_available() else tables.small())
-    return Record.new("profiling", "what it takes to see who fires, beside a plain forward", rows)
+    return Record.new("profiling", "what it takes to see who fires, beside a plain forward", tables.profiling_rows())
 
 
 def course(at_once: int = 1) -> Record:
@@ -434,24 +419,24 @@ RECORDINGS: dict[str, Callable[..., Record]] = {
         "training",
         lambda tables, _: tables.SECTIONS,
     ),
-    "model": _in_sections("model", "a Llama with sparse feed-forward layers beside the dense one", "llama"),
     **{
         f"bench-{size}": _in_sections(
             "bench-model",
             f"a drawn Llama of the paper's {size}, dense beside sparse",
             "sizes",
-            lambda tables, _, size=size: tables.sections(size),  # type: ignore[misc]
+            lambda tables, refused, size=size: tables.sections(size, refused),  # type: ignore[misc]
             570.0,
         )
         for size in SIZES
     },
-    "model-paths": model_paths,
-    "thresholds": _in_sections(
-        "thresholds",
-        "a SiLU model with thresholds beside the model without",
-        "thresholds",
+    "model-paths": _in_sections(
+        "model-paths",
+        "a whole model on each path beside the dense one",
+        "paths",
         lambda tables, refused: tables.sections(refused),
+        570.0,
     ),
+    "thresholds": _in_sections("thresholds", "a SiLU model with thresholds beside the model without", "thresholds"),
     "comparison": _in_sections(
         "comparison",
         "products of a matrix with zeros by many methods beside the dense one",

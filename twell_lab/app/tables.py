@@ -12,7 +12,7 @@ from ..bench.methods import REMOVED, WHOLE, proportions
 from ..bench.profiling import PROFILING
 from ..bench.rows import COMPILED, DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
-from ..bench.trained import QUALITY, RUN, TWIN
+from ..bench.trained import RUN, TWIN
 from ..records import Record, newest, stale, told
 from .bench_command import pairs
 from .walk import code_hash, with_code
@@ -23,6 +23,7 @@ Table = Callable[[list[Record]], str]
 _MODEL_KINDS = ("model_forward", "model_decode")
 _HEAVY = "heavy rows: "
 _STEP = "whole step, "
+_LARGEST = f"{model_name(SIZES[-1])}, "
 
 
 # ---- which rows, and how they are laid out ----
@@ -252,25 +253,30 @@ def host(rows: list[dict], where: str) -> Lines:
 # ---- whole models ----
 
 
-@_table("model", which=lambda row: "wall_spread" in row, nothing="milliseconds a call of the model")
+@_table(RECORD, which=lambda row: row.get("workload", "").startswith(_LARGEST), nothing="milliseconds of the model")
 def model(rows: list[dict], where: str) -> Lines:
-    """Tabulate what a plain call of a whole model takes, and a CUDA graph's replay, dense and planned, and in brackets
-    the distance between the quartiles of the samples."""
-    at = _index(rows, "workload", "path")
+    """Tabulate what a plain call of the paper's 2B model takes, and a CUDA graph's replay, dense and planned, and in
+    brackets the distance between the quartiles of the samples; and what the plan takes."""
+    ours = (row for row in rows if row.get("head", True) and row["workload"].startswith(_LARGEST))
+    at = _index(ours, "workload", "path")
+    graph, compiled = "planned for graphs (graph)", "planned for graphs compiled"
     ways = (
-        ("", DENSE, "planned"),
-        (", as a CUDA graph", f"{DENSE} (graph)", "planned for graphs (graph)"),
-        (", compiled", COMPILED, "planned compiled"),
-        (", compiled, as a CUDA graph", f"{COMPILED} (graph)", "planned for graphs compiled (graph)"),
+        ("", DENSE, ("planned",)),
+        (", as a CUDA graph", f"{DENSE} (graph)", (graph,)),
+        (", compiled", COMPILED, ("planned compiled", compiled)),
+        (", compiled, as a CUDA graph", f"{COMPILED} (graph)", (f"{compiled} (graph)",)),
     )
     lines = [[f"milliseconds, {where}", "dense", "planned", "times as fast"]]
     for workload in dict.fromkeys(workload for workload, _ in at):
+        name = workload.removeprefix(_LARGEST)
         for how, dense, planned in ways:
-            if (workload, planned) in at:
-                both = at[workload, dense], at[workload, planned]
-                cells = [f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])})" for row in both]
-                times = f"{both[0]['wall_ms'] / both[1]['wall_ms']:.2f}"
-                lines.append([f"{workload.removeprefix('Llama, ')}{how}", *cells, times])
+            there = [at[workload, path] for path in (dense, *planned) if (workload, path) in at][:2]
+            if len(there) == 2:
+                cells = [f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])})" for row in there]
+                lines.append([f"{name}{how}", *cells, f"{there[0]['wall_ms'] / there[1]['wall_ms']:.2f}"])
+        for path in ("plan", "plan for graphs"):
+            if (workload, path) in at:
+                lines.append([name.replace("plan", path, 1), "", _ms(at[workload, path]["ms"]), ""])
     return lines
 
 
@@ -342,42 +348,25 @@ def sizes(recorded: list[Record]) -> str:
     return _markdown(lines if heads else [], ["times as fast as the dense model"])
 
 
-@_table("trained", RUN, QUALITY, nothing="trained with L1, and its dense twin")
+@_table("trained", RUN, nothing="trained with L1, and its dense twin")
 def trained(rows: list[dict], where: str) -> Lines:
-    """Tabulate what became of a trained model and its dense twin, and what swapping its layers does to loss and
-    answers."""
-    at = {(row["kind"], row["path"] if row["kind"] == QUALITY else _whose(row)): row for row in rows}
-    names = {DENSE: "with L1", "planned": "planned", "forced twell": "every layer on TwELL", TWIN: "dense twin"}
-    columns = {path: name for path, name in names.items() if (QUALITY, path) in at or (RUN, path) in at}
-    asked = next((row for row in rows if row["kind"] == QUALITY), {"questions": 0, "chance": 0})
-    right = f"right of {asked['questions']:,} answers (95% interval; by chance {asked['chance']:.0%})"
+    """Tabulate what became of a trained model and its dense twin."""
+    at = {(row["kind"], TWIN if row["path"].startswith(TWIN) else DENSE): row for row in rows}
     lines = (
-        (
-            f"steps of {rows[0]['tokens']:,} tokens",
-            RUN,
-            lambda row: f"{row['steps']:,}{' (cut short)' * ('cut' in row)}",
-        ),
+        (f"steps of {rows[0]['tokens']:,} tokens", RUN, lambda row: f"{row['steps']:,}"),
         ("milliseconds a step, at the end", RUN, lambda row: _ms(row["ms"])),
         ("seconds, all in all", RUN, lambda row: f"{row['total_seconds']:,.0f}"),
         ("neurons firing for a token", RUN, lambda row: f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"),
         ("moved over the last fifth by", RUN, lambda row: f"{row['nnz_moved']:+.1%}"),
-        ("bits a byte of held-out text", QUALITY, lambda row: f"{row['bits_per_byte']:.4f}"),
-        (right, QUALITY, lambda row: "{accuracy:.1%} ({accuracy_low:.1%} to {accuracy_high:.1%})".format(**row)),
-        ("answered otherwise than by the one with L1", QUALITY, lambda row: f"{row['answers_changed']:,}"),
+        ("bits a byte of held-out text", RUN, lambda row: f"{row['validation_bits_per_byte']:.4f}"),
     )
-    head, *grid = _grid(where, at, columns, lines)
-    return [head, *(line for line in grid if any(line[1:]))]
-
-
-def _whose(row: dict) -> str:
-    """Return whose training a row tells of: the twin's, or that of the model with L1."""
-    return TWIN if row["path"].startswith(TWIN) else DENSE
+    return _grid(where, at, {DENSE: "with L1", TWIN: TWIN}, lines)
 
 
 @_table("trained", *_MODEL_KINDS, "model_training", nothing="milliseconds, of a trained model")
 def trained_speed(rows: list[dict], where: str) -> Lines:
     """Of the same record: the wall time of the model's workloads, dense and swapped, and of its dense twin; with the
-    energy of a token and peak memory beyond what was there, where they were read."""
+    energy of a token, peak memory beyond what was there, and the loss, where a call has them."""
     works: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         about, work = row["workload"].split(", ", 1)
@@ -399,6 +388,8 @@ def trained_speed(rows: list[dict], where: str) -> Lines:
         for key, head, unit in (("mj_per_token", "mJ a token", 1), ("peak_bytes", "peak MiB", 2**20)):
             cells = [_ms(at[path][key] / unit) if key in at.get(path, {}) else "" for path in shown]
             lines += [[head, *cells]] if any(cells) else []
+        losses = [f"{at[path]['loss']:.4f}" if "loss" in at.get(path, {}) else "" for path in shown]
+        lines += [["loss, nats a byte", *losses]] if any(losses) and not how and "training" not in work else []
     return lines
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
 
 
-@pytest.mark.parametrize("name", ["inference", "training", "model"])
+@pytest.mark.parametrize("name", ["inference", "training"])
 def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
     assert inspect.signature(recordings.RECORDINGS[name]).parameters["seconds"].default == recordings.SECONDS == 180
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

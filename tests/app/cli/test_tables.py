@@ -19,7 +19,7 @@ def test_without_records_a_table_says_so(name):
     """With the columns that its heading has; and the same of a record that has no such rows."""
     head, line, said = getattr(tables, name)([]).splitlines()
     assert said.startswith("| nothing is recorded yet |") and head.count("|") == line.count("|") == said.count("|")
-    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "model", "trained")]
+    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "bench-model", "trained")]
     assert getattr(tables, name)(others) == "\n".join((head, line, said))
 
 
@@ -279,7 +279,7 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
 
 def test_the_table_of_the_model_compares_like_with_like():
     rows = [
-        {"workload": "Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
+        {"workload": "drawn 2B Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
         for path, ms in (
             ("dense eager", 30.0),
             ("planned", 20.0),
@@ -287,14 +287,19 @@ def test_the_table_of_the_model_compares_like_with_like():
             ("dense eager (graph)", 1200.0),
             ("planned (graph)", 999.0),
             ("planned for graphs (graph)", 600.0),
+            ("dense compiled", 10.0),
+            ("planned for graphs compiled", 8.0),
         )
     ]
-    rows += [{"workload": "Llama, plan of 5 token classes", "path": "plan", "ms": 9000.0}]
-    assert tables.model([record("model", 1, rows)]).splitlines() == [
+    rows += [{"workload": "drawn 2B Llama, plan of 5 token classes", "path": "plan", "ms": 9000.0}]
+    rows += [{**rows[0], "workload": "drawn 1B Llama, 1 x 8 tokens"}, {**rows[0], "head": False}]
+    assert tables.model([record("bench-model", 1, rows)]).splitlines() == [
         "| milliseconds, NVIDIA H100, 2026-01-01 | dense | planned | times as fast |",
         "| --- | --- | --- | --- |",
         "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
         "| 1 x 8 tokens, as a CUDA graph | 1,200 (0.5) | 600 (0.5) | 2.00 |",
+        "| 1 x 8 tokens, compiled | 10 (0.5) | 8 (0.5) | 1.25 |",
+        "| plan of 5 token classes |  | 9,000 |  |",
     ]
 
 
