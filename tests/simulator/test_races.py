@@ -1,5 +1,6 @@
 """Small kernels that are wrong, with the fault that each must give, and small ones that are right and must run without
-one and give NumPy's values: on one core and on two.
+one and give NumPy's values: on one core and on two. A record of kind `sanitizer` says what the four tools of NVIDIA's
+compute-sanitizer report of the same kernels on a GPU; WHY says where they and the simulator differ.
 
 Every kernel is `k(int* a, int* b, const int* x)` with a and b of 1,024 zeros and x of 1,024 small numbers; T is the
 thread in its block, B the block, N the threads of a block."""
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from twell_lab import simulator
+from twell_lab import records, simulator
 from twell_lab.core import CompileError
 from twell_lab.simulator import faults
 
@@ -195,6 +196,21 @@ WRONG = {
     ),
     "float_at_two_bytes": Wrong(
         "__shared__ char s[64]; s[T] = 1; __syncthreads(); a[T] = (int)*(float*)(s + 2);", faults.Misaligned
+    ),
+    "double_at_four_bytes": Wrong(
+        "__shared__ double s[8]; if (T == 0) s[0] = s[1] = 1; __syncthreads(); a[T] = (int)*(double*)((char*)s + 4);",
+        faults.Misaligned,
+    ),
+    "double_stored_at_four_bytes": Wrong(
+        "__shared__ double s[8]; if (T == 0) *(double*)((char*)s + 12) = 1; a[T] = T;", faults.Misaligned
+    ),
+    "float2_at_four_bytes": Wrong(
+        "__shared__ float2 s[4]; if (T < 4) s[T] = make_float2(T, T); __syncthreads(); float2 v = *(float2*)((float*)s + 1);"
+        " a[T] = (int)v.x;",
+        faults.Misaligned,
+    ),
+    "float4_at_eight_bytes": Wrong(
+        "if (T == 0) { float4* to = (float4*)(table + 2); *to = make_float4(1, 2, 3, 4); }", faults.Misaligned
     ),
     "unwritten_shared": Wrong(SHARED + "if (T < 32) s[T] = 1; __syncthreads(); a[T] = s[T];", faults.UninitialisedRead),
     "unzeroed_count": Wrong("__shared__ int s; atomicAdd(&s, 1); __syncthreads(); a[T] = s;", faults.UninitialisedRead),
@@ -452,6 +468,9 @@ RIGHT = {
     "memset_apart": Right("memset(a + 4 * T, 1, 16);", lambda x: np.full(256, 0x01010101)),
 }
 
+# Of which kernels compute-sanitizer reports a fault where the simulator finds none, or none where it finds one, and why.
+WHY = {}
+
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
@@ -497,3 +516,26 @@ def test_a_right_kernel_gives_numpys_values(program, name, cores):
     program.launch(f"right_{name}", case.grid, case.block, (a, np.zeros(1024, np.int32), X), cores=cores)
     expected = np.ravel(case.a(X))
     np.testing.assert_array_equal(a[: len(expected)], expected)
+
+
+def reports() -> dict[str, dict[str, str]]:
+    """Return what the newest record says of each kernel: tool -> the report in a few words, "nothing" for none."""
+    found = [record for record in records.load_all() if record.name == "sanitizer"]
+    if not found:
+        pytest.skip("no record of compute-sanitizer is in data/records")
+    return {row["kernel"]: row for row in max(found, key=lambda record: record.date).rows}
+
+
+def test_the_record_has_the_kernels_of_both_tables():
+    assert set(reports()) == {f"wrong_{name}" for name in WRONG} | {f"right_{name}" for name in RIGHT}
+
+
+def test_right_kernels_give_numpys_values_on_the_gpu():
+    assert {name for name in RIGHT if reports()[f"right_{name}"]["plain"] != "NumPy's values"} == set()
+
+
+def test_where_compute_sanitizer_says_otherwise_the_table_says_why():
+    tools = ("memcheck", "racecheck", "synccheck", "initcheck")
+    reported = {kernel for kernel, row in reports().items() if any(row[tool] != "nothing" for tool in tools)}
+    wrong = {f"wrong_{name}" for name in WRONG}
+    assert reported ^ wrong == {kernel for kernels in WHY.values() for kernel in kernels.split()}
