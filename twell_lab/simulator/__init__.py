@@ -10,7 +10,7 @@ The `.cu` is the one that the GPU gets. A C++ compiler (g++ or clang++, Linux, x
 from . import faults
 from .counts import H100, Counts, Gpu, predicted_time
 from .faults import Fault, Unsupported
-from .program import Program, Run, compile, watching
+from .program import Program, Run, compile, step, watching
 from .toolchain import available, compiler
 from .trace import Trace
 
@@ -26,6 +26,7 @@ __all__ = [
     "predicted_time",
     "Program",
     "Run",
+    "step",
     "Trace",
     "Unsupported",
     "watching",

@@ -85,19 +85,21 @@ def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
     return Verdict(True, f"{right} The {here} gives the same.")
 
 
-def trace_of(name: str, file: str | Path) -> Trace | Fault | None:
-    """The steps of one block of a reader's kernel, on the first of the puzzle's launches; the fault that stopped it;
-    None where nothing can be run: no compiler, or a source that it refuses."""
-    case = PUZZLES[name].cases()[0]
+def trace_of(name: str, file: str | Path) -> Trace | None:
+    """Return the steps of one block of a reader's kernel: of the first of the puzzle's launches that a fault stops, up to
+    there, or else of the first of all; None where nothing can be run: no compiler, or a source that it refuses."""
+    traces = []
     try:
         program = simulator.compile(Path(file))
-        return program.launch(
-            name, case.grid, case.block, list(case.arguments.values()), trace=case.look, seconds=SECONDS
-        ).trace
-    except Fault as fault:
-        return fault
+        for case in PUZZLES[name].cases():
+            given = list(case.arguments.values())
+            trace = simulator.step(program, name, case.grid, case.block, given, look=case.look, seconds=SECONDS)
+            if trace.fault:
+                return trace
+            traces.append(trace)
     except (CompileError, InputError, StackError, simulator.Unsupported):
         return None
+    return traces[0]
 
 
 def standing(folder: str | Path) -> str:
