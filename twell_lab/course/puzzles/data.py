@@ -86,8 +86,8 @@ def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
 
 
 def trace_of(name: str, file: str | Path) -> Trace | None:
-    """Return the steps of one block of a reader's kernel: of the first of the puzzle's launches that a fault stops, up to
-    there, or else of the first of all; None where nothing can be run: no compiler, or a source that it refuses."""
+    """Return the steps of one block of a reader's kernel: of the first of the puzzle's launches that a fault stops, up
+    to there, or else of the first of all; None where nothing can be run: no compiler, or a source that it refuses."""
     traces = []
     try:
         program = simulator.compile(Path(file))
