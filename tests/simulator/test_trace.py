@@ -171,7 +171,7 @@ def test_nothing_traced_and_what_is_refused():
 
 STOPPED = {  # kernel: (what it does, the block that stops, the last of its steps before, the words of the fault)
     "race": ("__shared__ int s[64]; s[t] = x[t]; a[t] = s[63 - t];", 0, "thread 32 reads x[32] = 32", "writes s[32]"),
-    "past": ("a[64 * blockIdx.x + t] = 1;", 2, "62 lanes", "out of bounds"),
+    "past": ("a[64 * blockIdx.x + t] = 1;", 2, "30 lanes write a[160..189]", "out of bounds"),
     "first": ("a[200 + t] = 1;", 0, None, "out of bounds"),
     "barrier": (
         "if (t < 32) __syncthreads(); a[t] = 1; __syncthreads();",

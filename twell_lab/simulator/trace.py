@@ -31,8 +31,8 @@ class Step:
     kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault",
     which stopped its threads. line: where it stands, path: the calls that lead there from the kernel, outermost first
     (both: file, number, text, function). array: the name of the array, None where there is none or the lanes use
-    different ones; arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block. elements:
-    index of the first element a lane touches, in the flat array (None outside every array); count: how many
+    different ones; arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block.
+    elements: index of the first element a lane touches, in the flat array (None outside every array); count: how many
     neighbours it touches (0: a part of one). values: what was read or, after a write or an atomic, is there:
     numbers, or a tuple of `count` of them; the result of a collective; the watched value. name: what is watched.
     absent: of a "warp" step, the threads that its mask names and that had left the kernel by then.

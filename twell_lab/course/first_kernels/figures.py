@@ -511,11 +511,11 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
 
 def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
     if step.kind == "fault":
-        said = [f"thread {trace.fault.thread}: {_source(step.line)}"]
+        both = [f"thread {trace.fault.thread}: {_source(step.line)}"]
         if trace.fault.other_line:
             other = next(line for line in str(trace.fault).split("\n") if line.startswith("and thread"))
-            said.append(f"{other}: {_source(trace.fault.other_line)}")
-        return f"<b>{_escaped(step.name)}</b><br><sup>{'<br>'.join(said)}</sup>"
+            both.append(f"{other}: {_source(trace.fault.other_line)}")
+        return f"<b>{_escaped(step.name)}</b><br><sup>{'<br>'.join(both)}</sup>"
     code = step.line.text if len(step.line.text) <= MOST_CODE else step.line.text[:MOST_CODE] + " …"
     source = (
         f"<b>{step.line.file}:{step.line.number}</b>  "
