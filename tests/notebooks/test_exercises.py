@@ -125,7 +125,7 @@ WRONG_KERNELS = {
     ("unpack", "the count too, after the values"): (
         "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;",
         "if (threadIdx.x > words[0]) return;",
-        "each place is one thread's. Let one of them write it, with an `if`.",
+        "each place is one thread's. Is the index each thread's own? Or one alone has to write",
     ),
     ("unpack", "lane 0 does all of it"): (
         "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;\n    const word_t word = words[threadIdx.x];\n   ",

@@ -125,7 +125,7 @@ WRONG = {
     ),
     ("ballot_count", "all lanes write"): (
         lambda: changed("ballot_count", ("if (lane == 0) counts", "counts")),
-        "both write counts[0]; each place is one thread's. Let one of them write it, with an `if`.",
+        "both write counts[0]; each place is one thread's. Is the index each thread's own? Or one alone has to write",
     ),
     ("ballot_count", "shortcut"): (
         lambda: with_body(

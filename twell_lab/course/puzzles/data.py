@@ -165,7 +165,7 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
                 if fault.block != fault.other_block and "n" in case.arguments:
                     asked += " Is i the number in the whole grid?"
                 if fault.block == fault.other_block:
-                    asked += " Let one of them write it, with an `if`."
+                    asked += " Is the index each thread's own? Or one alone has to write, within an `if`."
             return f"{thread} and {other} both write {place}{asked}{where}"
         what = f"one of them writes, and {'' if early else 'without an atomic '}nothing says which comes first"
         return f"{thread} and {other} use {place}, {what}.{where}"
