@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -100,12 +100,17 @@ class Objective(nn.Module):
             if isinstance(layer.module, SparseFFN):
                 self.sparse.append((layer.module, seen))
             else:
-                hook = layer.down.register_forward_pre_hook(lambda module, args, into=seen: self._keep(args[0], into))
-                self.hooks.callback(hook.remove)
+                self.hooks.callback(layer.down.register_forward_pre_hook(self._keeping(seen)).remove)
 
-    def _keep(self, h: Tensor, into: list) -> None:
-        if self.running:
-            into.append(h)
+    def _keeping(self, seen: list) -> Callable:
+        """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11
+        appends to a list among a function's defaults is lost."""
+
+        def hook(module: nn.Module, args: tuple) -> None:
+            if self.running:
+                seen.append(args[0])
+
+        return hook
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
