@@ -49,7 +49,7 @@ def test_every_path_of_a_step_is_checked_and_says_what_it_is(gated):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_path_of_a_forward_is_checked_and_says_what_it_is(gated):
-    rows = warm(forward.inference_rows(dataclasses.replace(TINY, gated=gated, graphs=True)))
+    rows = warm(forward.inference_rows(dataclasses.replace(TINY, gated=gated, autotuned=True)))
     paths = ["dense eager", "dense compiled", "planned", "planned compiled", "dense max-autotune"]
     assert [row["path"] for row in rows] == [*paths, "forced dense", "forced twell", "forced hot_cold 256"]
     for row in rows:

@@ -271,6 +271,7 @@ class Case:
     fires: int = 0
     in_tile: bool = False
     graphs: bool = False
+    autotuned: bool = False
 
     @property
     def name(self) -> str:
@@ -339,7 +340,7 @@ def inference_rows(case: Case) -> list[dict]:
     # All compiled alike: a call of what was compiled with fullgraph=True takes the host longer (docs/calls.md).
     compiled = functools.partial(torch.compile, dynamic=False)
     rivals: Rivals = {COMPILED: compiled(layer), "planned": planned, "planned compiled": compiled(planned)}
-    if case.graphs and case.tokens <= TOKENS:  # it takes many seconds
+    if case.autotuned:
         rivals[AUTOTUNED] = compiled(layer, mode="max-autotune-no-cudagraphs")
     hot = chosen.hot or max(256, case.d_ff // 8 // 256 * 256)
     for choice in one_of_each(case.d_ff, hot) if case.tokens <= TOKENS else ():
@@ -377,6 +378,7 @@ SECTIONS: Sections = {
     "gate": steps(gate_rows, (29, 8, 60)),
     "heavy rows": steps(inference_rows, HEAVY_CASES),
     "versions": [kernel_versions],
+    "max-autotune": steps(inference_rows, [Case(n, graphs=True, autotuned=True) for n in (1, 64, 2048, TOKENS)]),
     "decode": steps(inference_rows, [Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16))]),
     "portable": steps(other_rows, (TOKENS, 1, 64, TOKENS, TOKENS, 1024, TOKENS), (29, 29, 29, 8, 120, 29, 300)),
     "131,072 tokens": steps(inference_rows, [Case(131072, nnz) for nnz in (8, 60, 120, 300)]),
