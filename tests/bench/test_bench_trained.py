@@ -32,7 +32,7 @@ def record():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained, "small", lambda: TINY)
         patch.setattr("torch.cuda.is_available", lambda: False)
-        return recordings.trained(seconds=100.0)
+        return recordings.make("trained", seconds=100.0)
 
 
 def of(record, *kinds):
@@ -146,7 +146,7 @@ def test_a_section_that_fails_costs_no_other(monkeypatch):
     monkeypatch.setattr(made, "decode_rows", lambda batch: 1 / 0)
     monkeypatch.setattr(made, "step_rows", lambda: (_ for _ in ()).throw(clock.WrongResult("off by 7")))
     monkeypatch.setattr(made, "twin_rows", lambda: [row])
-    rows, notes = recordings._sections(made.sections(), 100.0)
+    rows, notes = recordings.run(made.sections(), 100.0)
     assert rows == [{"kind": trained.RUN, "ratio": None, "nested": [{"x": None, "y": 1.0}]}]
     assert notes["left_out"]["decode"] == "2 of 2 steps: LeftOut: ZeroDivisionError: division by zero"
     assert notes["left_out"]["training step"] == "1 of 1 steps: LeftOut: WrongResult: off by 7"

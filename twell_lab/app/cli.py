@@ -278,7 +278,6 @@ COMMANDS = {
             option("--out", "DIR", "where the record goes [data/records of a checkout, else the working folder]"),
             option("--seed", "N", "for attack only: draw other cases", type=whole),
             option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
-            option("--cases", "N", "for attack only: how many cases"),
             option("--at-once", "N", "for course only: how many notebooks run at once [1]"),
         ),
     ),
@@ -294,8 +293,9 @@ COMMANDS = {
     ),
     "records": Command(
         "commands:list_records",
-        "List every recorded measurement.",
+        "List the records that there are, or the rows of one kind.",
         (
+            option("kind", "KIND", "list the rows of these", nargs="?"),
             option("--folder", "DIR", "another folder than data/records"),
             option("--verify", None, "only check that each kernel was tested on a GPU, or is named as untested"),
         ),

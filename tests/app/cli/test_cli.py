@@ -162,12 +162,16 @@ def test_doctor_speaks_to_people_and_to_programs(capsys):
     assert all(each["text"] in shown for each in findings)
 
 
-def test_records_are_flat_rows(capsys, folder):
-    rows = json.loads(ask(capsys, "records", "--json", "--folder", str(folder)))
-    assert [list(row) for row in rows] == [list(records.FLAT_KEYS)]
-    assert rows[0]["stale"] is True and rows[0]["ms"] == 0.5
-    assert rows[0]["wall_ms"] is rows[0]["dense_wall_ms"] is rows[0]["host_us"] is None  # an older record has none
-    assert "NVIDIA Example" in ask(capsys, "records", "--folder", str(folder))
+def test_records_are_a_table_and_those_of_a_kind_flat_rows(capsys, folder):
+    (what,) = json.loads(ask(capsys, "records", "--json", "--folder", str(folder)))
+    assert what == {"kind": "example", "device": "NVIDIA Example", "date": "2026-01-02", "rows": 1, "state": "stale"}
+    (row,) = json.loads(ask(capsys, "records", "example", "--json", "--folder", str(folder)))
+    assert [*row] == list(records.FLAT_KEYS) and row["stale"] is True and row["ms"] == 0.5 and row["wall_ms"] is None
+    assert "NVIDIA Example" in ask(capsys, "records", "example", "--folder", str(folder))
+    assert cli.main(["records", "other", "--folder", str(folder)]) == 2
+    assert "accepted: example" in capsys.readouterr().err
+    shown = ask(capsys, "records")
+    assert max(map(len, shown.splitlines())) <= 80 and len(shown.splitlines()) == len(records.load_all()) + 2
 
 
 def test_what_does_not_fit_into_memory_is_one_line(capsys):
@@ -271,6 +275,7 @@ def recordings(monkeypatch):
     """One named recording, which makes a synthetic record."""
     module = ModuleType("twell_lab.app.recordings")
     module.RECORDINGS = {"example": lambda: records.Record.new("example", "a test's own", [ROW])}
+    module.make, module.options_of = lambda name, keep: module.RECORDINGS[name](), lambda name: set()
     monkeypatch.setitem(sys.modules, "twell_lab.app.recordings", module)
     monkeypatch.setattr(sys.modules["twell_lab.app"], "recordings", module, raising=False)
 
