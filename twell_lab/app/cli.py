@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from .. import __version__
 from ..core import TwellError
@@ -135,6 +135,8 @@ COMMANDS = {
         (
             *_model("how many windows", "counts", "; or a profile that --out saved"),
             option("--against", "FILE", "compare with the profile that --out saved here"),
+            option("--html", "FILE", "draw it into a page that needs no network"),
+            option("--plot", "FILE", "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"),
         ),
     ),
     "plan": Command(
@@ -303,10 +305,18 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors begin as all others do."""
+
+    def error(self, message: str) -> NoReturn:
+        terminal.tell(f"twell-lab: {message}; {self.prog} --help says more")
+        raise SystemExit(2)
+
+
 def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
     because they are the fields of a class whose import needs torch."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
     )
     parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
@@ -336,7 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
         _share_cores(arguments)
     try:
         terminal.set_up()
-        return _run(arguments)
+        with terminal.warnings_in_one_line():
+            return _run(arguments)
     except TwellError as error:
         number = os.environ.get("RANK", "0")  # under torchrun each process reports its own error
         terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")

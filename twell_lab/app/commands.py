@@ -17,19 +17,17 @@ from tqdm import tqdm
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
 from .options import TourOptions, given
-from .terminal import Answer, tell, terminated_like_interrupted
+from .terminal import Answer, folded, tell, terminated_like_interrupted
 
 
 def doctor(options: Namespace) -> Answer:
     from .doctor import examine
 
-    findings = examine()
-    width = max(len(finding.topic) for finding in findings)
-    lines = []
+    findings, lines = examine(), []
     for finding in findings:
-        lines.append(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
+        lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
         if finding.command:
-            lines.append(f"{'':<8} {'':<{width}}  -> {finding.command}")
+            lines.append(f"{'':<26} -> {finding.command}")
     return Answer([asdict(finding) for finding in findings], "\n".join(lines))
 
 

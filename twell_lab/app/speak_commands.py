@@ -59,7 +59,7 @@ def sample(options: argparse.Namespace) -> Answer:
         "tokens_per_s": speed,
     }
     told = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
-    lines = [options.prompt + value["text"], ""]
+    lines = []
     if options.sparse:
         swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
         sparse, dense, same = in_turn(swapped, model, prompt, options.tokens, how)
@@ -71,7 +71,7 @@ def sample(options: argparse.Namespace) -> Answer:
         ]
     else:
         lines.append(f"sample: {told}, {speed:,.0f} a second")
-    return Answer(value, "\n".join(lines))
+    return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
 def generate(
@@ -199,6 +199,8 @@ def _ours(model: LanguageModel, tokenizer: Tokenizer) -> tuple[nn.Module, _Words
 
 def _theirs(model: nn.Module, tokenizer) -> tuple[nn.Module, _Words]:
     def encode(text: str) -> Tensor:
+        if text != text.encode("utf-8", "ignore").decode():
+            raise InputError(f"--prompt is {text!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
         return tokenizer(text, return_tensors="pt").input_ids[0].long()
 
     def told(prompt: Tensor, said: Tensor) -> str:
