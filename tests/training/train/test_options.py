@@ -403,7 +403,7 @@ def test_any_field_of_a_dataclass_is_an_option(capsys):
 
 def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
     assert cli.main(["train", "--config", "list"]) == 0
-    assert capsys.readouterr().out == presets.table() + "\n"
+    assert capsys.readouterr().out.split() == presets.table().split()  # folded at 80 columns
     changes = "--steps=1 --batch=1 --layers=1 --eval-windows=1 --device=cpu --json".split()
     assert cli.main(["train", "--config", "1M", *changes]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
