@@ -141,7 +141,7 @@ def _unwritable(what: str, error: Exception, free: int = 0) -> RecordError:
 @contextmanager
 def locked_folder(folder: str | os.PathLike, what: str) -> Iterator[None]:
     """A context in which this process alone uses a folder. InputError where another `what` ("training") has it, and
-    where the folder cannot be written. The system unlocks it where a process is killed."""
+    where the folder cannot be written."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(Path(folder) / LOCK, timeout=0)
@@ -261,12 +261,11 @@ CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 def describe_machine() -> dict:
-    """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths.
+    """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths;
+    None stands where something is not to be had.
 
-    cores: how many this process may use. cupy_package: the installed build of CuPy. torch_cuda: the CUDA version torch
-    was built for, None for a CPU build. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. cuda_driver:
-    the newest CUDA version that the driver runs ("13.0"). os, cpu and the versions of packages are None where they are
-    not to be had."""
+    cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
+    cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
     return {
         "os": _guarded(_os),
         "cpu": _guarded(_cpu),
@@ -284,19 +283,8 @@ def describe_machine() -> dict:
 
 
 def memory() -> int | None:
-    """Return how many bytes of memory this process may use: the machine's, or fewer where its container or `ulimit -v`
-    says so; None where the system does not say. How much is free right now does not count."""
-
-    def ulimit() -> int:
-        import resource
-
-        return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
-
-    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # "max": no limit, no number
-    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
-    for file in groups:
-        bounds.append(_guarded(lambda: int(Path(file).read_text())))
-    return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
+    """Return how many bytes of memory this machine has, free or not; None where the system does not say."""
+    return _guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def gpu() -> str | None:
@@ -343,14 +331,13 @@ def let_cupy_start() -> None:
 
 def check_stack() -> None:
     """Raise StackError where torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are
-    installed: both would load, and fail later with errors that name neither. A CPU build of torch, or no CuPy, passes.
-    """
+    installed, which would fail later with errors that name neither. A CPU build of torch, or no CuPy, passes."""
     if fault := stack_fault():
         raise StackError(f"{fault[0]}; to mend it: {fault[1]}")
 
 
 def stack_fault() -> tuple[str, str] | None:
-    """Return what `check_stack` objects to, and the command that mends it; None where the packages fit."""
+    """Return what `check_stack` objects to, and the command that mends it, or None."""
     builds, theirs = cupy_packages(), major(torch_cuda())
     if not builds:
         return None
@@ -385,11 +372,8 @@ def _version(package: str) -> str | None:
 
 
 def _os() -> str:
-    try:
-        name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        name = f"{platform.system()} {platform.mac_ver()[0] or platform.release()}"
-    return f"{name}, {platform.machine()}"
+    name = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"])
+    return f"{name or platform.platform(terse=True)}, {platform.machine()}"
 
 
 def _cpu() -> str | None:
@@ -406,7 +390,7 @@ def _nvrtc() -> str:
 
 
 def _cupy_major(package: str) -> int:
-    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, a source build is asked."""
+    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, another build is asked."""
     if numbered := re.search(r"cuda(\d+)x", package):
         return int(numbered[1])
     from cupy.cuda import driver
@@ -427,13 +411,7 @@ def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    found = [line.split(", ") for line in lines if re.fullmatch(r"[^,]+, \d+\.\d+, [^,]+, [^,]+", line)]
-    return [
-        {
-            "name": name,
-            "capability": capability,
-            "memory_gib": round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None,
-            "driver": driver,
-        }
-        for name, capability, mebibytes, driver in found
-    ]
+    rows = [line.split(", ") for line in lines if re.fullmatch(r"[^,]+, \d+\.\d+, [^,]+, [^,]+", line)]
+    size = lambda mebibytes: round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None  # noqa: E731
+    names = ("name", "capability", "memory_gib", "driver")
+    return [dict(zip(names, (*row[:2], size(row[2]), row[3]), strict=True)) for row in rows]

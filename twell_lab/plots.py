@@ -211,7 +211,7 @@ def firing_by_position(profile, names: list[str] | None = None) -> Figure:
     for number, name in enumerate(names):
         figure.add_scatter(
             x=places,
-            y=[_times_100(row["layers"][number]) for row in rows],
+            y=[None if (share := row["layers"][number]) is None else 100 * share for row in rows],
             mode="lines",
             line={"color": SKY, "width": 1},
             name="each layer",
@@ -292,15 +292,7 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
         cells[column // across][column % across] = value
     top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
     shades = [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]]
-    look = {
-        "colorscale": shades,
-        "zmin": 0,
-        "zmax": top,
-        "showscale": False,
-        "xgap": 2,
-        "ygap": 2,
-        "hoverongaps": False,
-    }
+    look = dict(colorscale=shades, zmin=0, zmax=top, showscale=False, xgap=2, ygap=2, hoverongaps=False)
     above, gap, below = 26 * down, 46, 44 * lines
     figure = _figure(
         rows=2,
@@ -421,10 +413,6 @@ def _layers(profile) -> list:
     if not layers:
         raise InputError("the profile has no layers; accepted: one layer or more")
     return layers
-
-
-def _times_100(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def _percent(value: float) -> str:

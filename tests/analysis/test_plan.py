@@ -89,11 +89,9 @@ def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
     assert plan.dense_layers == ["layers.1.mlp"]
 
 
-def test_what_is_packed():
+def test_what_fires_on_average():
     layer = layer_plan()
     assert layer.nnz == pytest.approx(sum(range(600)) / 1000)
-    assert layer.packed_nnz(Choice("hot_cold", 512)) == pytest.approx(sum(range(88)) / 1000)
-    assert layer.packed_nnz(Choice("dense")) == 0
     unseen = LayerPlan("", 32, 600, True, 0, (0,) * 600, (candidate(),))
     assert math.isnan(unseen.nnz)
 
@@ -164,6 +162,8 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
     assert Plan.load(plan.save(tmp_path / "plan.json")) == Plan.load(tmp_path) == plan
     with pytest.raises(RecordError, match="cannot write"):
         plan.save(tmp_path / "plan.json" / "below")
+    with pytest.raises(RecordError, match="finite numbers are accepted"):
+        replace(plan, rates={"l2": math.nan}).save(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,11 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
         (["version"], 3, "version 3"),
         (["layers"], 5, "'layers' is 5"),
         (["note"], "x", "note"),
-        (["layers", 1], 5, "layer 1"),
+        (["layers", 1], 5, "'layers' 1 is 5"),
         (["layers", 0, "d_ff"], 601, "600 neuron_counts"),
         (["layers", 0, "neuron_counts", 3], 1001, "from 0 to 'profiled'"),
         (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
-        (["layers", 0, "candidates", 2, "tokens"], 0, "whole number from 1 up"),
+        (["layers", 0, "candidates", 2, "tokens"], 0, "one for each is accepted"),
         (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),
         (["layers", 0, "candidates", 2, "why"], None, "'why' is None"),
         (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted"),

@@ -72,21 +72,6 @@ def test_sparse_wins_where_weights_come_from_memory_and_loses_where_too_many_neu
     assert many["twell"]["x_dense"] < 0.9 and [*many][-1].startswith("hot_cold ")
 
 
-def test_what_a_call_holds_between():
-    one = {(row["tokens"], row["path"].split()[0]): row for row in predict.predict("H100 SXM", 29)}
-    assert one[16384, "dense"]["between_mb"] == 16384 * 5632 * 2 / 1e6  # gate and up in one product
-    assert one[2048, "dense"]["between_mb"] == 3 * 2048 * 5632 * 2 / 1e6
-    assert one[1, "twell"]["between_mb"] == 22 * (4 * 256 + 2) / 1e6
-    assert (
-        one[16384, "twell"]["between_mb"] < one[16384, "hot_cold"]["between_mb"] < one[16384, "dense"]["between_mb"] * 2
-    )
-    for tokens, packed in ((256, 0), (2048, 0), (4096, 22 * 32 * 4)):
-        portable = {row["path"]: row for row in predict.predict("L4", 29, tokens=[tokens])}
-        assert portable["twell"]["between_mb"] == tokens * (5632 * 2 + packed) / 1e6
-    plain = {row["path"]: row for row in predict.predict("L4", 29, tokens=[256], gated=False)}
-    assert plain["dense"]["between_mb"] == 2 * 256 * 5632 * 2 / 1e6
-
-
 def test_the_errors_are_those_of_recorded_layers():
     (row,) = [each for each in predict.errors() if each["gpu"] == "H100 SXM"]
     assert row["layers"] > 30 and 0.3 < row["least"] < 0.9 < row["median"] < 1.1 < row["most"] < 1.5

@@ -239,7 +239,7 @@ def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
         assert (row["ms"], row["spread"]) == pytest.approx(clocks.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
         assert row["dense_ms"] == dense_ms["dense eager (cold)" if row["path"].endswith("(cold)") else "dense eager"]
         assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
-        assert 0 <= row["error_over_allowed"] <= 1.0
+        assert row["path"].startswith("dense eager") or 0 <= row["error_over_allowed"] <= 1.0
     assert record.rows[0]["path"] == "dense eager" and record.rows[0]["x_dense"] == 1.0
     flat = records.flat_rows([record])
     assert len(flat) == len(paths)

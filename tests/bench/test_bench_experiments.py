@@ -1,4 +1,4 @@
-"""The record of adapters and dropout: rows of tiny models, and a verdict computed from them."""
+"""The record of adapters and dropout: rows of tiny models."""
 
 from twell_lab.bench import experiments
 from twell_lab.models.tiny import ModelConfig
@@ -15,7 +15,7 @@ TINY = experiments.Shape(
 )
 
 
-def test_rows_and_the_verdict(monkeypatch):
+def test_rows(monkeypatch):
     monkeypatch.setattr(adapters.clock, "time_cpu", lambda calls, *_, **__: {name: [1.0, 2.0, 3.0] for name in calls})
     made = [row for steps in experiments.sections(TINY).values() for step in steps for row in step()]
     Record.new("experiments", "a test's own", made)
@@ -26,12 +26,3 @@ def test_rows_and_the_verdict(monkeypatch):
     assert [(row["dropout"], row["seed"]) for row in trained] == [
         (kind, seed) for seed in (0, 1) for kind in ("none", "Bernoulli 1/2", "2:4")
     ]
-    found = experiments.verdicts(made)
-    assert [*found] == ["loss"] and "pays" not in found["loss"]
-    times = [
-        {"kind": "dropout", "tokens": 8, "path": path, "ms": ms}
-        for path, ms in (("dense product", 2.0), ("2:4 product", 1.0), ("compress and 2:4 product", 1.6))
-    ]
-    found = experiments.verdicts(made + times)
-    assert found["8 tokens"]["with_compress_x"] == 1.25 and found["8 tokens"]["product_x"] == 2
-    assert experiments.verdicts([row for row in made if row.get("seed") != 1]) == {}

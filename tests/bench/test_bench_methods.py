@@ -1,4 +1,4 @@
-"""Methods of the map: held against the dense layer. Their times are tested with the course's map."""
+"""Methods of the map, padding and experts: held against the dense layer. The map's times are tested with the course."""
 
 import math
 
@@ -7,6 +7,10 @@ import torch
 
 from twell_lab.bench import methods
 from twell_lab.ops import clock
+from twell_lab.records import Record
+from twell_lab.sparsities.padding import add_padding
+
+FEW = methods.Sizes(32, 64, (1, 64), 4, 48, torch.float32, "cpu", 0.01)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 70])
@@ -22,3 +26,29 @@ def test_a_result_is_held_against_the_dense_one():
     methods.hold("nothing", torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(clock.WrongResult):
         methods.hold("no number", torch.full((2, 3), math.nan), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
+def test_padding_removed_beside_all_tokens(share, layers):
+    made = methods.padding_rows(share, layers, FEW)
+    Record.new("comparison", "a test", made)
+    assert [row["path"] for row in made] == ["dense eager", "padding removed", "real tokens alone"]
+    for row in made:
+        assert row["tokens"] == 64 and row["real"] == pytest.approx(64 * share, abs=4) and row["layers"] == layers
+        assert row["x_dense"] == row["dense_ms"] / row["ms"] and row["wall_ms"] > 0
+        assert row["workload"].startswith(f"{layers} layer")
+
+
+def test_what_padding_puts_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(methods, "add_padding", lambda rows, padding: add_padding(rows.flip(0), padding))
+    with pytest.raises(clock.WrongResult, match="padding removed is off by"):
+        methods.padding_rows(0.5, 2, FEW)
+
+
+def test_ways_of_experts_beside_the_loop():
+    made = methods.experts_rows(4, FEW)
+    Record.new("comparison", "a test", made)
+    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded", methods.WHOLE]
+    assert all(row["kind"] == "experts" and row["experts"] == 4 and row["d_ff"] == 48 for row in made)
+    assert all(row["density"] == 0.5 for row in made)

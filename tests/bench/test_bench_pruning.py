@@ -1,12 +1,9 @@
 """The record of pruning: a tiny model pruned in each way and trained on."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from twell_lab.bench import pruning
-from twell_lab.core import InputError
 from twell_lab.records import Record
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four
@@ -29,7 +26,7 @@ def trained():
 @pytest.fixture(scope="module")
 def rows(trained):
     first = {name: value.clone() for name, value in trained.model.state_dict().items()}
-    made = [row for way in TINY.ways for row in pruning.way_rows(trained, way)]
+    made = [row for way in pruning.WAYS for row in pruning.way_rows(trained, way)]
     assert all(torch.equal(value, first[name]) for name, value in trained.model.state_dict().items())
     return {row["path"]: row for row in made}
 
@@ -38,10 +35,10 @@ def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
     assert list(rows) == [way.name for way in pruning.WAYS]
     Record.new("pruning", "a test's own", [*rows.values()])
     dense = rows["dense"]
-    assert dense["sparsity"] == 0 and dense["bits_before"] == dense["dense_bits"] != dense["bits_after"]
+    assert dense["sparsity"] == 0 and dense["bits_before"] != dense["bits_after"]
     for name, row in rows.items():
         assert row["kind"] == "pruning" and row["ms"] > 0 and len(row["samples"]) == TINY.steps and row["seed"] == 0
-        assert row["dense_bits"] == dense["dense_bits"] and 0 < row["bits_after"] < 9
+        assert 0 < row["bits_after"] < 9
         if "%" in name:
             assert row["sparsity"] == pytest.approx(WAYS[name].sparsity, abs=0.11)  # blocks are few here
             assert row["bits_before"] != dense["bits_before"]
@@ -69,10 +66,3 @@ def test_the_zeros_are_where_the_way_has_them_and_stay(name, trained, monkeypatc
             assert empty_share(weight, 32) > 0.4 or weight.shape == (32, 32)
         else:
             assert (weight == 0).any()
-
-
-def test_bad_input_is_named():
-    with pytest.raises(InputError, match="steps is 2; a whole number from 3"):
-        replace(TINY, steps=2)
-    with pytest.raises(InputError, match="how is 'random'"):
-        pruning.Way("x", "random")

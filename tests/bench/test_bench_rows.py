@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from twell_lab.bench import host, rows
+from twell_lab.bench.forward import Case
 from twell_lab.ops import clock as clocks
 
 
@@ -26,10 +27,10 @@ def clock(monkeypatch):
 
 
 def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
-    calls = dict.fromkeys(("dense eager", "dense compiled", "twell"), lambda turn: None)
+    calls = dict.fromkeys(("dense eager", "dense compiled", "dense max-autotune", "twell"), lambda turn: None)
     parts = {"part: pack": lambda turn: None}
     samples, bursts = rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts)
-    replayed = ["dense eager (graph)", "twell (graph)"]
+    replayed = ["dense eager (graph)", "dense max-autotune (graph)", "twell (graph)"]
     assert clock.noted == [[*calls, "part: pack"], replayed]
     assert [*samples] == clock.noted[0] + clock.noted[1]
     assert [*bursts] == [*calls, *replayed]
@@ -73,28 +74,22 @@ def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
 
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(host, "D_FF", 600), monkeypatch.setattr(host, "ROUNDS", 2)
-    monkeypatch.setattr(
-        host.inference,
-        "drawn",
-        lambda tokens, d_model, d_ff, nnz: (
-            *clocks.workload(tokens, 32, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"),
-            [],
-        ),
-    )
-    made = host.rows((3,))
-    assert [row["workload"] for row in made] == ["forward"] * 4 + ["forward and backward"] * 3
-    assert [row["path"] for row in made] == [
-        "dense eager",
-        "dense",
-        "twell",
-        "hot_cold 512",
-        "dense eager",
-        "dense",
-        "twell",
-    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(host, "ROUNDS", 2)
+    made = host.rows(Case(3, d_model=32, d_ff=600))
+    works = {"forward": ["dense eager", "dense", "twell", "hot_cold 512"]}
+    works["forward and backward"] = ["dense eager", "dense", "twell"]
+    assert [(row["workload"], row["path"]) for row in made] == [(work, path) for work in works for path in works[work]]
     for row in made:
         assert row["kind"] == "host" and row["gated"] and row["tokens"] == 3 and len(row["samples"]) == 2
         assert row["wall_ms"] >= row["ms"] > 0 and row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
         assert row["dense_wall_ms"] > 0 and row["host_us"] == pytest.approx(1e3 * row["ms"])
+
+
+def test_rows_of_a_gpu_hold_times_of_plain_calls_and_peak_memory(clock, monkeypatch):
+    monkeypatch.setattr(clocks, "peak_bytes", lambda call: 7)
+    calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
+    made = rows.timed({"device": "A GPU", "tokens": 4}, calls, {"twell": {"choice": "twell"}})
+    assert [row["path"] for row in made] == [*calls, "dense eager (graph)", "twell (graph)"]
+    assert [row.get("peak_bytes") for row in made] == [7, 7, None, None]
+    assert all(row["wall_ms"] == 2.0 and row["dense_wall_ms"] == 2.0 for row in made)

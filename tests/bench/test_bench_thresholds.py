@@ -1,25 +1,34 @@
-"""The record of thresholds: a SiLU model trained and cut on this CPU."""
+"""The records of lossy models: a SiLU model that is cut, and a ReLU model with chosen neurons, trained on this CPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from torch import nn
 
-from twell_lab.bench import cut_checks, thresholds
+from twell_lab.bench import predictors, rows, thresholds
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock
+from twell_lab.records import Record
 
 TINY = thresholds.Shape(
     ModelConfig(d_model=32, layers=2, heads=2, d_ff=300, context=32),
     batch=8,
     steps=60,
     lr=3e-3,
-    sparsities=(0.5, 0.9),
+    sparsities=(0.9,),
     held_out=40,
     cached=16,
     batches=(1, 3),
     device="cpu",
 )
+CHOSEN = replace(
+    predictors.small(), l1=1e-2, windows=4, rank=4, recalls=(0.5, 1.0), shares=(0.1, 1.0), sparsities=(0.9,)
+)
+CHOSEN = replace(
+    CHOSEN, config=replace(CHOSEN.config, d_model=32, layers=2, heads=2, d_ff=256, context=32, device="cpu")
+)
+CHOSEN = replace(CHOSEN, config=replace(CHOSEN.config, batch=4, steps=12, warmup=2), seconds=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -27,49 +36,68 @@ def trained():
     return thresholds.Trained(TINY)
 
 
-def test_the_model_is_trained_with_silu_on_bytes(trained):
-    found, cost = trained.cut(0.5)
-    assert cost.dense < 0.8 * math.log(256) and cost.windows == 40
-    assert all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
-    assert not trained.model.training and not any(each.requires_grad for each in trained.model.parameters())
-    assert [layer.density["activation"] for layer in found.layers] == pytest.approx([0.5, 0.5], abs=0.05)
-
-
-@pytest.mark.parametrize("method, path", [("cats", "twell"), ("teal", "kept_inputs")])
-def test_rows_say_what_a_cut_costs_and_what_a_step_takes(trained, method, path):
-    made = thresholds.cut_rows(trained, 0.9, method)
-    paths = ["dense eager", "thresholds, dense", f"thresholds, forced {path}"]
-    assert [row["path"] for row in made] == 2 * paths and [row["tokens"] for row in made] == [1] * 3 + [3] * 3
-    for row in made:
-        assert row["kind"] == "thresholds" and row["ms"] > 0 and row["dense_ms"] > 0 and row["cached"] == 16
-        assert row["workload"].startswith(
-            f"{method.upper()} 90%, decode step, batch {row['tokens']}, SiLU trained on Python"
-        )
-        assert row["nnz"] == pytest.approx(30, rel=0.3)
-        low, change, high = row.get("loss_change", (0, 0, 0))
-        assert ("loss_change" in row) == (row["path"] != "dense eager") and low <= change <= high
-        assert row.get("loss", 0) == pytest.approx(row.get("dense_loss", 0) + change, abs=2e-5)
-    for row in made[2::3]:
-        assert 0 <= row["layer_over_allowed"] <= 1 and 0 < row["error_over_allowed"] <= 1
-        assert row["compared_tokens"] >= cut_checks.LEAST
-
-
-def broken(model, *plan, **how):
+def broken(model, *_, **__):
     model.layers[0].mlp.down_proj.weight.data *= 100
     return model
 
 
+def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
+    steps = thresholds.sections(TINY)["thresholds"]
+    assert len(steps) == 2 and all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
+    for method, path in thresholds.PATHS.items():
+        made = thresholds.cut_rows(trained, method, 0.9)
+        paths = ["dense eager", "thresholds, dense", f"thresholds, forced {path}"]
+        assert [row["path"] for row in made] == 2 * paths and [row["tokens"] for row in made] == [1] * 3 + [3] * 3
+        for row in made:
+            assert row["kind"] == "thresholds" and row["ms"] > 0 and row["dense_ms"] > 0 and row["cached"] == 16
+            step = f"{method.upper()} 90%, decode step, batch {row['tokens']}, SiLU trained on Python"
+            assert row["workload"].startswith(step) and row["nnz"] == pytest.approx(30, rel=0.3)
+        for row in (row for row in made if row["path"] != "dense eager"):
+            low, change, high = row["loss_change"]
+            assert low <= change <= high and row["dense_loss"] < 0.8 * math.log(256)
+            assert row["loss"] == pytest.approx(row["dense_loss"] + change, abs=2e-5)
+        assert all(0 <= row["layer_over_allowed"] <= 1 for row in made[2::3])
+
+
 def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
     monkeypatch.setattr(thresholds, "sparsify", broken)
-    monkeypatch.setattr(thresholds, "_timed", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(clock.WrongResult, match=r"CATS 50%, decode step, batch 1: layers.0.mlp is off by .* times"):
-        thresholds.cut_rows(trained, 0.5)
+    monkeypatch.setattr(thresholds, "variant_rows", lambda *_, **__: pytest.fail("it was timed"))
+    with pytest.raises(clock.WrongResult, match="forced kept_inputs: the losses of"):
+        thresholds.cut_rows(trained, "teal", 0.9)
 
 
-def test_it_costs_the_record_no_other_row(trained, monkeypatch):
-    monkeypatch.setattr(thresholds, "sparsify", broken)
-    refused = {}
-    made = thresholds.cut_rows(trained, 0.5, "teal", refused)
-    assert [row["path"] for row in made] == 2 * ["dense eager", "thresholds, dense"]
-    assert [*refused] == [f"TEAL 50%, decode step, batch {batch}, thresholds, forced kept_inputs" for batch in (1, 3)]
-    assert all("layers.0.mlp is off by" in why for why in refused.values())
+def test_chosen_neurons_say_what_they_cost():
+    (step,) = predictors.sections(CHOSEN)["chosen neurons"]
+    made = {row["path"]: row for row in step()}
+    assert set(made) == {
+        "dense eager",
+        "lossy: predicted, recall 50%",
+        "lossy: predicted, recall 100%",
+        "lossy: core neurons, 10%",
+        "lossy: core neurons, 100%",
+        "lossy: CATS 90%, computed densely",
+        "lossy: TEAL 90%, computed densely",
+        "lossy: TEAL 90%, forced kept_inputs",
+        "trained with L1, dense",
+        "trained with L1, forced twell",
+    }
+    Record.new("predictors", "a test's own", [*made.values()])
+    for row in made.values():
+        assert row["kind"] == "chosen_neurons" and row["ms"] > 0 and row["dense_ms"] > 0 and row["tokens"] == 1
+        low, change, high = row["loss_change"]
+        assert low <= change <= high
+    assert made["dense eager"]["loss_change"] == [0, 0, 0]
+    assert made["lossy: core neurons, 100%"]["loss_change"] == pytest.approx([0, 0, 0], abs=1e-4)
+    assert made["lossy: core neurons, 10%"]["sparsity"] == pytest.approx(0.9, abs=0.01)
+    some, all_of_them = (made[f"lossy: predicted, recall {recall}%"] for recall in (50, 100))
+    assert some["sparsity"] > all_of_them["sparsity"] and abs(all_of_them["loss_change"][1]) < 1e-3
+    assert made["lossy: core neurons, 10%"]["loss"] != made["dense eager"]["loss"]
+    assert made["trained with L1, dense"]["loss"] == made["trained with L1, forced twell"]["loss"]
+
+
+def test_nothing_is_timed_where_the_lossless_path_is_wrong(monkeypatch):
+    monkeypatch.setattr(predictors, "sparsify", broken)
+    monkeypatch.setattr(predictors, "_lossy", lambda *_: [])
+    monkeypatch.setattr(rows, "clock_cpu", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(clock.WrongResult, match="forced twell"):
+        predictors.chosen_rows(CHOSEN)

@@ -149,7 +149,6 @@ NOTHING = {
     "micro-tiles": lambda: choosing.figures.products([]),
     "firing": lambda: choosing.figures.firing(torch.ones(4), None),
     "winners": lambda: choosing.figures.winners([]),
-    "guesses": lambda: choosing.figures.chosen_neurons([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),

@@ -14,6 +14,7 @@ import torch
 
 from tests.models.thresholds.models_of import llama, tokens
 from tests.simulator import modelled
+from twell_lab import plots, simulator
 from twell_lab.core import InputError
 from twell_lab.course import (
     backward,
@@ -270,6 +271,30 @@ def test_the_button_goes_from_barrier_to_barrier():
     few.next_barrier()  # the last warp arrives in a step that is left out: the next stop
     assert few.step == min(stop for _, stop in few.slider.options if stop >= few.trace.barriers[0])
     assert StepExplorer(trace(barriers=False)).button.disabled
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_steps_end_at_the_fault_with_the_two_accesses_that_collide(tmp_path):
+    (tmp_path / "k.cu").write_text(
+        'extern "C" __global__ void k(float* a, const float* x) {\n    __shared__ float s[64];\n'
+        "    s[threadIdx.x] = x[threadIdx.x];\n    a[64 * blockIdx.x + threadIdx.x] = s[63 - threadIdx.x];\n}"
+    )
+    a, x = np.zeros(128, np.float32), np.ones(64, np.float32)
+    reversed_too_early = simulator.step(simulator.compile(tmp_path / "k.cu"), "k", 2, 64, (a, x))
+    shown = StepExplorer(reversed_too_early)
+    title = shown.figure.layout.title.text
+    assert shown.step == len(reversed_too_early) - 1 and not a.any()
+    assert "k.cu:3" in title and "and thread 31 of the same block reads it: k.cu:4" in title
+    red = first_kernels.figures.STEP_COLOURS.index(plots.RED)
+    places = [
+        (line, place)
+        for cells in shown.figure.data
+        for line, row in enumerate(cells.z)
+        for place in np.flatnonzero(np.array(row) == red)
+    ]
+    assert places == [(0, 0), (1, 0)]  # lane 0 of the warp, and s[32]
+    mine = StepExplorer(reversed_too_early, reversed_too_early.of_thread(31))
+    assert [text.split()[0] for text, _ in mine.slider.options] == [str(step) for step in (0, 1, 2, 3, 5)]
 
 
 def test_sliders_of_a_tile_that_do_not_go_together_are_brought_along():

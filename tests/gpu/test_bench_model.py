@@ -1,12 +1,14 @@
-"""A whole model on a GPU: graphs, compiled code, peak memory, the energy of a token, and a step of training."""
+"""Whole models on a GPU: graphs, compiled code, peak memory, the energy of a token, a step of training; and the
+recordings that are made of them, at a small size."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.bench import drawn, energy, paths
+from twell_lab.bench import energy, models, profiling, sizes, thresholds, trained
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.ops import clock
 
 pytestmark = pytest.mark.gpu
 SIZES = ModelConfig(vocabulary=1024, d_model=512, layers=3, heads=8, d_ff=2048, context=512)
@@ -32,33 +34,29 @@ def test_a_drawn_model_in_every_way():
             assert row.get("error_over_allowed", 0) <= 1 and row["nnz"] == pytest.approx(10.5, rel=0.5)
 
 
-def test_a_model_of_this_project_on_a_path_by_name():
+def test_a_model_of_this_project_on_paths_by_name():
     torch.manual_seed(0)
-    model = LanguageModel(SIZES).cuda().bfloat16().eval()
-    text = torch.randint(1024, (20_000,))
-    record = tl.bench.model(model, tokens=(64,), batches=(8,), text=text, plan="twell", seconds=0, progress=False)
-    assert {row["choice"] for row in record.rows if row["path"].startswith("forced twell")} == {"3 twell"}
-    assert {row["path"] for row in record.rows} >= {"forced twell (graph)", "dense eager (graph)"}
+    model, left_out = LanguageModel(SIZES).cuda().bfloat16().eval(), {}
+    paths = ["hot_cold", "int8", "twell_int8", "predicted", "experts"]
+    how = {"text": torch.randint(1024, (20_000,)), "plan": "twell", "paths": paths, "seconds": 0, "left_out": left_out}
+    bench = models.Bench(model, tokens=(64,), batches=(8,), **how)
+    rows = [row for key in bench.works for row in bench.rows(*key)]
+    assert not left_out and {row["choice"] for row in rows if row["path"] == "forced twell"} == {"3 twell"}
+    ways = {row["path"].removesuffix(" (graph)") for row in rows}
+    lossy = {f"forced {path} (lossy)" for path in paths[1:]}
+    assert ways == {"dense eager", "forced twell", "forced hot_cold", *lossy}
+    assert {f"{way} (graph)" for way in ways} < {row["path"] for row in rows}
+    assert all(0 < row["error"] < 1 for row in rows)
 
 
-def test_every_path_in_a_whole_model():
-    """What `twell-lab record model-paths` does, at a small size."""
+def test_a_step_of_the_record_of_a_size_is_compiled_and_captured():
     pytest.importorskip("transformers")
-    sizes = {"layers": 2, "d_model": 512, "d_ff": 1024, "heads": 8, "vocabulary": 256, "context": 256}
-    shape = drawn.Shape(**sizes, sequences=80, cached=64, least=4.0, most=12.0, mean=8.0)
     left_out = {}
-    found = {name: [row for step in steps for row in step()] for name, steps in paths.sections(shape, left_out).items()}
-    assert not any("are off by" in why or "CUDA graphs" in what for what, why in left_out.items()), left_out
-    for subject in paths.SUBJECTS:
-        rows = found[subject.name]
-        ways = {row["path"].removesuffix(" (graph)") for row in rows}
-        refused = {each for each in subject.paths if f"{subject.name}, {each}" in left_out}
-        assert refused <= {"fp8", "two_four"}  # where this GPU or this torch has none
-        assert ways == {"dense eager", *(paths.called(each) for each in subject.paths if each not in refused)}, left_out
-        assert {row["path"].endswith(" (graph)") for row in rows if row["tokens"] < 2**14} == {True, False}
-        for row in rows:
-            assert row["dtype"] == "bfloat16" and 0 < row["error"] < 1
-            assert ("loss" in row) == (subject.trained and row["kind"] == "model_forward")
+    steps = sizes.sections("1M", left_out, 2, cached=64, seconds=0)
+    rows = [row for name in ("decode, one sequence", "plan") for step in steps[name] for row in step()]
+    ways = ["dense eager", "planned", "planned for graphs", "dense compiled", "planned for graphs compiled"]
+    assert [row["path"] for row in rows] == [*ways, *(f"{way} (graph)" for way in ways), "plan", "plan for graphs"]
+    assert not left_out
 
 
 def test_the_energy_of_calls_is_read():
@@ -66,7 +64,50 @@ def test_the_energy_of_calls_is_read():
     if read is None:
         pytest.skip(why)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    samples = energy.millijoules(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=3)["square"]
-    median, spread = clock.quartiles(samples)
+    facts = energy.energy_facts(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=3, tokens=1)
     # 137 GFLOP: no GPU takes less than 0.1 pJ, or more than 100, for each.
-    assert len(samples) == 3 and 10 < median < 1e4 and spread < 0.3 * median
+    median, spread = facts["square"]["mj_per_token"], facts["square"]["mj_spread"]
+    assert 10 < median < 1e4 and spread < 0.3 * median
+
+
+def test_every_step_of_the_record_of_thresholds():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip(f"kept_inputs needs sm_80; this is {torch.cuda.get_device_name()}")
+    config = ModelConfig(d_model=512, layers=2, heads=8, d_ff=2048, context=64)
+    how = {"batch": 16, "steps": 100, "lr": 1e-3, "sparsities": (0.5, 0.9), "held_out": 40, "cached": 32}
+    steps = thresholds.sections(thresholds.Shape(config, batches=(1, 4), **how))["thresholds"]
+    made = [row for step in steps for row in step()]
+    for path in thresholds.SPARSE.values():
+        rows = [row for row in made if row["path"] == path]
+        assert [row["tokens"] for row in rows] == [1, 4, 1, 4]
+        for row in rows:
+            assert row["layer_over_allowed"] <= 1
+            if row["tokens"] == 1:  # through a kernel, which adds in another order than torch
+                assert row["layer_over_allowed"] > 0
+
+
+def test_every_section_of_the_record_of_a_trained_model():
+    sizes = {"d_model": 512, "layers": 2, "heads": 8, "d_ff": 2048, "context": 128}
+    config = replace(trained.Shape().config, **sizes, batch=64, steps=60, warmup=10, l1=3e-3, eval_every=30)
+    # one forward within what is captured as a graph, and one beyond
+    shape = trained.Shape(replace(config, eval_windows=64), sequences=(2, 160), cached=64, seconds=0.0)
+    left_out = {}
+    made = {
+        name: [row for step in steps for row in step()] for name, steps in trained.sections(left_out, shape).items()
+    }
+    assert not left_out and all(made.values())
+    run = made["training"][0]
+    assert run["steps"] == 60 and run["dtype"] == "bfloat16" and "peak_bytes" in run["history"]
+    assert {row["path"] for row in made["decode"]} >= {"planned for graphs (graph)", "forced twell (graph)"}
+    assert {row["path"] for row in made["forward"]} >= {"planned", "planned for graphs (graph)", "forced twell"}
+    for row in [*made["decode"], *made["forward"]]:
+        assert row["dtype"] == "bfloat16" and row.get("error_over_allowed", 0) <= 1
+        assert ("peak_bytes" in row) != row["path"].endswith("(graph)")
+    losses = {row["path"]: row["loss"] for row in made["forward"] if row["tokens"] == 160 * 128}
+    assert all(abs(loss - losses["dense eager"]) < 0.02 for loss in losses.values())
+
+
+def test_what_profiling_takes():
+    sizes = ModelConfig(d_model=512, layers=2, heads=8, d_ff=2048, context=128)
+    plain, counted = profiling.profiling_rows(sizes)
+    assert plain["extra_bytes"] == 0 and counted["extra_bytes"] < 2**30 and counted["times_plain"] > 0

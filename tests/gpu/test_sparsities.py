@@ -246,7 +246,7 @@ def test_a_layer_of_int8_is_one_sequence_with_the_bits_of_its_products(tokens, b
 def test_the_layer_is_right_by_its_products_as_the_record_asks(name, tokens):
     """At the record's own size, since how tensor cores add up is part of it."""
     needed.path(name)
-    layer, (x, *_) = clock.workload(tokens, 2048, 5632, few_bits.NNZ, "lognormal", BF16, "cuda")
+    layer, (x, *_) = clock.workload(tokens, 2048, 5632, methods.NNZ, "lognormal", BF16, "cuda")
     y = methods.swapped(layer, Choice(name))(x)
     off = few_bits.off_on_rounded(layer, x, y, *few_bits.ROUNDED[name])
     assert max(off.values()) <= few_bits.MOST_OFF[name], off

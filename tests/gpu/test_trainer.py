@@ -142,8 +142,15 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
 def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
     """By the break-even measured here, which an L1 as large as this takes them below."""
     names = launched(monkeypatch)
-    runs, init = [], running.Run.__init__
-    monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
+    paths, hand_back = [], running.Run.trained_model
+
+    def handed_back(run, fresh):  # dense layers
+        runs.append(run)
+        paths.extend(layer.module.learning for layer in feed_forwards(run.model))
+        return hand_back(run, fresh)
+
+    runs = []
+    monkeypatch.setattr(running.Run, "trained_model", handed_back)
     changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)
     result = train(tiny(**changes, kernels="auto"), progress=False)
     run = runs[0]
@@ -153,6 +160,5 @@ def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkey
         for nnz, limit in zip(result.history[-1]["nnz_layers"], run.switch.below.values(), strict=True)
     ]
     assert any(below), (result.history[-1]["nnz_layers"], run.switch.below)
-    paths = [layer.module.learning for layer in feed_forwards(run.model)]
     assert all(path == "twell" for path, low in zip(paths, below, strict=True) if low), (paths, below)
     assert any(name.startswith("input_gradient") for name in names)

@@ -362,10 +362,10 @@ class Cut(Busy):
     [
         (Busy(), None),
         (Direct(), None),
-        (Busy(between=0.1), "in training mode .* off .*p=0"),
+        (Busy(between=0.1), "in training mode .* off"),
         (Listening(), "does not compute|SizeError|raised"),
         (Clamping(), "does not compute"),
-        (Twice(), "calls fc1 2 times"),
+        (Twice(), None),
         (Mixing(), "does not compute"),
         (Crossed(), "could not be asked.*TypeError"),
         (Cut(), r"the gradient of fc[12]\.weight"),

@@ -144,7 +144,7 @@ def test_a_single_batch_and_what_is_left_out_are_said(twell_takes, capsys):
     tl.sparsify(model, TOKENS, tokens=(16,))
     fires, paths, how, left = capsys.readouterr().out.splitlines()
     assert paths == "up to 16 tokens: 2 twell; 2.00x dense together"
-    assert left.startswith("stay dense: 1 layers, down_proj has a forward hook")
+    assert left.startswith("stay dense: 1 layers, down_proj has hooks")
     assert [row["state"] for row in tl.report(model).rows] == ["planned", "not swapped", "planned"]
     torch.testing.assert_close(answer(model), expected, rtol=1e-4, atol=1e-4)
 
@@ -270,16 +270,16 @@ def frozen(t):
 
 
 DENSE = {
-    "hooked": (lambda model, mlp: mlp.down_proj.register_forward_hook(lambda *_: None), "has a forward hook"),
-    "LoRA": (lora, "adapter of PEFT's"),
-    "parametrized": (lambda model, mlp: parametrizations.weight_norm(mlp.up_proj), "is parametrized"),
+    "hooked": (lambda model, mlp: mlp.down_proj.register_forward_hook(lambda *_: None), "has hooks"),
+    "LoRA": (lora, "merge adapters"),
+    "parametrized": (lambda model, mlp: parametrizations.weight_norm(mlp.up_proj), "nor parametrized"),
     "scaled": (scaled, "does not compute"),
     "float64": (lambda model, mlp: mlp.double(), "float64"),
     "a bias of another dtype": (
         lambda model, mlp: setattr(mlp.up_proj, "bias", frozen(torch.ones(300).half())),
-        "dtypes",
+        "torch.float16 on cpu",
     ),
-    "two devices": (lambda model, mlp: mlp.up_proj.to("meta"), "several devices"),
+    "two devices": (lambda model, mlp: mlp.up_proj.to("meta"), "on one device"),
     "another activation": (lambda model, mlp: setattr(mlp, "act_fn", nn.SiLU()), "SiLU"),
     "not finite": (not_finite, "up holds a value that is not finite"),
 }

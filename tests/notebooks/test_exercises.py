@@ -87,7 +87,7 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
 
 # (exercise, what is wrong) -> (a change to the folded answer, a word of what is said about it)
 WRONG_KERNELS = {
-    ("tile_counts", "no bound"): ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
+    ("tile_counts", "no bound"): ("c < width && fires(in[c])", "fires(in[c])", "out of bounds: there are "),
     ("tile_counts", "every sector twice"): (
         "base += WARP) {\n        const int c = base + threadIdx.x;",
         "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
@@ -97,7 +97,7 @@ WRONG_KERNELS = {
     ("row_counts", "the barrier before the write"): (
         "if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;\n    __syncthreads();",
         "__syncthreads();\n    if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = count;",
-        "found an UninitialisedRead",
+        "read part[1] before anybody wrote it",
     ),
     ("row_counts", "thread 0 does all of it"): (
         "if (threadIdx.x == 0) counts[blockIdx.x] = part[0] + part[1] + part[2] + part[3];",
@@ -125,7 +125,7 @@ WRONG_KERNELS = {
     ("unpack", "the count too, after the values"): (
         "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;",
         "if (threadIdx.x > words[0]) return;",
-        "found a GlobalRace",
+        "each place is one thread's. Is the index each thread's own? Or one alone has to write",
     ),
     ("unpack", "lane 0 does all of it"): (
         "if (threadIdx.x == 0 || threadIdx.x > words[0]) return;\n    const word_t word = words[threadIdx.x];\n   ",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.simulator import modelled
 from tests.simulator.modelled import READ, WRITE, Block, Line
+from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.formats import TwELL
 from twell_lab.simulator.report import ArrayInfo
@@ -166,3 +167,49 @@ def test_nothing_traced_and_what_is_refused():
     ):
         with pytest.raises(InputError, match=named):
             call()
+
+
+STOPPED = {  # kernel: (what it does, the block that stops, the last of its steps before, the words of the fault)
+    "race": ("__shared__ int s[64]; s[t] = x[t]; a[t] = s[63 - t];", 0, "thread 32 reads x[32] = 32", "writes s[32]"),
+    "past": ("a[64 * blockIdx.x + t] = 1;", 2, "30 lanes write a[160..189]", "out of bounds"),
+    "first": ("a[200 + t] = 1;", 0, None, "out of bounds"),
+    "barrier": (
+        "if (t < 32) __syncthreads(); a[t] = 1; __syncthreads();",
+        0,
+        "32 lanes write a[32..63]",
+        "wait for each",
+    ),
+    "unwritten": (
+        "__shared__ int s[64]; a[t] = s[t];",
+        0,
+        "32 lanes write a[32..63]",
+        "no thread of the block has written",
+    ),
+    "endless": ("while (a[1] == 0) a[0] = 1;", 0, None, "took longer"),
+}
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_the_steps_end_at_the_fault(tmp_path):
+    kernels = (
+        f'extern "C" __global__ void {name}(int* a, const int* x) {{ int t = threadIdx.x; {body} }}\n'
+        for name, (body, *_) in STOPPED.items()
+    )
+    (tmp_path / "k.cu").write_text("".join(kernels))
+    program = simulator.compile(tmp_path / "k.cu")
+    for name, (_, block, before, words) in STOPPED.items():
+        a, x = np.zeros(190, np.int32), np.arange(64, dtype=np.int32)
+        trace = simulator.step(
+            program, name, 3 if name == "past" else 1, 64, (a, x), seconds=0.5 if name == "endless" else 20
+        )
+        assert trace.fault.trace is trace and trace.fault.block == block and not a.any(), name
+        assert trace[-1].kind == "fault" and words in trace[-1].describe(), name
+        assert before is None or trace[-2].describe().endswith(before), (name, trace[-2].describe())
+        assert trace[-1].index in trace.of_thread(trace.fault.thread)
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_without_a_fault_the_steps_are_those_of_the_block_asked_for(tmp_path):
+    (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* a) { a[blockIdx.x] = 7; }')
+    trace = simulator.step(simulator.compile(tmp_path / "k.cu"), "k", 3, 1, (np.zeros(3, np.int32),), look=2)
+    assert trace.fault is None and [step.describe().split(": ")[1] for step in trace] == ["thread 0 writes a[2] = 7"]

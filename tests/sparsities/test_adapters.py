@@ -11,7 +11,7 @@ from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.sparsities.adapters import FUSE, SWITCH, Adapter, Change, drawn, of_peft, switch, switching
+from twell_lab.sparsities.adapters import FUSE, SWITCH, Change, drawn, of_peft, switch, switching
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=300, context=12)
 TOKENS = torch.arange(18).view(2, 9)
@@ -83,13 +83,13 @@ def test_switching_twice_gives_the_bits_of_before(rows, columns, share, dtype, t
         model.weight.data = model.weight.t().contiguous().t()
     first = model.weight.clone()
     adapter = drawn(model, share)
-    change = adapter.changes["weight"]
+    change = adapter["weight"]
     before = switch(model, adapter)
     written = torch.zeros(rows * columns, dtype=torch.bool)
     written[change.places] = True
     bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
     now = model.weight.reshape(-1)
-    assert torch.equal(now[written], change.values) and len(change.places) == round(share * rows * columns)
+    assert torch.equal(now[written], change.values) and len(change.places) == round(share * (rows * columns))
     assert torch.equal(bits(now[~written]), bits(first.reshape(-1)[~written]))
     switch(model, before)
     assert torch.equal(bits(model.weight), bits(first))
@@ -107,7 +107,7 @@ def test_adapters_are_taken_off_in_the_order_of_a_stack_also_under_two_names():
     model[1].weight = model[0].weight
     first, places = state(model), torch.tensor([3, 5])
     changes = {f"{n}.weight": Change(places[n:], torch.full((2 - n,), n + 1.0), (4, 4)) for n in range(2)}
-    before = switch(model, Adapter(changes))
+    before = switch(model, changes)
     assert model[0].weight.flatten()[places].tolist() == [1.0, 2.0]
     switch(model, before)
     assert same(state(model), first)
@@ -122,7 +122,7 @@ def test_the_values_are_pefts(dtype):
     adapter = of_peft(tuned)
     model = tuned.unload()
     switch(model, adapter)
-    assert torch.equal(model.layers[0].mlp.up_proj.weight, expected.to(dtype)) and len(adapter.changes) == 2
+    assert torch.equal(model.layers[0].mlp.up_proj.weight, expected.to(dtype)) and len(adapter) == 2
 
 
 def test_bad_input_is_named(trained):

@@ -14,9 +14,7 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Choice
-from twell_lab.layers.parts import Weights
 from twell_lab.layers.paths import PATHS
-from twell_lab.layers.paths.cost import Firing, Rates, Work
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.sparsities import blocks, neuron_experts, semi_structured
@@ -28,7 +26,6 @@ from twell_lab.sparsities.two_four import two_four_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
 D_MODEL, D_FF = 64, 128
-RATES = Rates("a GPU", "bfloat16", bandwidth=3.0e12, l2=7.4e12, matmul=700e12, launch=0.0, cache=50 * 2**20)
 EXACT = ["two_four", "blocks", "kept_inputs"]
 LOSSY = {"int8": 0.05, "fp8": 0.1, "twell_int8": 0.02, "predicted": 1.0, "experts": 1.0}
 HERE = ["int8", "twell_int8", "predicted", "experts"]  # lossy ones that a CPU runs
@@ -43,11 +40,6 @@ def layer(kind="gated", bias=False, mask=None, seed=0, dtype=torch.float32):
             part.weight.mul_(mask(part.weight))
         part.bias = nn.Parameter(torch.randn(part.out_features) / 4, requires_grad=False) if bias else None
     return made.to(dtype).eval()
-
-
-def weights_of(dense):
-    gate = getattr(dense, "gate_proj", None)
-    return Weights.of(gate, dense.up_proj, dense.down_proj)
 
 
 def empty_blocks(weight):
@@ -122,14 +114,13 @@ def test_blocks_are_exact(kind, bias, shape, sizes, kernel, odd, seed):
 def test_the_largest_blocks_that_are_nearly_as_empty_are_taken():
     weight, path = torch.zeros(256, 256), PATHS["blocks"]
     weight[:128, :128] = 1
-    assert path.weigh(weight)[1:] == (128, 0.25)
+    assert path.fitting(weight) == (128, 0.25)
     weight[200, 200] = 1  # a whole block of 128 for one value
-    stored, size, share = path.weigh(weight)
-    assert size == 32 and share == 17 / 64 and stored == 17 * (4096 + 8) + 8 * 9
+    assert path.fitting(weight) == (32, 17 / 64)
     weight[:, ::16] = 1
     for wrong in (weight, torch.zeros(20, 32), torch.zeros(32, 32).half()):
         with pytest.raises(InputError, match="accepted"):
-            path.weigh(wrong)
+            path.check(wrong)
 
 
 @pytest.mark.parametrize("kind", ["gated", "plain"])
@@ -289,32 +280,3 @@ def test_weights_that_are_not_finite_are_refused(name, part):
     dense.get_submodule(part).weight[0, 0] = math.nan
     with pytest.raises(InputError, match="not finite"):
         SparseFFN(dense, plan=Choice(name))
-
-
-# ---- what they cost
-
-
-def work(tokens, d_ff=4096, d_model=4096, **rates):
-    drawn = Firing(d_model, True, torch.zeros(d_ff).double(), torch.zeros(d_ff + 1).double())
-    return Work(drawn, Rates(**{**RATES.as_dict(), **rates}), tokens, 2)
-
-
-def test_costs_are_what_takes_longest():
-    # docs/kernels/sm80_blocks.md: 4,096 in each direction, 90% of the blocks of 32 x 32 empty
-    seconds = PATHS["blocks"].seconds
-    assert seconds(work(4096), 4096, 4096, (3.4e6, 32, 0.1)) == pytest.approx(65e-6, rel=0.01)
-    assert seconds(work(4096), 4096, 4096, (3.4e6, 128, 0.1)) < 30e-6  # device memory, then
-    # INT8 moves no sums where the kernel takes it
-    within, apart = (
-        PATHS["int8"].seconds(work(16384, matmul=1e18), d_ff, 2048, (5632 * 2048,)) for d_ff in (5632, 5624)
-    )
-    assert within < 0.4 * apart
-    # predicted neurons pay for one token alone
-    total = lambda name, tokens: sum(PATHS[name].cost(work(tokens)).values())  # noqa: E731
-    assert total("predicted", 1) < total("dense", 1) and total("predicted", 64) > total("dense", 64)
-    # a third of the dense operations, and of the rest the share of the groups that a token is given
-    size, groups, taken = AsExperts.sizes_of(4096)
-    dense = PATHS["dense"].cost(work(100_000))["gemm"]
-    assert PATHS["experts"].cost(work(100_000))["gemm"] == pytest.approx(dense * (1 + 2 * taken / groups) / 3, rel=0.02)
-    fitted = PATHS["blocks"].fitted(weights_of(layer(mask=empty_blocks)))
-    assert fitted.counted[0][1] == 32 and PATHS["blocks"].counted == ()  # the one that all layers share

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from .. import records
 from ..core import InputError
 
@@ -20,19 +18,14 @@ ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a pl
 KEPT = 0.8  # from this share of the firing on, one profile's hottest neurons serve the other
 _EXPLAINED = (
     "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two",
-    f"hot overlap: the share of the {HOT:.0%} of neurons that fire most which are the same in both",
-    "hot kept: what the other's hottest catch of the firing here, as a share of what the hottest here do",
-    "nnz shift: by how many neurons the tokens' counts differ, on average, those of both sorted",
+    f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, as a share of what the hottest here do",
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `FiringProfile.compare` found.
-
-    rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, and the columns that the printed table explains:
-        density, other_density, ratio, hot_overlap, hot_kept, nnz_shift. None where a layer saw no token, or none
-        fired."""
+    """What `FiringProfile.compare` found. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
+    other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
 
     rows: list[dict]
 
@@ -61,7 +54,7 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        columns = ("layer", "density", "other_density", "ratio", "hot_overlap", "hot_kept", "nnz_shift")
+        columns = ("layer", "density", "other_density", "ratio", "hot_kept")
         table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
         return "\n".join([table, *_EXPLAINED, self.verdict])
 
@@ -90,18 +83,9 @@ def _span(values: list[float], form: str) -> str:
 def _row(mine: LayerProfile, its: LayerProfile) -> dict:
     row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
     row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
-    row |= dict.fromkeys(("ratio", "hot_overlap", "hot_kept", "nnz_shift"))
-    if mine.tokens and its.tokens:
-        below = [(layer.nnz_histogram.cumsum(0).double() / layer.tokens) for layer in (mine, its)]
-        row["nnz_shift"] = (below[0] - below[1]).abs().sum().item()
-        if mine.mean_nnz and its.mean_nnz:
-            hot, other = _hottest(mine), _hottest(its)
-            row["ratio"] = mine.mean_nnz / its.mean_nnz
-            row["hot_overlap"] = len({*hot.tolist()} & {*other.tolist()}) / len(hot)
-            row["hot_kept"] = (mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()).item()
-    return row
-
-
-def _hottest(layer: LayerProfile) -> Tensor:
-    """The neurons that fire most: HOT of them, one at least."""
-    return layer.neuron_counts.argsort(descending=True, stable=True)[: math.ceil(HOT * layer.d_ff)]
+    if not (mine.tokens and its.tokens and mine.mean_nnz and its.mean_nnz):
+        return row | {"ratio": None, "hot_kept": None}
+    most = math.ceil(HOT * mine.d_ff)
+    hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))
+    caught = mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()
+    return row | {"ratio": mine.mean_nnz / its.mean_nnz, "hot_kept": caught.item()}

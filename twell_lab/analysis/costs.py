@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..layers.choice import Choice
+from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS, Path
 from ..layers.paths.cost import Firing, Rates, Work
 from ..layers.sparse_ffn import SparseFFN
@@ -19,14 +19,13 @@ from ..ops import clock, dispatch
 __all__ = ["Firing", "Rates", "by_choice", "measure_rates", "predict"]
 
 
-def predict(
-    choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int, path: Path | None = None
-) -> dict[str, float]:
+def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
     """Return microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and
-    total. path: the choice's path where it is fitted to the layer. InputError for a choice that the layer does not
-    take."""
+    total; those of the dense path where nothing is predicted for the choice's. InputError for a choice that the layer
+    does not take."""
     choice.check(firing.d_ff)
-    seconds = (path or PATHS[choice.path]).cost(Work(firing, rates, tokens, itemsize), choice.hot)
+    work = Work(firing, rates, tokens, itemsize)
+    seconds = PATHS[choice.path].cost(work, choice.hot) or PATHS[DENSE.path].cost(work)
     parts = {name: 1e6 * part for name, part in seconds.items()}
     return {**parts, "total": sum(parts.values())}
 
@@ -45,7 +44,7 @@ def by_choice(
             continue
         sizes = [hot] if path.splits and hot else path.sizes(firing.d_ff)
         choices = [Choice(path.name, size) for size in sizes]
-        totals = {choice: predict(choice, firing, rates, tokens, itemsize, path)["total"] for choice in choices}
+        totals = {choice: predict(choice, firing, rates, tokens, itemsize)["total"] for choice in choices}
         if totals:
             best = min(totals, key=lambda choice: totals[choice])
             found[best] = totals[best]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import __version__, records
 from ..core import InputError, RecordError
-from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
 from . import saved
@@ -107,22 +107,14 @@ class Plan:
         """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file
         and what is missing or wrong."""
         path = Path(path) / IN_FOLDER if os.path.isdir(path) else path
-        content, where = saved.load(path, "plan", FORMAT, VERSION, saved.kinds(cls))
-        layers = [_layer(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
-        return cls(**{**content, "layers": layers})
-
-
-def _layer(content, where: str) -> LayerPlan:
-    counts, profiled = saved.fields(content, saved.kinds(LayerPlan), where)["neuron_counts"], content["profiled"]
-    rows = tuple(Candidate(**saved.fields(row, saved.kinds(Candidate), where)) for row in content["candidates"])
-    if not all(type(count) is int and 0 <= count <= profiled for count in counts):
-        raise RecordError(f"{where}: neuron_counts are not whole numbers from 0 to 'profiled'")
-    if not all(row.tokens for row in rows):
-        raise RecordError(f"{where}: the tokens of a candidate are no whole number from 1 up")
-    try:
-        return LayerPlan(**{**content, "neuron_counts": tuple(counts), "candidates": rows})
-    except InputError as error:
-        raise RecordError(f"{where}: {error}") from None
+        plan = saved.load(path, "plan", FORMAT, VERSION, cls)
+        for layer in plan.layers:
+            if max(layer.neuron_counts, default=0) > layer.profiled or not all(row.tokens for row in layer.candidates):
+                raise RecordError(
+                    f"plan {os.fspath(path)!r}, layer {layer.name!r}: neuron_counts from 0 to 'profiled', and "
+                    "candidates for one token or more, are accepted"
+                )
+        return plan
 
 
 def chosen(layer: LayerPlan) -> list[dict]:

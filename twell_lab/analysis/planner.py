@@ -2,8 +2,9 @@
 
 1. Every path is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
 2. Layers of one shape and kind whose predictions are alike share trials: the one that fires most is timed for all.
-3. Timed are the paths predicted to take at most _REACH times as long as the best, on copies of that layer, in turns,
-   beside the layer as torch computes it, for the caller's way of calling: "eager", "compiled" or "captured".
+3. Timed are the paths predicted to take at most _REACH times as long as the best, and all further ones that were named,
+   on copies of that layer, in turns, beside the layer as torch computes it, for the caller's way of calling: "eager",
+   "compiled" or "captured".
 4. A path is taken where it is MARGIN times as fast as both dense ones, at the largest count of its class, and at the
    smallest is not slower; else the class is cut in two.
 5. Hot/cold puts a layer's neurons in another order, in which TwELL may overflow its first tiles. So it is timed
@@ -41,7 +42,7 @@ MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold
 MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
 ALIKE = 1.3  # up to this ratio of their predictions layers share trials
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
-_REACH, _TIMED = 1.5, 3  # how far from the best prediction, and how many paths beside dense, are timed
+_REACH = 1.5  # how far from the best prediction paths are timed
 _CUTS = 3  # how often it is looked where in its class a path begins to be faster
 
 
@@ -197,7 +198,8 @@ class _Weighed:
             return form
         acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
-        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, *bias)
+        own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
+        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, own, *bias)
 
     def apart(self, other: _Weighed) -> float:
         """Return the largest ratio between predictions for the two, over paths and classes."""
@@ -239,8 +241,8 @@ class _Weighed:
             ordered = {(choice, True): us for choice, us in predicted.items() if PATHS[choice.path].packs}
             return {None: predicted[DENSE], **plain, **ordered}
         reach = _REACH * min(predicted.values())
-        near = sorted((us, str(choice), choice) for choice, us in predicted.items() if us <= reach and choice != DENSE)
-        return trial.run(tokens, [choice for _, _, choice in near][:_TIMED])
+        near = [choice for choice, us in predicted.items() if us <= reach or choice.path in PATHS.further]
+        return trial.run(tokens, [choice for choice in near if choice != DENSE])
 
     def _start(self, trial: Trial | None, choice: Choice, hot: bool, least: int, most: int) -> int:
         """Return from how many tokens of its class on a choice is not slower than dense."""
@@ -268,6 +270,8 @@ class _Weighed:
             us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
             if us is None:
                 why = refused or f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time"
+            elif trial is None and option != DENSE and expected == predicted[DENSE]:
+                why = "nothing predicts it: it has to be timed"
             elif option != choice:
                 why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
                 why += ", its neurons in another order" if option.hot and not hot else ""

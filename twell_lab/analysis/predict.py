@@ -6,7 +6,6 @@ no vendor gives, as the same multiple of the memory's."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from statistics import median_low
@@ -16,10 +15,9 @@ from torch import Tensor
 
 from .. import core, records
 from ..core import InputError
-from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ..formats.twell import TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
-from ..layers.paths.cost import Work
 from ..ops import clock
 from ..ops.pack import PACK
 from ..simulator import H100
@@ -33,7 +31,6 @@ from .profile import FiringProfile
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
 _HOPPER = (9, 0)  # whose compute capability has the instructions of the kernels that fuse
-_PASS = 32768  # tokens that are computed at once (ops.dispatch)
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
 _TOKENS = (1, 16, 256, 2048, 16384)
@@ -122,8 +119,8 @@ def predict(
     the best hot size of hot/cold.
 
     Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
-    what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes), read_mb (of
-    these, what the call needs at least once) and between_mb (the most that it holds between x and y).
+    what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes) and read_mb (of
+    these, what the call needs at least once).
 
     Args:
         gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it.
@@ -158,7 +155,6 @@ def predict(
                     "parts": parts,
                     "weight_mb": (3 if gated else 2) * d_ff * row_mb,
                     "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb,
-                    "between_mb": _between(choice, firing, rates, count, itemsize) / 1e6,
                 }
             )
     return rows
@@ -196,34 +192,9 @@ def _first(profile: FiringProfile) -> str:
     """Return the end of a sentence about heavy first tokens, "" where there are none."""
     if (heavy := profile.heavy_first) is None:
         return ""
-    many, layers, worst = (
-        heavy["positions"],
-        len(profile.layers),
-        f"in {heavy['worst']} {heavy['worst_times']:.1f} times",
-    )
-    if not many:
-        return (
-            f", and in {heavy['layers']} of {layers} layers a sequence's first token is heavy: {worst} as many neurons "
-            "fire there as later"
-        )
-    tokens = "first token is" if many == 1 else f"first {many} tokens are"
-    times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
-    return f", and a sequence's {tokens} heavy: {times}" + (f" ({worst})" if layers > 1 else "")
-
-
-def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> int:
-    """The bytes that a call holds at most besides x, y and the weights."""
-    work, tiles = Work(firing, rates, tokens, itemsize), math.ceil((firing.d_ff - choice.hot) / TILE)
-    wide = tokens * firing.d_ff * itemsize  # one value for each token and neuron
-    if not PATHS[choice.path].packs:
-        return wide if work.fuses_dense else (3 if firing.gated else 2) * wide
-    if work.few:
-        return tokens * tiles * (4 * TILE + 2)
-    if not work.fuses_gate:
-        return wide + (0 if work.lists else tokens * tiles * WORDS * 4)
-    some = min(tokens, _PASS)
-    packed = some * tiles * 4 * (WORDS + POOL_WORDS / POOL_ROWS) + some * firing.d_model * itemsize
-    return int(packed + (some * (choice.hot * itemsize + firing.d_model * 4) if choice.hot else 0))
+    of = f" in {heavy['layers']} of {len(profile.layers)} layers" if len(profile.layers) > 1 else ""
+    times = f"{heavy['worst_times']:.1f} times as many neurons fire as later"
+    return f", and a sequence's first token is heavy{of}: up to {times}" + (f" (in {heavy['worst']})" if of else "")
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,11 @@ from ..core import InputError, RecordError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
 from . import saved
-from .compare import Comparison, check_same, size_of
+from .compare import Comparison
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
 
 FORMAT = "twell-lab firing profile"
-VERSION = 3
+VERSION = 4
 HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
 SEQUENCES = 4  # how many there have to be before that is said
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
@@ -49,9 +49,7 @@ class LayerProfile:
         of them firing. The last tile of a width that is no multiple of `tile` is narrower.
     overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
     position_tokens, position_nnz: [len(POSITIONS)], how many of the tokens whose place in their sequence is known stood
-        in each group of positions, and how many neurons fired at them together.
-    pairs, pair_nnz, pair_shared: how many tokens are known to have the next one of their sequence beside them; how many
-        neurons fired at the two, one by one, and how many at both, summed over these pairs."""
+        in each group of positions, and how many neurons fired at them together."""
 
     name: str
     d_model: int
@@ -66,9 +64,6 @@ class LayerProfile:
     overflowing: int
     position_tokens: Tensor = field(default_factory=_nowhere)
     position_nnz: Tensor = field(default_factory=_nowhere)
-    pairs: int = 0
-    pair_nnz: int = 0
-    pair_shared: int = 0
 
     @property
     def mean_nnz(self) -> float:
@@ -101,31 +96,12 @@ class LayerProfile:
         return self.overflowing / self.tokens if self.tokens else math.nan
 
     @property
-    def neighbours_share(self) -> float:
-        """Of the neurons that fire at a token or at the next one of its sequence, the share that fires at both, summed
-        over all pairs. NaN where neighbours are unknown, or nothing fires."""
-        either = self.pair_nnz - self.pair_shared
-        return self.pair_shared / either if either else math.nan
-
-    @property
-    def neighbours_by_chance(self) -> float:
-        """Return what `neighbours_share` would be if each neuron fired as often, but at tokens of its own choice; NaN
-        where nothing fires."""
-        often = self.neuron_counts.double() / self.tokens
-        both = often.square().sum()
-        return (both / (2 * often.sum() - both)).item()
-
-    @property
     def first_to_later(self) -> float:
         """Return how many times as many neurons fire at the first token of a sequence as at those from position LATER
         on; NaN where either is unknown."""
         tokens, nnz = self.position_tokens, self.position_nnz
         later = nnz[LATER:].sum() / tokens[LATER:].sum()
         return (nnz[0] / tokens[0] / later).item() if later else math.nan
-
-
-_SIZES = {"name", "d_model", "d_ff", "gated", "tile", "words"}
-_COUNTS = [name for name in saved.kinds(LayerProfile) if name not in _SIZES]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +122,7 @@ class FiringProfile:
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able; None stands where a layer saw no token, and for what is not known."""
-        names = ("d_model", "d_ff", "gated", "tokens", "density", "mean_nnz", "dead", "always_on")
-        names += ("overflow_rows", "neighbours_share", "neighbours_by_chance")
+        names = ("d_model", "d_ff", "gated", "tokens", "density", "mean_nnz", "dead", "always_on", "overflow_rows")
         return [
             {"layer": layer.name, **{name: _number(getattr(layer, name)) for name in names}} for layer in self.layers
         ]
@@ -163,7 +138,10 @@ class FiringProfile:
 
         Rows: first, last (positions, from 0; last is None for the last group, which has no end), tokens, density (the
         share of neurons that fire, in all layers together), layers (that of each layer; None where it saw none)."""
-        tokens, nnz = self._placed()
+        tokens, nnz = (
+            torch.stack([getattr(layer, name) for layer in self.layers]).double()
+            for name in ("position_tokens", "position_nnz")
+        )
         asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
         share, shares, rows = nnz.sum(0) / asked.sum(0), nnz / asked, []
         for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):
@@ -179,29 +157,17 @@ class FiringProfile:
         begins.
 
         A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
-        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: positions
-        (how many, from the first on, are heavy in all layers together; 0 if only single layers are), times (how many
-        times as many fire at the first one), layers (how many layers are heavy), worst (the name of the one that is
-        most), worst_times."""
-        tokens, nnz = self._placed()
+        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: layers
+        (how many are heavy), worst (the name of the one that is most), worst_times."""
         heavy = [
             (layer.first_to_later, layer.name)
-            for layer, firsts in zip(self.layers, tokens[:, 0].tolist(), strict=True)
-            if firsts >= SEQUENCES and layer.first_to_later >= HEAVY
+            for layer in self.layers
+            if layer.position_tokens[0] >= SEQUENCES and layer.first_to_later >= HEAVY
         ]
         if not heavy:
             return None
-        later = nnz[:, LATER:].sum() / tokens[:, LATER:].sum()
-        times = (nnz.sum(0) / tokens.sum(0) / later)[:LATER].tolist()
-        positions = next((group for group, ratio in enumerate(times) if not ratio >= HEAVY), LATER)
         worst_times, worst = max(heavy)
-        return dict(positions=positions, times=times[0], layers=len(heavy), worst=worst, worst_times=worst_times)
-
-    def _placed(self) -> tuple[Tensor, Tensor]:
-        """Return how many tokens each layer saw in each group of positions, and how many neurons fired there: float64
-        [layers, groups]."""
-        tokens, nnz = zip(*((layer.position_tokens, layer.position_nnz) for layer in self.layers))
-        return torch.stack(tokens).double(), torch.stack(nnz).double()
+        return {"layers": len(heavy), "worst": worst, "worst_times": worst_times}
 
     def by_token(self, least: int = 1) -> list[dict]:
         """Return the tokens of the vocabulary that were seen at least so often, those where most neurons fire first;
@@ -223,57 +189,30 @@ class FiringProfile:
             for token, count, fired in zip(ids.tolist(), self.token_counts[ids].tolist(), nnz)
         ]
 
-    def merged(self, other: FiringProfile) -> FiringProfile:
-        """Return the profile of the tokens of both, as if they had been profiled at once. InputError unless both are of
-        one model, with tiles of one size."""
-        mine, its = self.layers, _profile(other).layers
-        sizes, theirs = ({layer.name: _tiled(layer) for layer in layers} for layers in (mine, its))
-        check_same(sizes, theirs, "one profile", "the other")
-        layers = [
-            replace(layer, **{name: getattr(layer, name) + getattr(theirs, name) for name in _COUNTS})
-            for layer, theirs in zip(mine, its, strict=True)
-        ]
-        sums = {}
-        for name in _TOKENS:
-            known = [counts for counts in (getattr(self, name), getattr(other, name)) if counts is not None]
-            longest = max(map(len, known), default=0)
-            sums[name] = sum(F.pad(counts, (0, longest - len(counts))) for counts in known) if known else None
-        return FiringProfile(layers, **sums)
-
     def compare(self, other: FiringProfile) -> Comparison:
         """Compare this profile with another one of a model of the same sizes: another text, or another training. The
         result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
-        return Comparison.of(self.layers, _profile(other).layers)
+        if not isinstance(other, FiringProfile):
+            raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
+        return Comparison.of(self.layers, other.layers)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
-        layers = [{name: _plain(value) for name, value in vars(layer).items()} for layer in self.layers]
-        content = {"layers": layers, **{name: _plain(getattr(self, name)) for name in _TOKENS}}
-        return saved.save(path, FORMAT, VERSION, content)
+        return saved.save(path, FORMAT, VERSION, {**vars(self), "layers": [vars(layer) for layer in self.layers]})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where = saved.load(path, "profile", FORMAT, VERSION, saved.kinds(cls))
-        if not content["layers"]:
+        firing = saved.load(path, "profile", FORMAT, VERSION, cls)
+        where = f"profile {os.fspath(path)!r}"
+        if not firing.layers:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
-        layers = [_layer_from(layer, f"{where}, layer {number}") for number, layer in enumerate(content["layers"])]
-        known = {name: len(content["token_counts"] or ()) for name in _TOKENS if content[name] is not None}
-        return cls(layers, **{name: saved.counts(content, name, size, where) for name, size in known.items()})
-
-
-def _profile(other) -> FiringProfile:
-    if not isinstance(other, FiringProfile):
-        raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
-    return other
-
-
-def _tiled(layer: LayerProfile) -> str:
-    return f"{size_of(layer)}, in tiles of {layer.tile} with {layer.words} words"
-
-
-def _plain(counts):
-    return counts.tolist() if isinstance(counts, Tensor) else counts
+        for number, layer in enumerate(firing.layers):
+            _check_counts(layer, f"{where}, 'layers' {number}")
+        lengths = [None if counts is None else len(counts) for counts in (firing.token_counts, firing.token_nnz)]
+        if lengths[0] != lengths[1]:
+            raise RecordError(f"{where}: 'token_counts' and 'token_nnz' have the lengths {lengths}; one is accepted")
+        return firing
 
 
 def profile(
@@ -375,7 +314,7 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        sizes = dict.fromkeys(("tokens", "overflowing", "pairs", "pair_nnz", "pair_shared"), ())
+        sizes = dict.fromkeys(("tokens", "overflowing"), ())
         sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
         sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
         sizes["undefined"] = ()  # tokens at which the gate's first answer is NaN, as all are where x holds one
@@ -387,16 +326,12 @@ class Counter:
         rows = (rows or Rows()).map(lambda values: values.to(x.device))
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
         many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
-        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
-        for start in range(0, many, step):
-            piece = slice(start, min(start + step, many) + 1)  # with the neighbour of the last row that is counted
-            nnz[start : piece.stop - 1] = self._add(
-                gate(piece), rows.map(lambda values: values[piece]), piece.stop - 1 - start
-            )
-        return nnz
+        pieces = [slice(start, start + step) for start in range(0, many, step)]
+        nnz = [self._add(gate(piece), rows.map(lambda values, piece=piece: values[piece])) for piece in pieces]
+        return torch.cat(nnz) if nnz else torch.zeros(0, dtype=torch.int64, device=x.device)
 
-    def _add(self, gate: Tensor, rows: Rows, many: int) -> Tensor:
-        """Count one piece, of whose rows the first `many` count."""
+    def _add(self, gate: Tensor, rows: Rows) -> Tensor:
+        """Count one piece of the rows."""
         # What a threshold kept may be negative: SiLU's small values are.
         acts, cut, counts = self.layer.acts, self.layer.cut, self.counts
         firing = gate != 0 if cut is not None else fires(gate) if acts is None else acts(gate) != 0
@@ -405,24 +340,19 @@ class Counter:
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing.contiguous()
         in_tile = _in_runs(whole, self.tile)
-        nnz, own = in_tile.sum(-1), in_tile[:many]
-        counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()
-        counts["undefined"] += (gate[:many, 0].isnan() * counted).sum()
+        nnz = in_tile.sum(-1)
+        counted = torch.ones_like(nnz) if rows.counted is None else rows.counted.long()
+        counts["undefined"] += (gate[:, 0].isnan() * counted).sum()
         counts["tokens"] += counted.sum()
-        counts["overflowing"] += (own >= self.words).any(-1).sum()
+        counts["overflowing"] += (in_tile >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
-        counts["nnz_histogram"].scatter_add_(0, nnz[:many], counted)
-        counts["neuron_counts"] += firing[:many].sum(0, dtype=torch.int32)
-        counts["tile_histogram"].scatter_add_(0, own.flatten(), counted[:, None].expand(-1, tiles).flatten())
+        counts["nnz_histogram"].scatter_add_(0, nnz, counted)
+        counts["neuron_counts"] += firing.sum(0, dtype=torch.int32)
+        counts["tile_histogram"].scatter_add_(0, in_tile.flatten(), counted[:, None].expand(-1, tiles).flatten())
         if rows.group is not None:
-            counts["position_tokens"].scatter_add_(0, rows.group[:many], counted)
-            counts["position_nnz"].scatter_add_(0, rows.group[:many], nnz[:many])
-        if rows.linked is not None:
-            linked = rows.linked[: len(firing) - 1]
-            counts["pairs"] += linked.sum()
-            counts["pair_nnz"] += (linked * (nnz[:-1] + nnz[1:])).sum()
-            counts["pair_shared"] += (linked * _in_runs(whole[:-1] & whole[1:], self.tile).sum(-1)).sum()
-        return nnz[:many]
+            counts["position_tokens"].scatter_add_(0, rows.group, counted)
+            counts["position_nnz"].scatter_add_(0, rows.group, nnz)
+        return nnz
 
     def result(self) -> LayerProfile:
         """Return the profile. InputError if the gate answered NaN, which counts as firing."""
@@ -452,19 +382,22 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _layer_from(content, where: str) -> LayerProfile:
-    """Read a layer's JSON form. RecordError names the field that is missing, wrong, or does not fit the others."""
-    saved.fields(content, saved.kinds(LayerProfile), where)
-    tokens, d_ff, tile = (content[name] for name in ("tokens", "d_ff", "tile"))
+def _check_counts(layer: LayerProfile, where: str) -> None:
+    """Raise RecordError, naming the field, where the counts of a saved layer do not fit each other."""
     try:
-        check_geometry(tile, content["words"])
+        check_geometry(layer.tile, layer.words)
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None
-    lengths = {"neuron_counts": d_ff, "nnz_histogram": d_ff + 1, "tile_histogram": tile + 1}
+    lengths = {"neuron_counts": max(1, layer.d_ff), "nnz_histogram": layer.d_ff + 1, "tile_histogram": layer.tile + 1}
     lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    tensors = {name: saved.counts(content, name, length, where) for name, length in lengths.items()}
-    fired = sum(content["neuron_counts"])
-    for name, rows in (("nnz_histogram", tokens), ("tile_histogram", tokens * -(-d_ff // tile))):
-        if (sum(content[name]), sum(nnz * count for nnz, count in enumerate(content[name]))) != (rows, fired):
+    for name, length in lengths.items():
+        if len(getattr(layer, name)) != length:
+            raise RecordError(f"{where}: {name!r} holds {len(getattr(layer, name))} numbers; {length} are accepted")
+    fired = int(layer.neuron_counts.sum())
+    for name, rows in (
+        ("nnz_histogram", layer.tokens),
+        ("tile_histogram", layer.tokens * -(-layer.d_ff // layer.tile)),
+    ):
+        counts = getattr(layer, name)
+        if (int(counts.sum()), int((counts * torch.arange(len(counts), device="cpu")).sum())) != (rows, fired):
             raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")
-    return LayerProfile(**{**content, **tensors})

@@ -28,12 +28,11 @@ class Rows(NamedTuple):
     """What is certain of the rows that a layer was given, one entry a row; None where it is not known.
 
     counted: bool, whether the row is a token and no padding (None: all are). group: int64, in which of POSITIONS it
-    stands in its sequence. linked: bool, whether the next row is the token that follows it. ids: int64, its token in
-    the model's vocabulary; what is not in that has the vocabulary's size."""
+    stands in its sequence. ids: int64, its token in the model's vocabulary; what is not in that has the vocabulary's
+    size."""
 
     counted: Tensor | None = None
     group: Tensor | None = None
-    linked: Tensor | None = None
     ids: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
@@ -44,14 +43,6 @@ class Rows(NamedTuple):
         """Return [..., n], a layer's input or its gate's answers, as [tokens, n], with what is no token left out."""
         values = values.reshape(-1, values.shape[-1])
         return values if self.counted is None else values[self.counted.to(values.device)]
-
-    def routed(self, rows: Tensor) -> Rows:
-        """Return what is known of these rows alone, int64 in ascending order: those that an expert was given."""
-        chosen = self.map(lambda values: values[rows.to(values.device)])
-        if chosen.linked is None:
-            return chosen
-        beside = torch.diff(rows, append=rows[-1:]).to(chosen.linked.device) == 1
-        return chosen._replace(linked=chosen.linked & beside)
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -222,7 +213,7 @@ class _Batch:
         turned = shape is not None and lead == shape[::-1] != shape
         if shape is not None and many == shape.numel() and not turned:
             self.seen[prefix] = known
-            return known if chosen is None else known.routed(chosen)
+            return known if chosen is None else known.map(lambda values: values[chosen.to(values.device)])
         if known.counted is not None:
             mask = list(self.named[f"{prefix}attention_mask"].shape)
             raise InputError(
@@ -230,7 +221,7 @@ class _Batch:
             )
         if len(lead) != 2 or chosen is not None or (shape is not None and lead[0] != shape[0]):
             return Rows()
-        return _placed(torch.arange(lead[1], device=x.device).expand(lead), None)
+        return Rows(group=_group(torch.arange(lead[1], device=x.device).expand(lead)))
 
     def _described(self, prefix: str) -> tuple[torch.Size | None, Rows]:
         """Return the shape [batch, sequence] of the tokens, None where nothing says which they are, and what is known
@@ -251,7 +242,7 @@ class _Batch:
         elif not any(self.named.get(name) is not None for name in (said, "past_key_values", "cache")):
             everyone = torch.ones(shape, dtype=torch.bool, device=flat[ids if whole else mask].device)
             position = ((everyone if counted is None else counted).cumsum(-1) - 1).clamp(min=0)
-        rows = Rows() if position is None else _placed(position, counted)
+        rows = Rows() if position is None else Rows(group=_group(position))
         if whole and size:
             tokens = flat[ids].flatten()
             rows = rows._replace(ids=torch.where((tokens >= 0) & (tokens < size), tokens, size).long())
@@ -264,13 +255,8 @@ def _arguments(model: nn.Module) -> list[str]:
     return ["input_ids", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
 
 
-def _placed(position: Tensor, counted: Tensor | None) -> Rows:
-    """Return group and linked of tokens at these positions [batch, sequence]."""
+def _group(position: Tensor) -> Tensor:
+    """Return in which group of POSITIONS tokens at these positions stand, int64 [tokens]."""
     # No table is looked up, whose copying would wait for the device: 2**(power - 1) <= position < 2**power.
     power = torch.frexp(position.clamp(min=LATER).double()).exponent.long()
-    group = torch.where(position < LATER, position, power + LATER - 4).clamp(0, len(POSITIONS) - 1)
-    linked = torch.zeros_like(position, dtype=torch.bool)
-    linked[:, :-1] = position.diff(dim=-1) == 1
-    if counted is not None:
-        linked[:, :-1] &= counted[:, :-1] & counted[:, 1:]
-    return Rows(group=group.flatten(), linked=linked.flatten())
+    return torch.where(position < LATER, position, power + LATER - 4).clamp(0, len(POSITIONS) - 1).flatten()

@@ -8,9 +8,8 @@ What each path costs at a token, with weights of d_model x d_ff and n neurons fi
           gate)
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
 faster. A "lost" row, a token that the sparse path finishes from the dense weights, costs as much as if a share of the
-layer's neurons fired: LOST_TO_TENSOR_CORES of them for one of so many tokens as these take, LOST for the others. Only
-the sparse path counts its lost rows; but both see how many tokens are heavy, which is what few of them will be lost
-for. So few tokens with very many neurons do not keep a layer dense.
+layer's neurons fired: LOST_TO_TENSOR_CORES of them for as many tokens as these take, LOST for the others. The dense
+path sees no lost rows, but how many tokens are heavy, which few of them will be lost for.
 
 Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
 so that two graphs serve all of them; torch gives up on a whole model after eight combinations."""
@@ -51,15 +50,11 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
-    """Set the training path of every SparseFFN of the model by what fired; reading the terms waits for the device.
+    """Set the training path of every SparseFFN of the model that has a term, of one forward pass
+    (twell_lab.layers.terms.layer_terms); reading the terms waits for the device.
 
-    Args:
-        model: whose layers are set. A layer without a term stays as it is; one whose `learning` is None counts as
-            sparse.
-        terms: of one forward pass (twell_lab.layers.terms.layer_terms).
-        below: the break-even, one number or one for each layer, in neurons firing at a token.
-
-    Returns {layer: new path} of the layers whose path changed."""
+    below: the break-even, one number or one for each layer, in neurons firing at a token. Returns {layer: new path} of
+    the layers whose path changed."""
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
     for term in terms:

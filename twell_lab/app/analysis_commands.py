@@ -81,24 +81,12 @@ def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> Non
 
 
 def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
-    """Return how much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a
-    token as text."""
+    """Return how much fires at the positions of a sequence and at which tokens, a line each. spell: a token as text."""
     from ..plots import share
 
     rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
     places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
     lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
-    known = [row for row in firing.table() if row["neighbours_share"] is not None]
-    spans = [
-        " to ".join(share(end([row[name] for row in known])) for end in (min, max))
-        for name in ("neighbours_share", "neighbours_by_chance")
-        if known
-    ]
-    if known:
-        lines.append(
-            f"of the neurons that fire at a token or at the next one, {spans[0]} fire at both, layer by layer; by "
-            f"chance {spans[1]} would"
-        )
     tokens = firing.by_token(least=8)
     many = min(5, len(tokens) // 2)
     said = [
@@ -216,7 +204,7 @@ def predict(options: argparse.Namespace) -> Answer:
         kind=options.workload,
     )
     columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
-    columns |= {"read_mb": "MB of weights needed", "between_mb": "MB between"}
+    columns |= {"read_mb": "MB of weights needed"}
     lines = [records.table(rows, columns), "predict: from the vendor's figures and the shares that an H100 reaches"]
     for row in predict.errors():
         lines.append(

@@ -139,11 +139,12 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
         if default is not None and default is not False:
             told += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
         kind = {"type": source, "metavar": "PATH"} if field.name == "text" else _kind(kinds[field.name])
+        kind |= {"dest": field.name}
         groups.get(field.name, parser).add_argument(name, help=told.strip().replace("%", "%%"), default=None, **kind)
 
 
 def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+    return f"--{field.rstrip('_').replace('_', '-')}"  # from_: `from` is a word of Python's
 
 
 def _kind(hint) -> dict:

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import core
-from ..bench import density, evidence, forward
+from ..bench import evidence, forward
 from ..bench.evidence import need_gpu
 from ..bench.rows import Sections
 from ..bench.sizes import SIZES
-from ..core import DeviceError, RecordError, StackError, TwellError
+from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..ops import kernels
 from ..records import Record
 
@@ -234,20 +234,22 @@ def _reported(name: str, tests: str, *options: str) -> tuple[list[dict], dict]:
         return json.loads(report.read_text()) if report.exists() else [], suite
 
 
-def attack(seed: int = 0, seconds: float = 420.0) -> Record:
-    """Return how many random and hostile cases passed: on a GPU layers on every path and kernel, for so many seconds;
-    without one those of tests/nightly/attack. The error of a failure says how to run it."""
-    notes = {"attack": {"seed": seed}}
-    if not torch.cuda.is_available():
-        rows, suite = _reported("attack", "attack", f"--attack-seed={seed}")
-        return Record.new("attack", "random and hostile cases on a CPU", [*rows, suite], notes, kernels=())
-    # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
-    processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
-    start = time.perf_counter()
-    counted = _bench("attack").layers(seed, cases=None, seconds=seconds, device="cuda", processes=processes)
-    row = {"attack": "layers on a GPU", **counted.row(), "processes": processes}
-    row["seconds"] = round(time.perf_counter() - start, 1)
-    return Record.new("attack", "random and hostile layers against float64", [row], notes, kernels=counted.kernels)
+def attack(seed: int = 0, seconds: float | None = None) -> Record:
+    """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
+    kernel, for so many seconds (420 unless told otherwise); without one all of them. The error of a failure says how to
+    run it alone."""
+    gpu = torch.cuda.is_available()
+    if seconds is not None and not gpu:
+        raise InputError(f"seconds is {seconds} and there is no GPU here; accepted: with one")
+    tests, more = "attack", [f"--attack-seed={seed}"]
+    if gpu:
+        tests, more = "attack/test_layers.py::test_layers", [*more, f"--attack-seconds={seconds or 420.0}"]
+    rows, suite = _reported("attack", tests, *more)
+    notes: dict = {"attack": {"script": "tests/nightly/attack", "seed": seed}}
+    notes |= {} if gpu else {"kernels": "off: none ran on a GPU"}
+    ran = {kernel for row in rows for kernel in row.pop("kernels", ())}
+    purpose = f"random and hostile cases on a {'GPU' if gpu else 'CPU'} against float64"
+    return Record.new("attack", purpose, [*rows, suite], notes, kernels=ran)
 
 
 def course(at_once: int = 1) -> Record:
@@ -295,33 +297,31 @@ def _sections(module: Any, more: dict) -> Sections:
 
 
 def _size(size: str, more: dict, seconds: float) -> Sections:
-    return _bench("sizes").sections(size)
+    return _bench("sizes").sections(size, more["refused"])
 
 
 def _trained(more: dict, seconds: float) -> Sections:
     tables = _bench("trained")
-    measured = tables.Trained(_shape(tables), seconds)
-    more |= {"refused": measured.left_out, **measured.notes()}
-    return measured.sections()
+    more |= tables.notes()
+    return tables.sections(more["refused"], _shape(tables))
 
 
-def _paths(more: dict, seconds: float) -> Sections:
-    shape = _bench("drawn").LLAMA if torch.cuda.is_available() else _bench("paths").small()
-    return _bench("paths").sections(shape, more["refused"])
+def _thresholds(more: dict, seconds: float) -> Sections:
+    return _bench("thresholds").sections()
 
 
 def _comparison(more: dict, seconds: float) -> Sections:
     methods = _bench("methods")
-    shares = [functools.partial(methods.map_rows, share) for share in methods.SHARES]
-    return _bench("comparison").sections() | _bench("few_bits").sections() | {"map": shares}
+    layers = methods.sections(methods.sizes_for("cuda"))
+    return _bench("comparison").sections() | layers | _bench("few_bits").sections()
 
 
-def _host(more: dict, seconds: float) -> Sections:
-    return {"host": [_bench("host").rows]}
+def _density(more: dict, seconds: float) -> Sections:
+    return _bench("comparison").density_sections()
 
 
 def _profiling(more: dict, seconds: float) -> Sections:
-    return {"profiling": [lambda: _bench("profiling").profiling_rows(_shape(_bench("profiling")))]}
+    return {"profiling": [_bench("profiling").profiling_rows]}
 
 
 def _cpu(more: dict, seconds: float) -> Sections:
@@ -329,36 +329,39 @@ def _cpu(more: dict, seconds: float) -> Sections:
     sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
 
     def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
-        return forward.ffn(tokens, 2048, 5632, 0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
+        return forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
 
     return {"cpu": [functools.partial(rows, *size) for size in sizes]}
 
 
 _SECTIONS = [
-    Recording("inference", "each path of a feed-forward layer beside the dense layer", "inference"),
+    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward"),
     Recording("training", "training steps of a layer and of a model, beside the dense layer", "training"),
-    Recording("model-paths", "a whole model on each path beside the dense one", _paths, 600.0, gpu=False),
-    Recording("thresholds", "a SiLU model with thresholds beside the model without", "thresholds"),
+    Recording("model-paths", "a whole model on each path beside the dense one", "paths", 570.0),
+    Recording("thresholds", "a SiLU model with thresholds beside the model without", _thresholds),
     Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", _comparison),
     Recording("pruning", "a small language model, dense and pruned, and trained on", "pruning", 600.0, gpu=False),
-    Recording(
-        "trained", "a model trained with L1 and its dense twin: speed, loss, answers", _trained, 420.0, gpu=False
-    ),
+    Recording("trained", "a model trained with L1 and its dense twin: speed, energy, loss", _trained, 570.0, gpu=False),
     Recording("profiling", "what it takes to see who fires, beside a plain forward", _profiling, gpu=False),
     Recording("predictors", "decoding with chosen neurons: time beside loss", "predictors", gpu=False),
     Recording("experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments", 600.0, gpu=False),
-    Recording("host-time", "host and wall time of plain calls of one layer", _host, 600.0),
+    Recording("host-time", "host and wall time of plain calls of one layer", "host"),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
     **{
         f"bench-{size}": Recording(
-            "bench-model", f"a drawn Llama of the paper's {size}", functools.partial(_size, size), 570.0
+            "bench-model",
+            f"a drawn Llama of the paper's {size}, dense beside sparse",
+            functools.partial(_size, size),
+            570.0,
         )
         for size in SIZES
     },
-    "matmul-density": density.density_record,
+    "matmul-density": Recording(
+        "density", "sparse formats against a dense product across densities", _density, gpu=False
+    ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ..bench import comparison as products
-from ..bench.comparison import DENSE, REMOVED, TILED, Crossing, quantile
+from ..bench.comparison import TILED, begins, leading, quantile
+from ..bench.methods import REMOVED, WHOLE, proportions
 from ..bench.profiling import PROFILING
-from ..bench.rows import COMPILED
+from ..bench.rows import COMPILED, DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
-from ..bench.trained import QUALITY, RUN, TWIN
+from ..bench.trained import RUN, TWIN
 from ..records import Record, newest, stale, told
 from .bench_command import pairs
 from .walk import code_hash, with_code
@@ -26,6 +26,7 @@ LayOut = Callable[[list[dict], str], Lines]  # of rows, and of where they were r
 _MODEL_KINDS = ("model_forward", "model_decode")
 _HEAVY = "heavy rows: "
 _STEP = "whole step, "
+_LARGEST = f"{model_name(SIZES[-1])}, "
 
 
 # ---- which rows, and how they are laid out ----
@@ -161,20 +162,6 @@ _CELLS: dict[str, Callable[[dict], str]] = {
 }
 
 
-def _begins(crossing: Crossing) -> str:
-    """Return from how many zeros on a method is faster than dense, with the spread of that; a quartile that is slower,
-    or faster, everywhere has the ends of what was measured for its bound."""
-
-    def bound(density: float | None, beyond: str) -> str:
-        return f"{beyond} than was measured" if density is None else f"{1 - density:.2%}"
-
-    if crossing.density is not None:
-        return f"{1 - crossing.density:.2%} ({bound(crossing.high, 'less')} to {bound(crossing.low, 'more')})"
-    if crossing.least >= 1:
-        return f"{1 - crossing.densest:.1%}, the fewest measured"
-    return "nowhere measured" if crossing.best < 1 else "in between"
-
-
 # ---- a layer ----
 
 # Of plain calls of a planned layer of whose 5,632 neurons 29 fire.
@@ -266,26 +253,35 @@ operands = _table("experiments", _of("dropout", "two_four_training"), _pivot(_MS
 
 
 def _model(rows: list[dict], where: str) -> Lines:
-    """Plain calls and CUDA graphs, dense and planned; in brackets the distance between the quartiles of the samples."""
+    """Plain calls of the paper's 2B model and CUDA graphs, dense and planned; in brackets the distance between the
+    quartiles of the samples; and what the plan takes."""
     at = _index(rows, "workload", "path")
+    graph, compiled = "planned for graphs (graph)", "planned for graphs compiled"
     ways = (
-        ("", DENSE, "planned"),
-        (", as a CUDA graph", f"{DENSE} (graph)", "planned for graphs (graph)"),
-        (", compiled", COMPILED, "planned compiled"),
-        (", compiled, as a CUDA graph", f"{COMPILED} (graph)", "planned for graphs compiled (graph)"),
+        ("", DENSE, ("planned",)),
+        (", as a CUDA graph", f"{DENSE} (graph)", (graph,)),
+        (", compiled", COMPILED, ("planned compiled", compiled)),
+        (", compiled, as a CUDA graph", f"{COMPILED} (graph)", (f"{compiled} (graph)",)),
     )
     lines = [[f"milliseconds, {where}", "dense", "planned", "times as fast"]]
     for workload in dict.fromkeys(workload for workload, _ in at):
+        name = workload.removeprefix(_LARGEST)
         for how, dense, planned in ways:
-            if (workload, planned) in at:
-                both = at[workload, dense], at[workload, planned]
-                cells = [f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])})" for row in both]
-                times = f"{both[0]['wall_ms'] / both[1]['wall_ms']:.2f}"
-                lines.append([f"{workload.removeprefix('Llama, ')}{how}", *cells, times])
+            there = [at[workload, path] for path in (dense, *planned) if (workload, path) in at][:2]
+            if len(there) == 2:
+                cells = [f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])})" for row in there]
+                lines.append([f"{name}{how}", *cells, f"{there[0]['wall_ms'] / there[1]['wall_ms']:.2f}"])
+        for path in ("plan", "plan for graphs"):
+            if (workload, path) in at:
+                lines.append([name.replace("plan", path, 1), "", _ms(at[workload, path]["ms"]), ""])
     return lines
 
 
-model = _table("model", lambda row: "wall_spread" in row, _model)
+def _of_largest(row: dict) -> bool:
+    return row.get("head", True) and row.get("workload", "").startswith(_LARGEST)
+
+
+model = _table(RECORD, _of_largest, _model)
 
 
 def _model_paths(rows: list[dict], where: str) -> Lines:
@@ -352,40 +348,26 @@ def sizes(recorded: list[Record]) -> str:
 
 
 def _trained(rows: list[dict], where: str) -> Lines:
-    """What became of a trained model and its dense twin, and what swapping its layers does to loss and answers."""
-
-    def column(row: dict) -> str:
-        return row["path"] if row["kind"] == QUALITY else TWIN if row["path"].startswith(TWIN) else DENSE
-
-    at = {(row["kind"], column(row)): row for row in rows}
-    names = {DENSE: "with L1", "planned": "planned", "forced twell": "every layer on TwELL", TWIN: "dense twin"}
-    columns = {path: name for path, name in names.items() if (QUALITY, path) in at or (RUN, path) in at}
-    asked = next((row for row in rows if row["kind"] == QUALITY), {"questions": 0, "chance": 0})
-    right = f"right of {asked['questions']:,} answers (95% interval; by chance {asked['chance']:.0%})"
-    lines: tuple[tuple[str, str, Callable[[dict], str]], ...] = (
-        (
-            f"steps of {rows[0]['tokens']:,} tokens",
-            RUN,
-            lambda row: f"{row['steps']:,}{' (cut short)' * ('cut' in row)}",
-        ),
-        ("milliseconds a step, at the end", RUN, lambda row: _ms(row["ms"])),
-        ("seconds, all in all", RUN, lambda row: f"{row['total_seconds']:,.0f}"),
-        ("neurons firing for a token", RUN, lambda row: f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"),
-        ("moved over the last fifth by", RUN, lambda row: f"{row['nnz_moved']:+.1%}"),
-        ("bits a byte of held-out text", QUALITY, lambda row: f"{row['bits_per_byte']:.4f}"),
-        (right, QUALITY, lambda row: "{accuracy:.1%} ({accuracy_low:.1%} to {accuracy_high:.1%})".format(**row)),
-        ("answered otherwise than by the one with L1", QUALITY, lambda row: f"{row['answers_changed']:,}"),
+    """What became of a trained model and its dense twin."""
+    at = {row["path"].startswith(TWIN): row for row in rows}
+    lines: tuple[tuple[str, Callable[[dict], str]], ...] = (
+        (f"steps of {rows[0]['tokens']:,} tokens", lambda row: f"{row['steps']:,}"),
+        ("milliseconds a step, at the end", lambda row: _ms(row["ms"])),
+        ("seconds, all in all", lambda row: f"{row['total_seconds']:,.0f}"),
+        ("neurons firing for a token", lambda row: f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"),
+        ("moved over the last fifth by", lambda row: f"{row['nnz_moved']:+.1%}"),
+        ("bits a byte of held-out text", lambda row: f"{row['validation_bits_per_byte']:.4f}"),
     )
-    grid = [[name, *(cell(at[kind, c]) if (kind, c) in at else "" for c in columns)] for name, kind, cell in lines]
-    return [[where, *columns.values()], *(line for line in grid if any(line[1:]))]
+    grid = [[name, *(cell(at[twin]) if twin in at else "" for twin in (False, True))] for name, cell in lines]
+    return [[where, "with L1", TWIN], *grid]
 
 
-trained = _table("trained", _of(RUN, QUALITY), _trained)
+trained = _table("trained", _of(RUN), _trained)
 
 
 def _trained_speed(rows: list[dict], where: str) -> Lines:
-    """The wall time of the model's workloads, dense and swapped, and of its dense twin; with the energy of a token and
-    peak memory beyond what was there, where they were read."""
+    """The wall time of the model's workloads, dense and swapped, and of its dense twin; with the energy of a token,
+    peak memory beyond what was there, and the loss, where a call has them."""
     works: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         about, work = row["workload"].split(", ", 1)
@@ -406,6 +388,8 @@ def _trained_speed(rows: list[dict], where: str) -> Lines:
         for key, head, unit in (("mj_per_token", "mJ a token", 1), ("peak_bytes", "peak MiB", 2**20)):
             cells = [_ms(at[path][key] / unit) if key in at.get(path, {}) else "" for path in shown]
             lines += [[head, *cells]] if any(cells) else []
+        losses = [f"{at[path]['loss']:.4f}" if "loss" in at.get(path, {}) else "" for path in shown]
+        lines += [["loss, nats a byte", *losses]] if any(losses) and not how and "training" not in work else []
     return lines
 
 
@@ -513,7 +497,7 @@ def chosen_from(recorded: list[Record]) -> str:
             method = re.sub(r",? (recall )?[0-9]+%", "", name)  # whatever share it is asked for
             method = f"{model.partition(' trained')[0]}: {method}"
             points.setdefault(method, []).append((1 - row["sparsity"], graph, dense_graph))
-    lines = [[name, _begins(products.crossing(name, "", some))] for name, some in points.items() if len(some) > 1]
+    lines = [[name, begins(some)] for name, some in points.items() if len(some) > 1]
     return _markdown([["decoding one token", "faster from"], *lines])
 
 
@@ -531,16 +515,17 @@ adapters = _table("experiments", _of("adapters"), _adapters)
 def _comparison(rows: list[dict], where: str) -> Lines:
     """How many times as fast as torch's dense product each method is on each pattern, and from how many zeros on it is
     faster, by the device's time. A kernel's other versions are left out."""
-    rows = products.leading(rows)
+    rows = leading(rows)
     at = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
     shares = sorted({zeros for *_, zeros in at}, key=lambda zeros: float(zeros.partition("%")[0]))
     lines = [[f"times as fast as dense, {where}", *(zeros.removesuffix(" zeros") for zeros in shares), "faster from"]]
-    for begins in products.crossings(rows):
-        cells = []
-        for zeros in shares:
-            row, dense = (at.get((begins.pattern, path, zeros)) for path in (begins.path, DENSE))
-            cells.append(f"{row['x_dense']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})" if row and dense else "")
-        lines.append([f"{begins.pattern}: {begins.path}", *cells, _begins(begins)])
+    for pattern, path in dict.fromkeys((pattern, path) for pattern, path, _ in at):
+        if path == DENSE or path.startswith("part: "):
+            continue
+        pairs = [(at.get((pattern, path, zeros)), at.get((pattern, DENSE, zeros))) for zeros in shares]
+        cells = [_times(row, dense) if row else "" for row, dense in pairs]
+        points = [(row["density"], row, dense) for row, dense in pairs if row and dense]
+        lines.append([f"{pattern}: {path}", *cells, begins(points)])
     return lines
 
 
@@ -577,7 +562,7 @@ def _padding(rows: list[dict], where: str) -> Lines:
     named = [f"{share:.0%} of the tokens real" for share in shares]
     off = ["off a proportional time", "off dense's share", "of that, tokens alone"]
     lines = [[f"times as fast as dense; {where}", *named, *off]]
-    for line in products.proportions(rows):
+    for line in proportions(rows):
         there = [at.get((line.layers, share, REMOVED)) for share in shares]
         times = [_times(row, at[line.layers, share, DENSE]) if row else "" for row, share in zip(there, shares)]
         name = f"padding removed once for {line.layers} layer{'s' * (line.layers > 1)}"
@@ -592,17 +577,20 @@ padding = _table("comparison", _of("padding"), _padding)
 def _experts(rows: list[dict], where: str) -> Lines:
     """A mixture of experts by each way beside a loop of dense layers; and from which share of neurons that a token does
     without on each is faster than one dense layer of all, where that was recorded."""
-    begins = {line.path: _begins(line) for line in products.of_experts(rows)}
+    at = _index(rows, "path", "workload")
+    points: dict[str, list[tuple[float, dict, dict]]] = {}
+    for (path, work), row in at.items():
+        if path != WHOLE and (WHOLE, work) in at:
+            points.setdefault(path, []).append((row["density"], row, at[WHOLE, work]))
     lines = [f"{path} | {path} | beside {DENSE}" for path in _index(rows, "path") if path != DENSE]
-    lines = [f"the loop | {DENSE} | 1"] * bool(begins) + lines
+    lines = [f"the loop | {DENSE} | 1"] * bool(points) + lines
     head, *grid = _pivot("times as fast as the loop; {where}", "workload", "\n".join(lines))(rows, where)
-    if not begins:
+    if not points:
         return [head, *grid]
-    ends = [begins.get(DENSE if name == "the loop" else name, "") for name, *_ in grid]
-    return [
-        [*head, "faster than all neurons where a token does without"],
-        *([*line, end] for line, end in zip(grid, ends)),
-    ]
+    paths = [DENSE if name == "the loop" else name for name, *_ in grid]
+    ends = [begins(points[path]) if path in points else "" for path in paths]
+    head = [*head, "faster than all neurons where a token does without"]
+    return [head, *([*line, end] for line, end in zip(grid, ends))]
 
 
 experts = _table("comparison", _of("experts"), _experts)
@@ -623,7 +611,7 @@ def _few_bits(rows: list[dict], where: str) -> Lines:
             return f"{_ms(row['ms'])} ms"
         dense = at[DENSE, tokens]
         mine, other = (at.get((f"{line['path']} (graph)", tokens), line) for line in (row, dense))
-        faster = quantile(other, 0.25) > quantile(mine, 0.75)
+        faster = quantile(other["samples"], 0.25) > quantile(mine["samples"], 0.75)
         surely.setdefault(path, []).extend([f"{tokens:,}"] * faster)
         return f"{other['ms'] / mine['ms']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})"
 

@@ -20,6 +20,11 @@ about every five minutes:
 
   twell-lab train --resume build/mine
 
+A model that is there, of this project or a Llama with ReLU of transformers, is
+trained further:
+
+  twell-lab train --from build/mine --text other-texts --out build/further
+
 On a GPU, --dtype bfloat16 --compile is several times faster. On two of them:
 
   torchrun --nproc-per-node 2 -m twell_lab train --text my-texts \\
@@ -62,7 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="NAME",
         help="sizes, steps and rates to start from, which the other "
-        f"options override: {', '.join(presets.NAMES)}; 'list' shows them",
+        f"options override: {', '.join(presets.NAMES)}; 'list' shows them; or a file of YAML or JSON whose entries are "
+        "called as these options are",
     )
 
 
@@ -76,10 +82,10 @@ def run(options: argparse.Namespace) -> Answer | None:
     if options.config == "list":
         return Answer(presets.rows(), presets.table())
     told = given(options, TrainConfig)
-    if told.get("activation") == "relu2" and options.resume is None:
-        told.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
     if options.config is not None:
-        told = {**presets.named(options.config), **told}
+        told = {**presets.of(options.config), **told}
+    if told.get("activation") == "relu2" and options.resume is None and told.get("from_") is None:
+        told.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
     if options.checkpoint_every and not (options.out or options.resume):
         raise InputError(
             f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
@@ -99,6 +105,6 @@ def run(options: argparse.Namespace) -> Answer | None:
     return Answer(
         result.summary(),
         f"{table}\ntrain: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
-        f"text, mean nnz {result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s"
+        f"text, mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
         + (f"; the model is in {where}" if where else ""),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.nn.functional import pad
 from ..core import InputError
 from ..models.tiny import LanguageModel, Past
 
-Head = Literal["all", "last", "none"]  # which tokens get logits; "none": what the head would take is the result
 Called = Callable[..., Tensor]
 
 
@@ -75,20 +73,22 @@ class Causal:
         config = self.model.config
         return config.context if self.ours else getattr(config, "max_position_embeddings", None) or 2048
 
-    def reader(self, head: Head = "all", *, compiled: bool = False) -> Called:
-        """A call: ids [batch, tokens] -> logits [batch, tokens, vocabulary] (of the last token alone, for "last"), or
-        without a head what the head would take, [batch, tokens, d_model]."""
+    def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
+        """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
+        take, [batch, tokens, d_model]."""
         if self.ours:
             return _compiled(lambda ids: _read(self.model, ids, head), compiled)
-        if head == "none":
-            body = _compiled(self.model.base_model, compiled)
-            return lambda ids: body(ids, use_cache=False).last_hidden_state
-        model, some = _compiled(self.model, compiled), {"logits_to_keep": 1} if head == "last" else {}
-        return lambda ids: model(ids, use_cache=False, **some).logits
+        model = _compiled(self.model if head else self.model.base_model, compiled)
+
+        def read(ids: Tensor) -> Tensor:
+            result = model(ids, use_cache=False)
+            return result.logits if head else result.last_hidden_state
+
+        return read
 
     def stepper(self, head: bool = True, *, compiled: bool = False) -> Called:
-        """A call of one step of decoding: ids [batch, 1], Kept -> logits [batch, 1, vocabulary], or what the head would
-        take, of that token."""
+        """Return a call of one step of decoding: ids [batch, 1], Kept -> logits [batch, 1, vocabulary], or what the
+        head would take, of that token."""
         if self.ours:
             return _compiled(lambda ids, kept: _step(self.model, ids, kept, head), compiled)
         model = self.model if head else self.model.base_model
@@ -142,19 +142,19 @@ def _compiled(call, compiled: bool):
     return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
 
 
-def _read(model: LanguageModel, ids: Tensor, head: Head = "none", pasts: list | None = None) -> Tensor:
+def _read(model: LanguageModel, ids: Tensor, head: bool = False, pasts: list | None = None) -> Tensor:
     return _through(model, ids, model.cosine[: ids.shape[1]], model.sine[: ids.shape[1]], pasts, head)
 
 
 def _step(model: LanguageModel, ids: Tensor, kept: Kept, head: bool) -> Tensor:
     tables = (table.index_select(0, kept.place) for table in (model.cosine, model.sine))
     pasts = [_OfLayer(kept, number) for number in range(len(model.layers))]
-    return _through(model, ids, *tables, pasts, "all" if head else "none")
+    return _through(model, ids, *tables, pasts, head)
 
 
-def _through(model: LanguageModel, ids: Tensor, cosine: Tensor, sine: Tensor, pasts: list | None, head: Head) -> Tensor:
+def _through(model: LanguageModel, ids: Tensor, cosine: Tensor, sine: Tensor, pasts: list | None, head: bool) -> Tensor:
     x = model.embedding(ids)
     for layer, past in zip(model.layers, pasts or [None] * len(model.layers), strict=True):
         x = layer(x, cosine, sine, past)
-    x = model.norm(x[:, -1:] if head == "last" else x)
-    return x if head == "none" else model.head(x)
+    x = model.norm(x)
+    return model.head(x) if head else x

@@ -1,11 +1,10 @@
-"""Whole models that need no download: Llamas of a given shape with random weights, whose gates' biases are set so that
+"""Whole models that need no download: Llamas of given sizes with random weights, whose gates' biases are set so that
 each layer fires as sparsely as asked for. Wherever their times are shown, they are called drawn."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,74 +18,44 @@ from ..training import presets
 from .training import thresholds
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
+NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
+# Of 5,632 neurons: the mean nnz of the first layer of the paper's 2B model, of its last one, and over all layers.
+_D_FF, _LEAST, _MOST, _MEAN = 5632, 2.0, 109.0, 29.0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model, and of what it is run on. The defaults are the paper's 2B shape, with this project's
-    vocabulary (twell_lab.training.presets)."""
-
-    layers: int = 38
-    d_model: int = 2048
-    d_ff: int = 5632
-    heads: int = 32
-    vocabulary: int = 32768
-    context: int = 2048
-    sequences: int = 64
-    cached: int = 512  # tokens of each sequence, the new one among them, in a step of decoding
-    least: float = 2.0  # mean nnz of the first layer
-    most: float = 109.0  # and of the last one
-    mean: float = 29.0  # over all layers
-    device: str = "cuda"
-
-    @property
-    def nnzs(self) -> list[float]:
-        """The mean nnz of each layer: it rises from the least to the most with a power of the depth. The power that
-        gives the mean over all layers is found by halving an interval."""
-        low, high = 0.01, 100.0
-        for _ in range(60):
-            power = (low + high) / 2
-            found = [
-                self.least + (self.most - self.least) * (i / max(1, self.layers - 1)) ** power
-                for i in range(self.layers)
-            ]
-            low, high = (power, high) if sum(found) > self.mean * self.layers else (low, power)
-        return found
-
-
-LLAMA = Shape()
-NAMES = presets.NAMES  # of the shapes that `shape_of` knows; the last four are the paper's
-
-
-def shape_of(size: str | ModelConfig, device: str = "cuda") -> Shape:
-    """The shape of this name, or with the sizes of this configuration; the same share of its neurons fires as in LLAMA.
+def sizes_of(size: str | ModelConfig) -> ModelConfig:
+    """Return the sizes of this name, with this project's vocabulary (twell_lab.training.presets), or these themselves.
 
     Raises InputError for another name, and for a configuration without gates, which a Llama has."""
     if isinstance(size, str):
         fields = presets.named(size)
         sizes = {name: fields[name] for name in ("layers", "d_model", "d_ff", "heads", "context")}
-        sizes["vocabulary"] = presets.BPE if "tokenizer" in fields else presets.BYTES
-    else:
-        if not size.gated or size.activation != "relu":
-            raise InputError(
-                f"the configuration has gated={size.gated} and activation={size.activation!r}; a Llama is drawn, so "
-                "gated=True and 'relu' are accepted, or a model of these sizes"
-            )
-        sizes = {name: getattr(size, name) for name in ("layers", "d_model", "d_ff", "heads", "context", "vocabulary")}
-    share = sizes["d_ff"] / LLAMA.d_ff
-    firing = {name: share * getattr(LLAMA, name) for name in ("least", "most", "mean")}
-    if sizes["layers"] == 1:
-        firing["least"] = firing["mean"]
-    return Shape(**sizes, **firing, device=device)
+        return ModelConfig(**sizes, vocabulary=presets.BPE if "tokenizer" in fields else presets.BYTES)
+    if not size.gated or size.activation != "relu":
+        raise InputError(
+            f"the configuration has gated={size.gated} and activation={size.activation!r}; a Llama is drawn, so "
+            "gated=True and 'relu' are accepted, or a model of these sizes"
+        )
+    return size
 
 
-def check_room(shape: Shape, dtype: torch.dtype, copies: int) -> None:
+def nnzs_of(sizes: ModelConfig) -> list[float]:
+    """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises from the first to
+    the last with a power of the depth; the one that gives the mean over all layers is found by halving an interval."""
+    share = sizes.d_ff / _D_FF
+    least, most, mean = (share * nnz for nnz in (_MEAN if sizes.layers == 1 else _LEAST, _MOST, _MEAN))
+    low, high, nnzs = 0.01, 100.0, list[float]()
+    for _ in range(60):
+        power = (low + high) / 2
+        nnzs = [least + (most - least) * (i / max(1, sizes.layers - 1)) ** power for i in range(sizes.layers)]
+        low, high = (power, high) if sum(nnzs) > mean * sizes.layers else (low, power)
+    return nnzs
+
+
+def check_room(sizes: ModelConfig, device: torch.device, dtype: torch.dtype, copies: int) -> None:
     """InputError, before anything is built, where so many models of this dtype and one in float32 are more than the
     device has."""
-    sizes = ("vocabulary", "d_model", "layers", "heads", "d_ff", "context")
-    count = parameters(ModelConfig(**{name: getattr(shape, name) for name in sizes}))
-    device = torch.device(shape.device)
-    on_gpu = device.type == "cuda"
+    on_gpu, count = device.type == "cuda", parameters(sizes)
     there = torch.cuda.get_device_properties(device).total_memory if on_gpu else core.memory()
     needed = count * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
     if there is not None and needed > there:
@@ -96,12 +65,9 @@ def check_room(shape: Shape, dtype: torch.dtype, copies: int) -> None:
         )
 
 
-def llama(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A LlamaForCausalLM with ReLU and biases in its feed-forward layers, random weights.
-
-    Raises:
-        StackError: where transformers is missing.
-    """
+def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Return a LlamaForCausalLM with ReLU and biases in its feed-forward layers and random weights. StackError where
+    transformers is missing."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -109,18 +75,18 @@ def llama(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
             "this benchmark times a model of transformers, which is missing: pip install transformers"
         ) from None
     config = LlamaConfig(
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_ff,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.context + 1,
+        hidden_size=sizes.d_model,
+        intermediate_size=sizes.d_ff,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.context + 1,
         hidden_act="relu",
         mlp_bias=True,
     )
     torch.manual_seed(0)
-    with torch.device(shape.device):
+    with torch.device(device):
         model = LlamaForCausalLM(config)
     # As trained models are: a token says more than the mean of the tokens before it. With transformers' own values that
     # mean, which is nearly the same for all tokens of a sequence, grows from layer to layer, and what fires in one
@@ -128,7 +94,7 @@ def llama(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     for layer in model.model.layers:
         for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            torch.nn.init.normal_(added.weight, std=config.initializer_range / (2 * shape.layers) ** 0.5)
+            torch.nn.init.normal_(added.weight, std=config.initializer_range / (2 * sizes.layers) ** 0.5)
     return model.to(dtype).eval().requires_grad_(False)
 
 
@@ -142,8 +108,8 @@ def fire(model: nn.Module, tokens: Tensor, nnzs: Sequence[float | Tensor]) -> No
         gate.bias.copy_(-thresholds(products, nnz, seed=seed))
 
     hooks = [
-        found.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
-        for i, (found, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True))
+        layer.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
+        for i, (layer, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True))
     ]
     try:
         model(tokens, use_cache=False, logits_to_keep=1)
@@ -158,31 +124,27 @@ def windows_of(context: int) -> int:
 
 
 def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
-    """Rates at which the neurons of so many layers of d_ff neurons fire, float64 [d_ff] each, distributed as those of
-    the profiled layer at the same relative depth. Which neuron has which rate is drawn."""
-    found, generator = [], torch.Generator().manual_seed(0)
+    """Return rates at which the neurons of so many layers of d_ff neurons fire, float64 [d_ff] each, distributed as
+    those of the profiled layer at the same relative depth. Which neuron has which rate is drawn."""
+    rates, generator = [], torch.Generator().manual_seed(0)
     for i in range(layers):
         like = firing.layers[round(i * (len(firing.layers) - 1) / max(1, layers - 1))]
         ordered = (like.neuron_counts.double() / max(1, like.tokens)).sort().values
         # What d_ff evenly spread shares of the profiled neurons do.
         places = (torch.arange(d_ff, dtype=torch.float64) + 0.5) / d_ff * len(ordered)
-        found.append(ordered[places.long()][torch.randperm(d_ff, generator=generator)])
-    return found
+        rates.append(ordered[places.long()][torch.randperm(d_ff, generator=generator)])
+    return rates
 
 
 @torch.no_grad()
 def fired(
-    shape: Shape,
+    sizes: ModelConfig,
+    device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     firing: FiringProfile | None = None,
-    mask: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """A drawn model whose layers fire as the shape says, or as those of the profile do. mask: from the weight of a
-    feed-forward projection to what of it is kept, bool; the others become zero before it is seen to what fires."""
-    model = llama(shape, dtype)
-    for found in feed_forwards(model) if mask is not None else ():
-        for part in (found.gate, found.up, found.down):
-            part.weight.mul_(mask(part.weight))
-    tokens = torch.randint(0, shape.vocabulary, (windows_of(shape.context), shape.context), device=shape.device)
-    fire(model, tokens, shape.nnzs if firing is None else rates_like(firing, shape.layers, shape.d_ff))
+    """Return a drawn model whose layers fire as often as those of the paper, or as those of the profile do."""
+    model = llama(sizes, device, dtype)
+    tokens = torch.randint(0, sizes.vocabulary, (windows_of(sizes.context), sizes.context), device=device)
+    fire(model, tokens, nnzs_of(sizes) if firing is None else rates_like(firing, sizes.layers, sizes.d_ff))
     return model

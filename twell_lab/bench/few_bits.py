@@ -22,16 +22,14 @@ from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four
 from ..sparsities.quantised import Rows, output_error, quantise
 from ..sparsities.two_four import two_four_mask
 from . import rows
-from .comparison import Batch
-from .methods import swapped
+from .comparison import about, clocked
+from .methods import NNZ, Sizes, swapped
 from .rows import DENSE
 
-KIND = "few bits"
 PATHS = ("twell", "int8", "fp8", "twell_int8")
 LOSSY = PATHS[1:]
 TOKENS = (1, 16, 256, 2048, 16384)
-LAYER = Batch()
-NNZ = 29
+LAYER = Sizes()
 # How far off an output may be, of its norm, or it is not timed: from the exact result, or, where x and the weights are
 # rounded to few bits, from float64 on the rounded values (`off_on_rounded`). From the exact one these may be far off: a
 # drawn x has one large value in each row, which sets the scale of the whole row.
@@ -44,20 +42,19 @@ TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T,
 
 
 @torch.no_grad()
-def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
-    """A layer of batch.d_model x batch.d_ff, of which about NNZ neurons fire, on each of PATHS, rows of kind "few
-    bits": each with the `error` of its output against float64, as a share of its norm; CUDA graphs for few tokens. And
-    the gate's product in several ways: dense; of INT8 rows, x rounded in the call, scaled within the product and by
-    operations of its own; of weights that were pruned to two of four, as INT8, and expanded from a bitmap in the call.
+def few_bits_rows(tokens: int, sizes: Sizes = LAYER) -> list[dict]:
+    """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
+    its output against float64, as a share of its norm; CUDA graphs for few tokens. And the gate's product in the ways
+    of `_parts`, with x rounded, and what is packed expanded, in the call.
 
     The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output that is
     further off than MOST_OFF says, and where ways to compute one product differ."""
-    device = torch.device(batch.device)
-    layer, xs = clock.workload(tokens, batch.d_model, batch.d_ff, NNZ, "lognormal", batch.dtype, device)
+    device = torch.device(sizes.device)
+    layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
     left_out: dict[str, str] = {}
     facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
     calls: rows.Calls = {DENSE: rows.over(layer, xs)}
-    exact = _exact(layer, xs[0])
+    exact = copy.deepcopy(layer).double()(xs[0].double())
     for name in PATHS:
         if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             left_out[name] = "FP8 products need compute capability 8.9"
@@ -72,57 +69,43 @@ def few_bits_rows(tokens: int, batch: Batch = LAYER) -> list[dict]:
         off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
         for what, by in off.items():
             if not by <= MOST_OFF[name]:
-                raise clock.WrongResult(
-                    f"{what} of {name} is off by {by:.4%} of what it should be, more than {MOST_OFF[name]:.0%}: "
-                    "nothing was timed"
-                )
+                raise clock.WrongResult(f"{what} of {name} is off by {by:.4%} of its norm: nothing was timed")
         path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
         calls[path], facts[path] = rows.over(call, xs), {"error": error}
     parts = _parts(layer.gate_proj.weight, xs[0], left_out)
     timed = {name: rows.over(call, xs) for name, call in parts.items()}
-    if device.type == "cuda":
-        samples, bursts = rows.clock_gpu(calls, tokens, timed)
-    else:
-        samples, bursts = rows.clock_cpu(calls | timed, batch.seconds)
-    shared = batch.shared(KIND, tokens, batch.d_ff, f"drawn gated layer, {tokens:,} tokens")
+    samples, bursts = clocked(calls, device, sizes.seconds, tokens=tokens, parts=timed)
+    shared = about("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
     return rows.table(shared, samples, facts, bursts)
 
 
 def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The gate's product in each way that is a part here, by its name; what does not run goes to left_out, and where a
-    result is not that of the same values multiplied otherwise, WrongResult is raised."""
+    """Return the gate's product in each way that is a part here, by its name; what does not run goes to left_out, and
+    where a result is not that of the same values multiplied otherwise, WrongResult is raised."""
     gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
-    short, held = quantise(pruned), Bitmap.of(pruned)
-    parts: dict[str, Callable[[Tensor], Tensor]] = {
-        PLAIN: functools.partial(linear, weight=weight),
-        APART: functools.partial(int8_linear, rows=gate, apart=True),
-        EXPANDED: lambda x: linear(x, held.dense()),
-    }
+    short, bitmap = quantise(pruned), Bitmap.of(pruned)
+    apart = functools.partial(int8_linear, rows=gate, apart=True)
+    dense = functools.partial(linear, weight=weight)
+    parts = {PLAIN: dense, APART: apart, EXPANDED: lambda x: linear(x, bitmap.dense())}
     wanted = {EXPANDED: linear(x, pruned)}
     if has_kernel(x.to(torch.int8), int8.Weight(*gate), x.dtype):
-        parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), parts[APART](x)
+        parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), apart(x)
     else:
         left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
     try:
-        parts[TWO_FOUR] = functools.partial(two_four_int8, rows=short, packed=packed_two_four(short))
-        wanted[TWO_FOUR] = int8_linear(x, short, apart=True)
-        parts[TWO_FOUR](x)
+        two_four = functools.partial(two_four_int8, rows=short, packed=packed_two_four(short))
+        two_four(x)
+        parts[TWO_FOUR], wanted[TWO_FOUR] = two_four, int8_linear(x, short, apart=True)
     except torch.OutOfMemoryError:
         raise
     except (TwellError, RuntimeError) as refused:
         left_out[TWO_FOUR] = str(refused).splitlines()[0][:200]
-        parts.pop(TWO_FOUR, None), wanted.pop(TWO_FOUR, None)
     for name, right in wanted.items():
         if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
             raise clock.WrongResult(
                 f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
             )
     return parts
-
-
-def _exact(layer: nn.Module, x: Tensor) -> Tensor:
-    """The layer's output in float64, computed from a copy of its weights."""
-    return copy.deepcopy(layer).double()(x.double())
 
 
 def off_on_rounded(
@@ -132,39 +115,31 @@ def off_on_rounded(
     are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
     worst column.
 
-    g and u are what `linear` gives of x. y, which the layer gave, is held against what these make of it. For E4M3 that
-    is more than a detail: an H100 adds its products with 13 or 14 bits, so that of the g that fire 40 to 60% are
-    rounded to a neighbour of what float64 would be rounded to, and 9 to 13% of the h = relu(g) u then to the neighbour
-    in E4M3, which is 6 to 12% away. Simulated for 2,048 x 5,632, this moves y by 0.6 to 1.5% of its norm, though no
-    product is off by more than 0.2%, which is what rounding to bfloat16 makes.
+    g and u are what `linear` gives of x; y, which the layer gave, is held against what these make of it. For E4M3 that
+    is more than a detail: an H100 adds its products with 13 or 14 bits, so that 9 to 13% of the h = relu(g) u are
+    rounded to a neighbour in E4M3, 6 to 12% away. Simulated for 2,048 x 5,632, this moves y by 0.6 to 1.5% of its norm,
+    though no product is off by more than 0.2%.
 
     layer: with the weights before they are rounded. x: [tokens, d_model]. linear: what multiplies rows of this kind."""
 
     def exact(a: Tensor, b: Rows) -> Tensor:
-        of_a = quantise(a, kind)
-        left, right = (each.values.double() * each.scale.double()[:, None] for each in (of_a, b))
+        left, right = (part.values.double() * part.scale.double()[:, None] for part in (quantise(a, kind), b))
         return left @ right.t()
 
     gate, up, down = (quantise(part.weight, kind) for part in (layer.gate_proj, layer.up_proj, layer.down_proj))
     g, u = linear(x, gate), linear(x, up)
-    return {
-        "g": _worst(g, exact(x, gate)),
-        "u": _worst(u, exact(x, up)),
-        "y": _worst(y, exact(torch.relu(g) * u, down)),
-    }
+    pairs = {"g": (g, exact(x, gate)), "u": (u, exact(x, up)), "y": (y, exact(torch.relu(g) * u, down))}
+    return {name: _worst(*pair) for name, pair in pairs.items()}
 
 
 def _worst(y: Tensor, exact: Tensor) -> float:
-    """The largest share that a token's error has of its norm, or, of _COLUMN tokens and more, a column's; where both
-    are zero, 0."""
-    wrong = y.double() - exact
-    found = []
-    for along in (1, 0) if len(y) >= _COLUMN else (1,):
-        off = wrong.norm(dim=along)
-        found.append(torch.where(off == 0, 0, off / exact.norm(dim=along)).max())
-    return float(torch.stack(found).max())
+    """Return the largest share that a token's error has of its norm, or, of _COLUMN tokens and more, a column's; where
+    both are zero, 0."""
+    wrong, ways = y.double() - exact, (1, 0) if len(y) >= _COLUMN else (1,)
+    off = torch.cat([wrong.norm(dim=along) for along in ways])
+    return float(torch.where(off == 0, 0, off / torch.cat([exact.norm(dim=along) for along in ways])).max())
 
 
-def sections(batch: Batch = LAYER) -> dict[str, list[Callable[[], list[dict]]]]:
-    """The steps of the record, as in bench.inference, by number of tokens."""
-    return {"few bits": [functools.partial(few_bits_rows, tokens, batch) for tokens in TOKENS]}
+def sections(sizes: Sizes = LAYER) -> rows.Sections:
+    """Return the steps of the record, as in bench.comparison, by number of tokens."""
+    return {"few bits": [functools.partial(few_bits_rows, tokens, sizes) for tokens in TOKENS]}

@@ -1,28 +1,46 @@
-"""One layer's forward pass, dense beside sparse: checked first, then timed (ops.clock)."""
+"""The forward pass of one layer, dense beside sparse: `ffn` and `layer` for anybody's sizes and layers, and the tables
+of the record `inference`, whose lines are Cases.
+
+Results are checked before any clock starts (rows.compare). Times are device events with a cold L2 cache and rotated
+inputs, the paths in turns (ops.clock.time_cuda), and the wall time of plain calls; for few tokens, and at each of
+COUNTS, also those of CUDA-graph replays. The planner sees other tokens than those that are timed.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..analysis import costs, planner
+from ..analysis.profile import profile
 from ..core import InputError
 from ..cuda.launch import layout, run
 from ..formats.twell import TILE, WORDS
+from ..layers.choice import LayerPlan, one_of_each
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
+from ..models.swap import sparsify
 from ..ops import clock, dispatch, gate_pack
-from ..ops.clock import ROTATED, WrongResult, workload
+from ..ops.clock import WrongResult, workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
+from ..ops.reference import PlainFeedForward
 from ..plots import OTHER_KERNELS
 from ..records import Record
-from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
+from .rows import COMPILED, Calls, Sections, check, compare, describe, first_projection, over, row
+
+AUTOTUNED = "dense max-autotune"  # the path of the dense layer whose kernels torch.compile picks by timing them
+Rivals = dict[str, Callable[[Tensor], Tensor]]  # what is timed beside a dense layer, by path
+
+
+# ---- a layer of any size, and anybody's own ----
 
 
 def _check_seconds(seconds: float) -> None:
@@ -69,7 +87,7 @@ def ffn(
     device = clock.present_device(device)
     dtype = dtype or clock.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
-    return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
+    return _beside_sparse(dense, inputs, f"independent, {workload_kind}", compiled, seconds, others)
 
 
 def layer(
@@ -82,12 +100,12 @@ def layer(
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")
-    return _compare(module, [x], label, compiled=compiled, seconds=seconds)
+    return _beside_sparse(module, [x], label, compiled, seconds)
 
 
 @torch.no_grad()
-def _compare(
-    dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float, others: bool = False
+def _beside_sparse(
+    dense: nn.Module, inputs: list[Tensor], label: str, compiled: bool, seconds: float, others: bool = False
 ) -> Record:
     x = inputs[0]
     found = feed_forwards(dense)[0]
@@ -101,77 +119,65 @@ def _compare(
             f"x is {x.dtype} {list(x.shape)} on {x.device}; {weight.dtype} [tokens, {weight.shape[1]}] on "
             f"{weight.device} is accepted"
         )
-    # A copy, whose weights may lie as the sparse path reads them; `check` compares the two on these inputs.
+    # A copy, whose weights may lie as the sparse path reads them; the check compares the two on these inputs.
     sparse = SparseFFN(copy.deepcopy(found.module).eval(), probed=found.both)
-    worst = check(dense, sparse, inputs, every_row=False)
-    shared = describe("ffn_forward", inputs, found.pattern.weight, label, found.pattern.bias)
-    shared["error_over_allowed"] = round(worst, 4)
-    calls = {DENSE: over(dense, inputs), "twell": over(sparse, inputs)}
+    rivals: Rivals = {"twell": sparse}
     if others and x.is_cuda:
-        calls |= {name: over(call, inputs) for name, call in _other_kernels(dense, sparse, inputs).items()}
+        rivals |= _other_kernels(sparse, x)
     if compiled:
         torch._dynamo.reset()
-        calls[COMPILED] = over(torch.compile(dense), inputs)
-    if not x.is_cuda:
-        samples = clock.time_cpu(calls, seconds / 2)
-        samples |= {f"{name} (cold)": each for name, each in clock.time_cpu(calls, seconds / 2, cold=True).items()}
-        rows = [each | _on_the_wall(each) for each in table(shared, samples)]
-    else:
-        with torch.cuda.device(x.device):
-            samples, bursts = clock_gpu(calls, x.shape[0], parts=_parts(sparse, inputs))
-            memory = {name: {"peak_bytes": clock.peak_bytes(call)} for name, call in calls.items()}
-        rows = [each | memory.get(each["path"], {}) for each in table(shared, samples, bursts=bursts)]
+        rivals[COMPILED] = torch.compile(dense)
+    parts = _parts(sparse, inputs) if x.is_cuda else None
+    rows = compare("ffn_forward", dense, rivals, inputs, label, parts=parts, seconds=seconds, every_row=False)
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
 
 
-def _on_the_wall(row: dict) -> dict:
-    """Wall and host time of a row of the CPU, which has one clock."""
-    return {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
-
-
-def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The layer on kernels that dispatch may not pick on this GPU, each checked: the portable ones behind torch's gate
-    GEMM; and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
+def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
+    """The layer on kernels that dispatch may not pick on this GPU: the portable ones behind torch's gate GEMM; and, on
+    Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     weights = sparse.weights()
     first, _ = first_projection(weights.gate, weights.up)
-
-    def after_torch(x):
-        return dispatch.portable(x, *weights, sparse.tile, sparse.words)
-
-    def through_mma(x):
-        return dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
-
-    found = {OTHER_KERNELS[0]: after_torch}
-    able, x = torch.cuda.get_device_capability(inputs[0].device), layout(inputs[0])
-    takes = gate_pack.takes_sm80(able, x, layout(first))
+    found: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
+    takes = gate_pack.takes_sm80(torch.cuda.get_device_capability(x.device), layout(x), layout(first))
     if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
-        found[OTHER_KERNELS[1]] = through_mma
-    for call in found.values():
-        check(dense, call, inputs[:1], every_row=False)
+        found[OTHER_KERNELS[1]] = lambda x: dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
     return found
 
 
-def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
+def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> Calls:
     """The three launches of the portable forward, each by itself, on the real output of the one before."""
-    pattern, up, last = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
-    gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
-    packs = [run(pack, g, sparse.tile, sparse.words) for g in gates]
-    none, down_t = (None, None, None), last.weight.t()
+    given = [_tensors(sparse, x) for x in inputs]
+    first, rest = (sparse.up, "down") if sparse.gate is None else (sparse.gate, "gated")
+    return {
+        "part: gate GEMM": over(lambda x: linear(x, first.weight, first.bias), inputs),
+        "part: pack": over(functools.partial(launch, "pack"), given),
+        "part: sparse": over(functools.partial(launch, rest), given),
+    }
 
-    def project(turn):
-        return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
 
-    def packed(turn):
-        return run(pack, gates[turn % len(inputs)], sparse.tile, sparse.words)
+# ---- versions of kernels ----
 
-    def rest(turn):
-        i = turn % len(inputs)
-        if sparse.gate is None:
-            return run(down, packs[i], gates[i], none, down_t, last.bias, len(down_t), sparse.tile)
-        weights = (up.weight, down_t, up.bias, last.bias)
-        return run(gated, inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+NEWEST = {"pack": 4, "down": 3, "gated": 4}  # version of each portable kernel
 
-    return {"part: gate GEMM": project, "part: pack": packed, "part: sparse": rest}
+
+def launch(kernel: str, given: dict[str, Tensor], version: int | None = None) -> Tensor:
+    """Launch a portable kernel on tensors by name: gate for pack; packed, down_t, for gated x and up, and where they
+    are there down_bias, up_bias, and the gate or a tail for values that do not fit. version: by default the fastest."""
+    packed, gate, down_t, bias = (given.get(name) for name in ("packed", "gate", "down_t", "down_bias"))
+    tail = tuple(given.get(f"tail_{name}") for name in ("pointer", "column", "value"))
+    if kernel == "pack":
+        return run(pack, gate, TILE, WORDS, version)
+    if kernel == "down":
+        return run(down, packed, gate, tail, down_t, bias, len(down_t), TILE, version)
+    return run(gated, given["x"], packed, gate, tail, given["up"], down_t, given.get("up_bias"), bias, TILE, version)
+
+
+def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
+    """Return what the portable kernels read of a layer and its input x."""
+    gate, up, down, gate_bias, up_bias, down_bias = sparse.weights()
+    pattern = linear(x, *first_projection(gate, up, gate_bias, up_bias))
+    found = {"x": x, "gate": pattern, "up": up, "down_t": down.t(), "up_bias": up_bias, "down_bias": down_bias}
+    return {"packed": run(pack, pattern, TILE, WORDS), **{name: t for name, t in found.items() if t is not None}}
 
 
 @torch.no_grad()
@@ -191,25 +197,195 @@ def kernel_versions(
     dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", dtype, "cuda", seed=seed)
     sparse = SparseFFN.from_module(copy.deepcopy(dense).eval())
     check(dense, sparse, inputs[:1], every_row=False)
-    gates = [linear(x, sparse.gate.weight) for x in inputs]
-    packs = [run(pack, g, TILE, WORDS) for g in gates]
-    none, down_t, up = (None, None, None), sparse.down.weight.t(), sparse.up.weight
-    arguments = {
-        pack: [(g, TILE, WORDS) for g in gates],
-        down: [(packed, g, none, down_t, None, d_ff, TILE) for packed, g in zip(packs, gates)],
-        gated: [(x, packed, g, none, up, down_t, None, None, TILE) for x, packed, g in zip(inputs, packs, gates)],
+    given = [_tensors(sparse, x) for x in inputs]
+    calls = {
+        f"{kernel}_v{version}": over(functools.partial(launch, kernel, version=version), given)
+        for kernel, newest in NEWEST.items()
+        for version in range(1, newest + 1)
     }
-
-    def call(operation, version, turn):
-        return run(operation, *arguments[operation][turn % ROTATED], version)
-
-    newest = {pack: 4, down: 3, gated: 4}
-    calls = {f"{op.__name__}_v{v}": partial(call, op, v) for op in newest for v in range(1, newest[op] + 1)}
-    for op in (down, gated):  # a kernel leaves words past a count unwritten: the tests compare packed tensors
-        best = call(op, newest[op], 0).float()
-        for v in range(1, newest[op]):
-            if (off := float((call(op, v, 0).float() - best).norm() / best.norm())) > 0.01:
-                name, right = f"{op.__name__}_v{v}", f"v{newest[op]}"
-                raise WrongResult(f"{name} differs from {right} by {off:.3g} of its norm: nothing was timed")
+    for kernel in ("down", "gated"):  # pack leaves words past a count unwritten: the tests compare packed tensors
+        best = launch(kernel, given[0]).float()
+        for version in range(1, NEWEST[kernel]):
+            if (off := float((launch(kernel, given[0], version).float() - best).norm() / best.norm())) > 0.01:
+                raise WrongResult(f"{kernel}_v{version} is off by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
     return [row(shared, path, samples) for path, samples in clock.time_cuda(calls).items()]
+
+
+@torch.no_grad()
+def gate_rows(nnz: float) -> list[dict]:
+    """Rows of kind "gate": the gate GEMM with packing, version by version, beside torch's GEMM alone and with packing
+    after it."""
+    dense, inputs, _ = drawn(TOKENS, D_MODEL, D_FF, nnz)
+    gate = dense.gate_proj.weight
+    calls: Rivals = {"gate GEMM (torch), then pack": lambda x: run(pack, linear(x, gate), TILE, WORDS)}
+    for version in gate_pack.VERSIONS:
+        name = f"sm90 gate_pack v{version}"
+        calls[name] = functools.partial(run, gate_pack.gate_pack_sm90, gate=gate, version=version)
+    calls["sm80 gate_pack"] = functools.partial(run, gate_pack.gate_pack_sm80, gate=gate)
+    counts = {}
+    for name, call in calls.items():
+        packed = call(inputs[0])
+        counts[name] = (packed[0] if isinstance(packed, tuple) else packed)[..., 0].long()
+    for name, count in counts.items():  # with another order of summing a value may move across zero
+        if (off := float((count != counts["gate GEMM (torch), then pack"]).double().mean())) > 0.01:
+            raise WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
+    calls = {"gate GEMM (torch)": lambda x: linear(x, gate), **calls}
+    samples = clock.time_cuda({name: over(call, inputs) for name, call in calls.items()})
+    shared = describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}
+    found = [row(shared, path, values) for path, values in samples.items()]
+    return [one | {"tflops": round(2e-9 * TOKENS * D_MODEL * D_FF / one["ms"], 1)} for one in found]
+
+
+# ---- the workloads of the tables of layers, in inference and in training ----
+
+TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are timed in every way
+SHAPES = (
+    (768, 3072, True),
+    (1024, 4096, False),
+    (2048, 8192, False),
+    (3584, 18944, True),
+    (4096, 14336, True),
+    (5120, 13824, True),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn layer in bf16 with its inputs.
+
+    tokens, nnz, kind, d_model, d_ff, gated: as of `drawn`. label: the name of the workload; by default it says how the
+    neurons fire. heavy: in how many rows of each input, spread evenly, more neurons fire than were drawn. fires: how
+    many more, drawn at random; `in_tile`: the first of one tile. graphs: whether calls are timed in every way, which
+    few tokens are anyway: as CUDA graphs and, in inference, beside kernels that torch.compile picked by timing them."""
+
+    tokens: int = 16384
+    nnz: float = 29
+    kind: str = "lognormal"
+    d_model: int = 2048
+    d_ff: int = 5632
+    gated: bool = True
+    label: str = ""
+    heavy: int | None = None
+    fires: int = 0
+    in_tile: bool = False
+    graphs: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.label or f"independent, {self.kind}"
+
+    @property
+    def facts(self) -> dict:
+        """What rows say of the heavy rows, if there may be any."""
+        return {} if self.heavy is None else {"heavy_rows": self.heavy, "heavy_nnz": self.fires or None}
+
+    def draw(self) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+        """(layer, inputs to time, inputs to plan on)."""
+        layer, inputs, seen = drawn(self.tokens, self.d_model, self.d_ff, self.nnz, self.kind, gated=self.gated)
+        if self.heavy:
+            at_random = torch.randperm(self.d_ff, generator=torch.Generator().manual_seed(self.heavy))
+            neurons = torch.arange(TILE, TILE + self.fires) if self.in_tile else at_random[: self.fires]
+            tokens = torch.arange(self.heavy) * self.tokens // self.heavy
+            for x in (*inputs, *seen):
+                x[:, 1] = 0
+                x[tokens.to(x.device), 1] = 8.0
+            layer.gate_proj.weight[neurons.to(inputs[0].device), 1] = 4.0
+        return layer, inputs, seen
+
+
+def drawn(
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    nnz: float,
+    kind: str = "lognormal",
+    *,
+    gated: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.clock.workload), on a GPU where there is one;
+    plain if not gated."""
+    device = clock.present_device(None)
+    layer, seen = workload(tokens, d_model, d_ff, nnz, kind, dtype, device)
+    generator = torch.Generator(device).manual_seed(1000)
+    inputs = [torch.randn(x.shape, generator=generator, device=device).to(dtype) for x in seen]
+    for x, like in zip(inputs, seen):
+        x[:, 0] = like[0, 0]
+    if not gated:
+        plain = PlainFeedForward(8, 8).requires_grad_(False)
+        plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
+        layer = plain
+    return layer.eval(), inputs, seen[:2]  # in training mode a swapped layer would copy `down`, not turn it
+
+
+@functools.cache
+def rates_here() -> costs.Rates:
+    """The rates of the device of `drawn`, measured once."""
+    return costs.measure_rates(clock.present_device(None), torch.bfloat16)
+
+
+@torch.no_grad()
+def inference_rows(case: Case) -> list[dict]:
+    """Rows of kind "inference": torch's layer, eager and compiled, and what was planned for it on other inputs, eager
+    and compiled; for up to TOKENS tokens also each path by itself, with which the planner's choice is compared."""
+    layer, inputs, seen = case.draw()
+    firing = profile(layer, seen[:1])
+    plan = planner.plan(firing, layer, tokens=(case.tokens,), batches=seen[1:], rates=rates_here())
+    chosen = plan.layers[0].choice(case.tokens)
+    planned = sparsify(copy.deepcopy(layer), plan)
+    torch._dynamo.reset()
+    # All compiled alike: a call of what was compiled with fullgraph=True takes the host longer (docs/calls.md).
+    compiled = functools.partial(torch.compile, dynamic=False)
+    rivals: Rivals = {COMPILED: compiled(layer), "planned": planned, "planned compiled": compiled(planned)}
+    if case.graphs and case.tokens <= TOKENS:  # it takes many seconds
+        rivals[AUTOTUNED] = compiled(layer, mode="max-autotune-no-cudagraphs")
+    hot = chosen.hot or max(256, case.d_ff // 8 // 256 * 256)
+    for choice in one_of_each(case.d_ff, hot) if case.tokens <= TOKENS else ():
+        only = LayerPlan.forced(plan.layers[0], choice)
+        rivals[f"forced {choice}"] = SparseFFN.from_module(copy.deepcopy(layer), plan=only)
+    facts = dict.fromkeys(("planned", "planned compiled"), {"choice": str(chosen)})
+    found = compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
+    return [one | case.facts for one in found]
+
+
+def other_rows(tokens: int, nnz: float) -> list[dict]:
+    """Rows of `ffn`: the layer on the kernels that are picked, and on the portable ones."""
+    return ffn(tokens, nnz=nnz, device="cuda", compiled=True, others=True).rows
+
+
+# ---- the tables ----
+
+HEAVY_CASES = [
+    Case(heavy=0, label="heavy rows: 0"),
+    *(Case(heavy=heavy, fires=1500, label=f"heavy rows: {heavy}") for heavy in (1, 8, 64, 512)),
+    *(Case(heavy=heavy, fires=D_FF, label=f"heavy rows: {heavy}, all neurons") for heavy in (1, 8, 64, 512)),
+]
+
+
+def steps(rows_of: Callable[..., list[dict]], *arguments: Iterable) -> list[Callable[[], list[dict]]]:
+    """Return a step of a section for each of these arguments: rows_of(...)."""
+    return [functools.partial(rows_of, *each) for each in zip(*arguments, strict=True)]
+
+
+# A section is a list of steps, and each step returns rows. The most important come first: a record that runs out of
+# time leaves out the last ones.
+SECTIONS: Sections = {
+    "tokens": steps(inference_rows, [Case(tokens, graphs=True) for tokens in COUNTS]),
+    "16,384 tokens": steps(inference_rows, [Case(nnz=nnz) for nnz in (8, 60, 120, 300)]),
+    "gate": steps(gate_rows, (29, 8, 60)),
+    "heavy rows": steps(inference_rows, HEAVY_CASES),
+    "versions": [kernel_versions],
+    "decode": steps(inference_rows, [Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16))]),
+    "portable": steps(other_rows, (TOKENS, 1, 64, TOKENS, TOKENS, 1024, TOKENS), (29, 29, 29, 8, 120, 29, 300)),
+    "131,072 tokens": steps(inference_rows, [Case(131072, nnz) for nnz in (8, 60, 120, 300)]),
+    "shapes": steps(
+        inference_rows,
+        [
+            Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated)
+            for d_model, d_ff, gated in SHAPES
+            for tokens in (1, TOKENS)
+        ],
+    ),
+}

@@ -1,14 +1,16 @@
-"""A gated layer by every method that skips neurons, for the map of the notebook on choosing a path, beside its dense
-self.
+"""Whole layers by every method that skips neurons or tokens, beside their dense selves: the map of the notebook on
+choosing a path, padded batches, and mixtures of experts.
 
 Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
 says."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,82 +21,82 @@ from ..layers.find import feed_forwards
 from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
 from ..ops import clock
-from ..ops.clock import dtype_for
 from ..ops.reference import GatedFeedForward
-from ..sparsities import experts, microtiles
+from ..sparsities import microtiles
+from ..sparsities.experts import WAYS, ExpertsLayer
+from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
+from .comparison import CHECKED, TILED, about, clocked
 
-DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", "micro-tiles 32 x 1"
+DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
 GROUPED = "its neurons as experts (lossy)"
 METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)
 INEXACT = (EXPERTS, PREDICTED, GROUPED)  # another layer, and lossy ones
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
+NNZ = 29  # neurons that fire for a token where that makes no difference to what is compared
 _EXPERTS = 32  # that a layer's neurons are cut into, for the map
 OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the dense result, at most
+REMOVED, ALONE = "padding removed", "real tokens alone"
+LAYERS, REAL = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
+WHOLE = "all experts as one dense layer"
+COUNTS, TOP_K = (2, 4, 8, 64), 2  # experts, and of them those that a token takes
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layers that are timed on a device. tokens: of the map. many: where one count is looked at."""
+    """Of what is timed on a device, by default a 2B model's layer on a GPU. tokens: of the map, in ascending order; the
+    last is where one count is looked at, in so many `sequences`. seconds: of each comparison, on a CPU."""
 
-    d_model: int
-    d_ff: int
-    tokens: tuple[int, ...]
-    many: int
+    d_model: int = 2048
+    d_ff: int = 5632
+    tokens: tuple[int, ...] = (1, 64, 2048, 16384)
+    sequences: int = 64
+    expert_d_ff: int = 1408
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    seconds: float = 1.0
 
 
 def sizes_for(device: str) -> Sizes:
-    """A 2B model's layer on a GPU; on a CPU a smaller one, whose weights are still too many for most caches."""
+    """Return the sizes for a GPU or, of a smaller layer whose weights are still too many for most caches, a CPU."""
     if device == "cuda":
-        return Sizes(2048, 5632, (1, 64, 2048, 16384), 16384)
-    return Sizes(1024, 4096, (1, 8, 32, 128), 128)
+        return replace(Sizes(), dtype=clock.dtype_for(device))
+    return Sizes(1024, 4096, (1, 8, 32, 128), 8, 1024, torch.float32, device, 0.3)
 
 
-def drawn(share: float, device: str, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
-    """A gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
-    sizes = sizes_for(device)
-    rates = clock.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
-    layer, inputs = clock.drawn(
-        rates, tokens or sizes.many, sizes.d_model, dtype_for(device), device, shrink=(share * sizes.d_ff) ** 0.5
-    )
+def drawn(share: float, sizes: Sizes, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
+    """Return a gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
+    firing = share * sizes.d_ff
+    rates = clock.firing_rates(sizes.d_ff, firing).sort(descending=True).values
+    at = (tokens or sizes.tokens[-1], sizes.d_model, sizes.dtype, sizes.device)
+    layer, inputs = clock.drawn(rates, *at, shrink=firing**0.5)
     return layer, inputs[0]
 
 
 def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
-    """The layer with this choice, on the same weights."""
-    held = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
-    held.load_state_dict(layer.state_dict(), assign=True)
-    return sparsify(nn.Sequential(held.requires_grad_(False).eval()), choice)
+    """Return the layer with this choice, on the same weights."""
+    other = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
+    other.load_state_dict(layer.state_dict(), assign=True)
+    return sparsify(nn.Sequential(other.requires_grad_(False).eval()), choice)
 
 
-def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The methods by name. Experts there are where this share of them is one at least."""
-    weight = layer.up_proj.weight
-    d_ff, d_model = weight.shape
-    guess = LowRank(d_model, d_ff, RANK).to(weight.device, weight.dtype).requires_grad_(False)
-    (found,) = feed_forwards(nn.Sequential(layer))
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        DENSE: layer,
-        PACKED: swapped(layer, Choice("twell")),
-        SPLIT: swapped(layer, Choice("hot_cold", STEP)),
-        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
-        PREDICTED: PredictedFFN(found, guess, max(1, round(share * d_ff))),
-        GROUPED: swapped(layer, Choice("experts")),
-    }
-    if (top := round(share * _EXPERTS)) >= 1:
-        calls[EXPERTS] = experts.ExpertsLayer(
-            d_model, d_ff // _EXPERTS, _EXPERTS, top, activation="relu", device=weight.device, dtype=weight.dtype
-        )
-    return calls
+def hold(name: str, y: Tensor, wanted: Tensor) -> None:
+    """Raise WrongResult unless a method gave what the dense layer gives."""
+    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
+        raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
+
+
+# ---- the map ----
 
 
 def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
-    """The layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe of
-    tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
+    """Return the layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe
+    of tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
 
     On a GPU, whose kernel multiplies the tiles themselves, down alone is, so that nothing waits."""
     gate = F.linear(x, layer.gate_proj.weight).relu()
@@ -109,45 +111,169 @@ def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int =
     return torch.cat(made)
 
 
-def hold(name: str, y: Tensor, wanted: Tensor) -> None:
-    """WrongResult unless a method gave what the dense layer gives."""
-    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
-    if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
-        raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
-
-
-def held(
-    layer: GatedFeedForward, x: Tensor, share: float, counts: Iterable[int]
-) -> Iterator[tuple[int, dict[str, Callable]]]:
-    """For each number of tokens it, and the methods as calls without arguments, the exact ones held to the layer."""
-    methods = _methods(layer, share)
-    for tokens in counts:
-        some = x[:tokens].contiguous()
-        calls = {name: functools.partial(call, some) for name, call in methods.items()}
-        if tokens > 1:  # for more it computes all, and masks
-            del calls[PREDICTED]
-        wanted = layer(some)
-        for method in (PACKED, SPLIT, TILES):
-            hold(method, calls[method](), wanted)
-        yield tokens, calls
+def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the methods by name. Experts there are where this share of them is one at least."""
+    weight = layer.up_proj.weight
+    d_ff, d_model = weight.shape
+    guess = LowRank(d_model, d_ff, RANK).to(weight.device, weight.dtype).requires_grad_(False)
+    (ffn,) = feed_forwards(nn.Sequential(layer))
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        DENSE: layer,
+        PACKED: swapped(layer, Choice("twell")),
+        SPLIT: swapped(layer, Choice("hot_cold", STEP)),
+        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
+        PREDICTED: PredictedFFN(ffn, guess, max(1, round(share * d_ff))),
+        GROUPED: swapped(layer, Choice("experts")),
+    }
+    if (top := round(share * _EXPERTS)) >= 1:
+        of = {"activation": "relu", "device": weight.device, "dtype": weight.dtype}
+        calls[EXPERTS] = ExpertsLayer(d_model, d_ff // _EXPERTS, _EXPERTS, top, **of)
+    return calls
 
 
 @torch.no_grad()
-def map_rows(share: float, device: str = "cuda") -> list[dict]:
-    """The layer at one share of firing neurons and each number of tokens, by each method, as rows of kind "map" for a
-    record: their path is the method. The `share` is that asked for, `nnz` what fires; the `error` of GROUPED is that of
+def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
+    """Return the rows of a layer at one share of firing neurons and each number of tokens, by each method, of kind
+    "map": their path is the method. The `share` is that asked for, `nnz` what fires; the `error` of GROUPED is that of
     the layer's output."""
-    sizes, made = sizes_for(device), []
-    layer, x = drawn(share, device, max(sizes.tokens))
-    for tokens, calls in held(layer, x, share, sizes.tokens):
-        said = rows.describe("map", [x[:tokens]], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        turned = {
-            rows.DENSE if name == DENSE else name: (lambda turn, call=call: call()) for name, call in calls.items()
-        }
-        if device == "cuda":
-            samples, bursts = rows.clock_gpu(turned, clock.GRAPH_TOKENS + 1, rounds=10)
-        else:
-            samples, bursts = rows.clock_cpu(turned, 0.3)
-        facts = {GROUPED: {"error": output_error(calls[GROUPED](), calls[DENSE]())}}
+    layer, x = drawn(share, sizes)
+    methods, made = _methods(layer, share), []
+    for tokens in sizes.tokens:
+        some = x[:tokens].contiguous()
+        y = layer(some)
+        for method in (PACKED, SPLIT, TILES):
+            hold(method, methods[method](some), y)
+        # Of more than one token the predictor computes all, and masks.
+        there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
+        calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
+        samples, bursts = clocked(calls, x.device, sizes.seconds, rounds=10)
+        facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
+        said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
         made += rows.table(said | {"share": share}, samples, facts, bursts)
     return made
+
+
+# ---- padding ----
+
+
+@torch.no_grad()
+def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict]:
+    """Return rows of kind "padding": gated layers, one after another with residuals, on sequences of which this share
+    of the tokens is real: on all tokens; with the padding `REMOVED` before the first layer and put back after the last,
+    but for finding the tokens, which a model does once; and on as many tokens that lie side by side before and after
+    (`ALONE`), which nothing that removes padding can beat. Rows say how many tokens are `real`, and `layers`."""
+    tokens, device = sizes.tokens[-1], sizes.device
+    layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
+    stacked = [copy.deepcopy(layer) for _ in range(layers)]
+    xs = [x.view(sizes.sequences, -1, sizes.d_model) for x in inputs]
+    lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
+    length = xs[0].shape[1]
+    real = torch.arange(length, device=device) < (lengths[:, None] * length).round().to(device)
+    padding = remove_padding(xs[0], real)[1]
+
+    def stack(x: Tensor) -> Tensor:
+        for one in stacked:  # without a norm a gated layer's output grows as a square
+            x = x + one(F.rms_norm(x, x.shape[-1:]))
+        return x
+
+    def removed(x: Tensor, run: Callable[[Tensor], Tensor] = stack) -> Tensor:
+        return add_padding(run(padding.gather(x)), padding)
+
+    # Of the first layer, since roundings of other products grow from layer to layer; the stack on the same rows.
+    hold(REMOVED, removed(xs[0], layer)[real], layer(xs[0])[real])
+    hold(REMOVED, removed(xs[0])[real], stack(xs[0][real]))
+    calls = {rows.DENSE: rows.over(stack, xs), REMOVED: rows.over(removed, xs)}
+    calls[ALONE] = rows.over(stack, [padding.gather(x) for x in xs])
+    samples, bursts = clocked(calls, inputs[0].device, sizes.seconds)
+    workload = f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
+    shared = about("padding", inputs[0], sizes.d_ff, workload) | {"real": int(real.sum()), "layers": layers}
+    return rows.table(shared, samples, None, bursts)
+
+
+class Proportion(NamedTuple):
+    """How nearly the time without padding is proportional to the real tokens, by the device's time.
+
+    fitted: how far measured times are at most from the proportional time c * share that fits them best, as a share of
+    it. beside_dense: the same with the dense layers' time for all tokens as c: negative where the worst is sooner. own:
+    how far the layers are there on as many tokens alone; None where that was not recorded."""
+
+    layers: int
+    fitted: float
+    beside_dense: float
+    own: float | None
+
+
+def proportions(table: Iterable[dict]) -> list[Proportion]:
+    """Return them for each number of layers in rows of kind "padding", of one device and size. Records made before rows
+    said `layers` had one."""
+    by: dict[int, dict[str, dict[float, float]]] = {}
+    for row in table:
+        if row["kind"] == "padding" and row["real"]:
+            paths = by.setdefault(row.get("layers", 1), {})
+            paths.setdefault(row["path"], {})[row["real"] / row["tokens"]] = row["ms"]
+    made = []
+    for layers, paths in sorted(by.items()):
+        dense = sum(paths[rows.DENSE].values()) / len(paths[rows.DENSE])
+        rates = {share: ms / share / dense for share, ms in paths[REMOVED].items()}
+        worst = max(rates, key=lambda share: abs(rates[share] - 1))
+        least, most = min(rates.values()), max(rates.values())
+        alone = paths.get(ALONE, {}).get(worst)
+        own = None if alone is None else alone / worst / dense - 1
+        made.append(Proportion(layers, (most - least) / (most + least), rates[worst] - 1, own))
+    return made
+
+
+# ---- experts ----
+
+
+@torch.no_grad()
+def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
+    """Return rows of kind "experts": a mixture of so many in every way that computes it, and one dense layer of all
+    their neurons (`WHOLE`), which a token would go through if nothing chose; compared with the loop over dense layers.
+    Rows say `experts` and the `density`, the share of the neurons that a token's experts have. crowded: whether all
+    tokens take the same ones, and not those that a random router chooses."""
+    torch.manual_seed(0)
+    like = {"device": sizes.device, "dtype": sizes.dtype}
+    layer = ExpertsLayer(sizes.d_model, sizes.expert_d_ff, experts, TOP_K, **like)
+    xs = [
+        torch.randn(sizes.tokens[-1], sizes.d_model, device=sizes.device).to(sizes.dtype) for _ in range(clock.ROTATED)
+    ]
+    routed = [(x, *layer.route(x)) for x in xs]
+    if crowded:
+        same = torch.arange(TOP_K, device=sizes.device).expand(len(xs[0]), -1)
+        routed = [(x, same, weights) for x, _, weights in routed]
+    gate, up = (part.flatten(0, 1) for part in layer.experts.gate_up_proj.chunk(2, 1))
+    down = layer.experts.down_proj.transpose(0, 1).flatten(1)
+
+    def by(way: str) -> Callable[[tuple], Tensor]:
+        def call(given: tuple) -> Tensor:
+            layer.experts.way = way
+            return layer.experts(*given)
+
+        return call
+
+    def whole(x: Tensor) -> Tensor:
+        return F.linear(layer.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down)
+
+    calls = {rows.DENSE: rows.over(by("loop"), routed)}
+    for way in WAYS:
+        if way != "loop":
+            hold(way, by(way)(routed[0]), by("loop")(routed[0]))
+            calls[way] = rows.over(by(way), routed)
+    few = xs[0][:CHECKED]
+    everybody = torch.arange(experts, device=few.device).expand(len(few), -1)
+    hold(WHOLE, whole(few), by("loop")((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
+    calls[WHOLE] = rows.over(whole, xs)
+    samples, bursts = clocked(calls, few.device, sizes.seconds)
+    shared = about("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
+    return rows.table(shared | {"experts": experts, "density": TOP_K / experts}, samples, None, bursts)
+
+
+def sections(sizes: Sizes = Sizes()) -> rows.Sections:
+    """Return the steps of the record, as in bench.comparison."""
+    step = functools.partial
+    return {
+        "padding": [step(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
+        "experts": [step(experts_rows, experts, sizes) for experts in COUNTS],
+        "map": [step(map_rows, share, sizes) for share in SHARES],
+    }

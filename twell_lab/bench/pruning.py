@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..core import InputError
 from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
 from ..sparsities.magnitude import magnitude_mask
-from ..sparsities.prune import proximal_step, prune, table
+from ..sparsities.prune import proximal_step, prune
 from ..sparsities.two_four import two_four_mask
+from ..sparsities.weights import SparseLinear
 from ..training.config import TrainConfig
 from ..training.loop import autocast, train
 from ..training.objective import bits_per_byte, cross_entropy
@@ -28,54 +28,43 @@ from ..training.text import source
 from ..training.text.load import load_any
 from . import rows
 
-KIND = "pruning"
-DENSE = "dense"
-
 
 @dataclass(frozen=True)
 class Way:
-    """One way of pruning.
+    """One way of pruning, by default none.
 
-    name: of the rows. how: "mask" (pruned at once, what is left trains on), "gradual" (more and more in the first two
-    thirds of the training, all weights learning), "proximal" (zeros are trained in by the proximal step of L1 in the
-    first half, and stay), or "none". mask: from a weight and a sparsity to what is kept. sparsity: that is asked for.
-    l1: of "proximal"."""
+    name: of the rows. mask: from a weight and a sparsity to what stays; it is pruned at once, and what is left trains
+    on. gradual: more and more goes in the first two thirds of the training, all weights learning. l1: instead of a
+    mask, zeros are trained in by the proximal step of L1 in the first half, and stay."""
 
     name: str
-    how: str = "none"
     mask: Callable[[Tensor, float], Tensor] | None = None
     sparsity: float = 0.0
+    gradual: bool = False
     l1: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.how not in ("none", "mask", "gradual", "proximal"):
-            raise InputError(f"how is {self.how!r:.80}; accepted: 'none', 'mask', 'gradual' and 'proximal'")
 
-
-def _blocks(size: int) -> Callable[[Tensor, float], Tensor]:
-    return lambda weight, sparsity: block_mask(weight, sparsity, size)
-
-
+_16, _32 = (functools.partial(block_mask, size=size) for size in (16, 32))
 WAYS = (
-    Way(DENSE),
-    Way("magnitude, 50%", "mask", magnitude_mask, 0.5),
-    Way("2:4", "mask", lambda weight, _: two_four_mask(weight), 0.5),
-    Way("blocks of 16, 50%", "mask", _blocks(16), 0.5),
-    Way("blocks of 32, 50%", "mask", _blocks(32), 0.5),
-    Way("magnitude, 90%", "mask", magnitude_mask, 0.9),
-    Way("blocks of 16, 90%", "mask", _blocks(16), 0.9),
-    Way("blocks of 32, 90%", "mask", _blocks(32), 0.9),
-    Way("2:4 in blocks of 32, 90%", "mask", lambda weight, share: nested_mask(weight, 2 * share - 1, 32), 0.9),
-    Way("blocks of 32, 90%, gradually", "gradual", _blocks(32), 0.9),
-    Way("proximal L1, 1", "proximal", l1=1.0),
-    Way("proximal L1, 4", "proximal", l1=4.0),
+    Way("dense"),
+    Way("magnitude, 50%", magnitude_mask, 0.5),
+    Way("2:4", lambda weight, _: two_four_mask(weight), 0.5),
+    Way("blocks of 16, 50%", _16, 0.5),
+    Way("blocks of 32, 50%", _32, 0.5),
+    Way("magnitude, 90%", magnitude_mask, 0.9),
+    Way("blocks of 16, 90%", _16, 0.9),
+    Way("blocks of 32, 90%", _32, 0.9),
+    Way("2:4 in blocks of 32, 90%", lambda weight, share: nested_mask(weight, 2 * share - 1, 32), 0.9),
+    Way("blocks of 32, 90%, gradually", _32, 0.9, gradual=True),
+    Way("proximal L1, 1", l1=1.0),
+    Way("proximal L1, 4", l1=4.0),
 )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model and how it is trained (config, whose seed is each of `seeds`), and for how many steps each way is
-    trained on, at what learning rate. windows: of held-out text, on which bits are measured."""
+    """The model and how it is trained (config, whose seed is each of `seeds`), and for how many steps, from 3 up, each
+    way is trained on, at what learning rate. windows: of held-out text, on which bits are measured."""
 
     config: TrainConfig = field(
         default_factory=lambda: TrainConfig(
@@ -85,133 +74,110 @@ class Shape:
     steps: int = 150
     lr: float = 5e-4
     seeds: tuple[int, ...] = (0, 1)
-    ways: tuple[Way, ...] = WAYS
     windows: int = 512
-
-    def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 3:
-            raise InputError(f"steps is {self.steps!r:.80}; a whole number from 3 up is accepted")
 
 
 def small() -> Shape:
-    """For a CPU: two to six minutes on two cores."""
+    """Return the shape for a CPU: two to six minutes on two cores."""
     config = TrainConfig(d_model=128, layers=2, heads=4, d_ff=512, context=64, batch=8, steps=300, lr=2e-3)
     return Shape(config, steps=90, lr=1e-3, windows=128)
 
 
 class Trained:
-    """A model trained with one seed, and the text: `held_out` windows, and `windows()`, which gives those of each
-    further step, the same in each way."""
+    """A model trained with one seed, and the text: what it has seen, and `held_out` windows."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        self.shape, self.seed = shape, seed
-        config = replace(shape.config, seed=seed)
-        result = train(config, progress=False)
-        self.model = result.model
+        self.shape, self.config = shape, replace(shape.config, seed=seed)
+        self.model = train(self.config, progress=False).model
         self.device = next(self.model.parameters()).device
-        self.text = load_any(config.text)
+        self.text = load_any(self.config.text)
         self.seen, held_out = (part.tokens for part in self.text.split())
-        self.held_out = source.spread_windows(held_out, shape.windows, config.context).to(self.device)
-
-    def windows(self) -> Iterator[Tensor]:
-        draw = torch.Generator().manual_seed(1_000_000 + self.seed)
-        config = self.shape.config
-        for _ in range(self.shape.steps):
-            yield source.random_windows(self.seen, config.batch, config.context, draw).to(self.device)
+        self.held_out = source.spread_windows(held_out, shape.windows, self.config.context).to(self.device)
 
     def bits(self, model: nn.Module) -> float:
-        """Bits a byte of held-out text."""
-        training = model.training
-        found = bits_per_byte(model.eval(), self.held_out)
-        model.train(training)
-        return found
-
-
-def _pruned(name: str, module: nn.Module) -> bool:
-    return name != "head"
+        """Return bits a byte of held-out text."""
+        bits = bits_per_byte(model.eval(), self.held_out)
+        model.train()
+        return bits
 
 
 def way_rows(trained: Trained, way: Way) -> list[dict]:
-    """One row: `bits_before` and `bits_after` the training, the dense model's `dense_bits` before it, `sparsity` of the
-    pruned layers afterwards, `seed` and `steps`; ms: the median wall time of a training step.
+    """Return one row: `bits_before` and `bits_after` the training, `sparsity` of the pruned layers afterwards, `seed`
+    and `steps`; ms: the median wall time of a training step.
 
-    Of "gradual" bits_before is that of as many zeros put in at once, of "proximal" that when the zeros are in place,
-    half of the steps being done."""
+    Of a gradual way bits_before is that of as many zeros put in at once, of one with L1 that when the zeros are in
+    place, half of the steps being done."""
     model = copy.deepcopy(trained.model).train().requires_grad_(True)
-    if way.how in ("mask", "gradual"):
-        whole = copy.deepcopy(model)
-        prune(model, mask=lambda weight: way.mask(weight, way.sparsity), only=_pruned)
-    before = trained.bits(model)
-    if way.how == "gradual":
-        model = whole
-    samples, middle = _train_on(trained, model, way)
-    found = [row for row in table(model) if row["layer"] != "head"]
-    zeros = sum(row["sparsity"] * row["shape"][0] * row["shape"][1] for row in found)
-    sizes = trained.shape.config
-    shared = {
-        "kind": KIND,
-        "device": clock.device_name(trained.device),
-        "dtype": sizes.dtype,
-        "tokens": sizes.batch * sizes.context,
-        "d_model": sizes.d_model,
-        "d_ff": sizes.d_ff,
-        "layers": sizes.layers,
-        "workload": f"training step, trained on {trained.text.name}",
-    }
+    pruned = copy.deepcopy(model) if way.gradual else model
+    if way.mask is not None:
+        _prune(pruned, lambda weight: way.mask(weight, way.sparsity))
+    before = trained.bits(pruned)
+    samples, halfway = _train_on(trained, model, way)
+    weights = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _layers(model)]
+    sizes = trained.config
+    shared = {"kind": "pruning", "device": clock.device_name(trained.device), "tokens": sizes.batch * sizes.context}
+    shared |= {name: getattr(sizes, name) for name in ("dtype", "d_model", "d_ff", "layers")}
+    shared |= {"workload": f"training step, trained on {trained.text.name}"}
     facts = {
-        "seed": trained.seed,
+        "seed": sizes.seed,
         "steps": trained.shape.steps,
-        "sparsity": round(zeros / sum(row["shape"][0] * row["shape"][1] for row in found), 6),
-        "dense_bits": round(trained.bits(trained.model), 5),
-        "bits_before": round(before if middle is None else middle, 5),
+        "sparsity": round(1 - sum(int(w.sum()) for w in weights) / sum(w.numel() for w in weights), 6),
+        "bits_before": round(halfway or before, 5),
         "bits_after": round(trained.bits(model), 5),
     }
     return [rows.row(shared, way.name, samples, **facts)]
 
 
+def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
+    prune(model, mask=mask, only=lambda name, module: name != "head", **how)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    linear = (nn.Linear, SparseLinear)
+    return [layer for name, layer in model.named_modules() if isinstance(layer, linear) and name != "head"]
+
+
 def _train_on(trained: Trained, model: nn.Module, way: Way) -> tuple[list[float], float | None]:
-    """Train the model on; returns the milliseconds of each step, and for "proximal" the bits when the zeros are in
-    place."""
-    shape, steps, samples = trained.shape, trained.shape.steps, []
-    optimizer, middle, ramp = _optimizer(model, shape.lr), None, max(1, 2 * steps // 3)
-    kept = {id(each.weight) for name, each in model.named_modules() if isinstance(each, nn.Linear) and name != "head"}
-    for step, windows in enumerate(trained.windows()):
+    """Train the model on; return the milliseconds of each step, and with L1 the bits when the zeros are in place."""
+    shape, steps, samples, halfway = trained.shape, trained.shape.steps, [], None
+    draw, ramp, half = torch.Generator().manual_seed(1_000_000 + trained.config.seed), 2 * steps // 3, steps // 2
+    make = functools.partial(torch.optim.AdamW, lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make(model.parameters())
+    weights = [layer.weight for layer in _layers(model)]
+    for step in range(steps):
+        windows = source.random_windows(trained.seen, trained.config.batch, trained.config.context, draw)
+        windows = windows.to(trained.device)
         start = time.perf_counter()
+        if way.gradual and (step == ramp or step < ramp and step % max(1, ramp // 8) == 0):
+            share = way.sparsity * (1 - (1 - step / ramp) ** 3)  # Zhu and Gupta, arXiv 1710.01878
+            _prune(model, lambda weight: way.mask(weight, share), gradient="dense")
+            optimizer = optimizer if step else make(model.parameters())  # its parameters are others from then on
+        if way.l1 and step == half:
+            halfway = trained.bits(model)
+            _prune(model, lambda weight: weight != 0)
+            optimizer = make(model.parameters())
         for group in optimizer.param_groups:
             group["lr"] = shape.lr * (1 - 0.9 * step / steps)
-        if way.how == "gradual" and (step == ramp or step < ramp and step % max(1, ramp // 8) == 0):
-            share = way.sparsity * (1 - (1 - step / ramp) ** 3)  # Zhu and Gupta, arXiv 1710.01878
-            fresh = any(type(each) is nn.Linear for name, each in model.named_modules() if name != "head")
-            prune(model, mask=lambda weight: way.mask(weight, share), gradient="dense", only=_pruned)
-            optimizer = _optimizer(model, shape.lr) if fresh else optimizer
-        if way.how == "proximal" and step == steps // 2:
-            middle = trained.bits(model)
-            prune(model, mask=lambda weight: weight != 0, only=_pruned)
-            optimizer = _optimizer(model, shape.lr)
-        with autocast(shape.config.dtype, trained.device):
+        with autocast(trained.config.dtype, trained.device):
             loss = cross_entropy(model, windows)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if way.how == "proximal" and step < steps // 2:
-            proximal_step(optimizer, way.l1, [each for each in model.parameters() if id(each) in kept])
+        if way.l1 and step < half:
+            proximal_step(optimizer, way.l1, weights)
         else:
             optimizer.step()
         rows.drain()
         samples.append(1e3 * (time.perf_counter() - start))
-    return samples, middle
-
-
-def _optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.0)
+    return samples, halfway
 
 
 def sections(shape: Shape) -> rows.Sections:
-    """The steps of the record, as in bench.inference: one for each seed and way. A model is trained when its first way
-    needs it."""
+    """Return the steps of the record, as in bench.comparison: one for each seed and way. A model is trained when its
+    first way needs it."""
 
     def steps(seed: int) -> list[Callable[[], list[dict]]]:
         trained = functools.cache(lambda: Trained(shape, seed))
-        return [functools.partial(lambda way: way_rows(trained(), way), way) for way in shape.ways]
+        return [functools.partial(lambda way: way_rows(trained(), way), way) for way in WAYS]
 
     return {f"seed {seed}": steps(seed) for seed in shape.seeds}

@@ -1,5 +1,5 @@
-"""What all benchmarks share: the description of a timed layer, checks before any clock starts, the clock of a GPU, and
-rows of records made of the samples (see twell_lab.records).
+"""The runner of all benchmarks: it checks results before any clock starts, times calls in turn, and makes rows of
+records of the samples (see twell_lab.records).
 
 A row's `ms` is the device's time. `wall_ms` is the time of a plain call as a program sees it: the wall time of a burst
 of calls that is waited for at its end, divided by the calls. `host_us` is the part of it until the last call returned.
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,16 +78,13 @@ def table(
     facts: dict[str, dict] | None = None,
     bursts: Bursts | None = None,
 ) -> list[dict]:
-    """A row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense layer
-    that was run in the same way; a part of a layer ("part: pack") is compared with nothing.
+    """A row for each path, of its samples: milliseconds of the device. A path that was run in another way, as "twell
+    (graph)", is compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with
+    nothing.
 
-    Args:
-        shared: what all rows say.
-        samples: milliseconds of the device, by path.
-        facts: what else the rows of a path say, in whatever way it was run.
-        bursts: times of plain calls, for the paths that have them. Their rows get `wall_ms`, `wall_spread`,
-            `wall_samples`, `dense_wall_ms` and `host_us`.
-    """
+    shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
+    plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
+    and `host_us`."""
     medians = {path: clocks.quartiles(values)[0] for path, values in samples.items()}
     made = []
     for path, values in samples.items():
@@ -113,7 +112,7 @@ def _walls(bursts: Bursts, path: str, dense: str) -> dict:
     }
 
 
-def over(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callable[[int], object]:
+def over(call: Callable[[Any], object], inputs: Sequence) -> Callable[[int], object]:
     """The call as the clocks take it: the inputs in turn."""
     return lambda turn: call(inputs[turn % len(inputs)])
 
@@ -128,22 +127,14 @@ def clock_gpu(
     rounds: int | None = None,
     most: int = MOST,
 ) -> tuple[dict[str, list[float]], Bursts]:
-    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn.
+    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn;
+    both by the name of the call. For few tokens also of "NAME (graph)", the call replayed as a CUDA graph, for all
+    calls but the compiled ones.
 
-    For few tokens also "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
-
-    Args:
-        calls: each takes the number of its turn.
-        tokens: what a call computes.
-        parts: calls that are timed beside these, but never as graphs, nor in bursts.
-        graphs: replay graphs for many tokens too.
-        compiled: replay graphs of compiled calls too.
-        rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
-        most: calls of a burst at most.
-
-    Returns:
-        The samples of the device, and the bursts; both by the name of the call.
-    """
+    calls: each takes the number of its turn. tokens: what a call computes. parts: calls that are timed beside these,
+    but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled calls too.
+    rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS. most: calls of
+    a burst at most."""
     samples, bursts = _clock(calls, parts or {}, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
@@ -202,10 +193,50 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
     return worst
 
 
-def error_over_allowed(ours: Tensor, dense: Tensor, exact: Tensor, slack: Tensor | float) -> float:
-    """The norm of our error over what is allowed: twice the norm of the dense layer's error, plus `slack`."""
-    allowed = 2 * (dense.double() - exact).norm() + slack
-    return float((ours.double() - exact).norm() / allowed)
+@torch.no_grad()
+def compare(
+    kind: str,
+    layer: nn.Module,
+    rivals: dict[str, Callable[[Tensor], Tensor]],
+    inputs: list[Tensor],
+    label: str,
+    facts: dict[str, dict] | None = None,
+    *,
+    every_row: bool = True,
+    **how,
+) -> list[dict]:
+    """Check each rival of a dense feed-forward layer, then time all beside it; return their rows, which have this kind,
+    and for the dense layer the path DENSE.
+
+    rivals: what computes the same as the layer, by path. inputs: [tokens, d_model] each. label: the name of the
+    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for `timed`.
+    """
+    found = feed_forwards(layer)[0]
+    errors = {path: round(check(layer, call, inputs, every_row=every_row), 4) for path, call in rivals.items()}
+    facts = {path: {"error_over_allowed": error, **(facts or {}).get(path, {})} for path, error in errors.items()}
+    shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
+    calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
+    with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
+        return timed(shared, calls, facts, **how)
+
+
+def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
+    """Return the rows of `table` of these calls. On a GPU they hold times of the device and of plain calls, and the
+    peak memory of a call; on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in
+    the caches ("NAME (cold)"). how: as for `clock_gpu`."""
+    if shared["device"] == "CPU":
+        samples = clocks.time_cpu(calls, seconds / 2)
+        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
+        return [
+            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
+            for row in table(shared, samples, facts)  # a CPU has one clock
+        ]
+    samples, bursts = clock_gpu(calls, shared["tokens"], **how)
+    peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
+    return [row | peaks.get(row["path"], {}) for row in table(shared, samples, facts, bursts)]
+
+
+# ---- a layer and its gradients, by torch ----
 
 
 def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
@@ -214,33 +245,44 @@ def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Te
 
 
 def dense_hidden(
-    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer."""
-    first = torch.relu(linear(x, *first_projection(gate, up, gate_bias, up_bias)))
-    return first if gate is None else first * linear(x, up, up_bias)
+    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer. keep:
+    which neurons fire, boolean [tokens, d_ff]; by default those whose gate is above zero."""
+    first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
+    fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
+    return fired if gate is None else fired * linear(x, up, up_bias)
 
 
-def exact_gradients(tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """y and the gradients of all tensors, in float64.
+def gradients(
+    step: Callable, tensors: Sequence[Tensor | None], dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return y, and the gradients of all tensors, None for what is not there.
+
+    step: tensors -> (y [tokens, d_model], sums of |h| [tokens], ...). dy, dl1: the gradients of these two."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    with torch.enable_grad():
+        y, l1, *_ = step(*leaves)
+        found = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
+    return y.detach(), [None if t is None else next(found) for t in leaves]
+
+
+def exact_gradients(
+    tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return y and the gradients of all tensors, in float64.
 
     tensors: x [tokens, d_model], gate, up, down and their biases, None for what is not there. keep: boolean [tokens,
     d_ff], which neurons fire. dy: [tokens, d_model], the gradient of y. dl1: [tokens], the gradient of each token's sum
     of |h|."""
-    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
-        None if t is None else t.double() for t in (*tensors, dy, dl1)
-    )
-    g = torch.where(keep, linear(x, *first_projection(gate, up, gate_bias, up_bias)), 0.0)
-    u = 1.0 if gate is None else linear(x, up, up_bias)
-    h = g * u
-    dh = torch.where(keep, dy @ down + dl1[:, None] * h.sign(), 0.0)
-    return [linear(h, down, down_bias), *gradient_sums(x, gate, up, dy, h, dh * u, dh * g)]
 
+    def step(x, gate, up, down, gate_bias, up_bias, down_bias):
+        h = dense_hidden(x, gate, up, gate_bias, up_bias, keep)
+        return linear(h, down, down_bias), h.abs().sum(1)
 
-def gradient_sums(x, gate, up, dy, h, dg, du) -> list[Tensor | None]:
-    """The gradients of x, gate, up, down, and of the three biases, from those of y and of the outputs of gate and up.
-
-    gate None: a plain layer, of which dg is the gradient of up's output; du is not used, and gate has no gradients."""
-    if gate is None:
-        return [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
-    return [dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
+    return gradients(step, [None if t is None else t.double() for t in tensors], dy.double(), dl1.double())

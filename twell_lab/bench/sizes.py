@@ -1,22 +1,16 @@
-"""The record of one of the paper's four sizes: a drawn Llama of that shape, dense beside planned, in what `bench.model`
-measures: forwards, steps of decoding and a training step; plain calls, CUDA graphs and compiled; with the LM head and
-without it. In steps, so that a recording may end early and keep what it has: what says most comes first.
-
-A forward of many sequences takes so long that a graph would gain nothing: none is captured."""
+"""The record of one of the paper's four sizes: a drawn Llama of that shape, dense beside sparse, by `bench.model`'s
+steps, what says most first, so that a recording may end early and keep what it has."""
 
 from __future__ import annotations
 
 import functools
 
-import torch
-
-from . import drawn, llama, rows
-from .drawn import Shape
-from .workloads import Clocks, Models, training_rows
+from . import drawn, rows
+from .models import Bench
 
 SIZES = drawn.NAMES[-4:]  # the paper's
 RECORD = "bench-model"  # what the record is called, as that of `twell-lab bench model` is
-BATCHES = (1, 8, 64)
+BATCHES, SEQUENCES = (1, 8, 64), 64
 
 
 def model_name(size: str) -> str:
@@ -24,39 +18,28 @@ def model_name(size: str) -> str:
     return f"drawn {size} Llama"
 
 
-def sections(size: str, shape: Shape | None = None) -> rows.Sections:
-    """The steps of the record of this size, as in bench.inference; the models are made when the first step needs them.
-    shape: another one than this size has."""
-    here = drawn.shape_of(size) if shape is None else shape
-    each = functools.partial
-    many, classes = here.sequences, (*BATCHES, here.context, here.sequences * here.context)
-    models = functools.cache(lambda: llama.recorded(here, model_name(size), classes))
+def sections(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **how) -> rows.Sections:
+    """Return the steps of the record of this size; the models are made when the first step needs them. sequences: of
+    the longest forward. how: as for `bench.model`."""
+    context, part = drawn.sizes_of(size).context, functools.partial
+    many = sequences * context
+    defaults = {"tokens": (context, many), "batches": BATCHES, "compiled": True, "graphs": True}
+    bench = functools.cache(lambda: Bench(size, left_out=left_out, **{**defaults, **how}))
 
-    def forward(sequences: int, **how) -> list[dict]:
-        return llama.prefill_rows(models(), sequences, **how)
+    def step(kind: str, tokens: int, head: bool = True) -> list[dict]:
+        return bench().rows(kind, tokens, head, compiled=None if head else False)
 
-    def step(batch: int, **how) -> list[dict]:
-        return llama.decode_rows(models(), batch, here.cached, **how)
-
+    forward, decode = part(step, "model_forward"), part(step, "model_decode")
     return {
-        "many sequences": [each(forward, many, head="all")],
-        "decode": [each(step, batch) for batch in BATCHES],
-        "one sequence": [each(forward, 1, head="all", graphs=True)],
+        "decode, one sequence": [part(decode, 1)],
+        "many sequences": [part(forward, many)],
+        "one sequence": [part(forward, context)],
+        "decode": [part(decode, batch) for batch in BATCHES[1:]],
+        "plan": [lambda: bench().plan_rows()],
+        "training step": [lambda: bench().train()],
         "without the LM head": [
-            each(forward, many, head="none"),
-            *(each(step, batch, head=False) for batch in BATCHES),
-            each(forward, 1, head="none", graphs=True),
-        ],
-        "training step": [lambda: _learns(models())],
-        # Compiling takes longest, of many sequences most: a step is begun where there is time for one like the last.
-        "compiled": [
-            *(each(step, batch, compiled=True) for batch in BATCHES),
-            *(each(forward, count, head="all", compiled=True) for count in (1, many)),
+            part(forward, many, False),
+            *(part(decode, batch, False) for batch in BATCHES),
+            part(forward, context, False),
         ],
     }
-
-
-def _learns(models: Models) -> list[dict]:
-    """The rows of a training step on one sequence."""
-    clocks = Clocks(torch.device(models.device), llama.ENERGY, watched=True)
-    return training_rows(models, models.length, clocks)

@@ -1,16 +1,15 @@
-"""The training tables: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
+"""The record `training`: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
 model.
 
-Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
-before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
-events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.clock.time_cuda), and
-the wall time of plain calls (rows.clock_gpu). peak_bytes: the most that one call holds beyond what was there before,
-its output and all gradients included."""
+Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
+of torch's dense layer. Times are as of bench.forward. peak_bytes: the most that one call holds beyond what was there
+before, its output and all gradients included."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,19 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..layers.find import feed_forwards
-from ..layers.parts import Weights
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
 from ..models.swap import sparsify
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks
 from ..ops import train
-from . import inference, rows
+from . import forward, rows
+from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case, steps
 from .rows import COMPILED, DENSE
 
-D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
+PLAIN = ("y", "dx", "dup", "ddown")  # of a layer without a gate
 MOST = 20  # steps in a burst: a step launches some thirty kernels
 
 
@@ -59,7 +58,7 @@ def _compiled(path: str):
     return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
 
 
-def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
+def step_of(layer, weights: Sequence[Tensor | None], inputs: list[Tensor], grads: list[Tensor]):
     """A call of one forward and backward pass: turn -> (y, dx, gradients of the weights that are there)."""
     l1 = torch.full((), L1, device=inputs[0].device)
     asked = [w for w in weights if w is not None]
@@ -73,32 +72,31 @@ def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
 
 
 @torch.no_grad()
-def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[str, float]:
-    """For y and each gradient, the norm of our error (from `right`, float64) over twice that of torch's dense layer.
-
-    Raises clocks.WrongResult for a ratio above 1.
-    """
-    names = NAMES if len(right) == len(NAMES) else [name for name in NAMES if name != "dgate"]
-    ratios = {}
-    for name, a, b, e in zip(names, ours, dense, right):
-        ratios[name] = round(rows.error_over_allowed(a, b, e, 1e-12 * e.norm()), 4)
-        if not ratios[name] <= 1.0:
-            raise clocks.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
-    return ratios
+def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> float:
+    """Return the largest ratio, for y and all gradients, of the norm of our error to twice that of torch's dense layer.
+    right: in float64. Raises WrongResult for a ratio above 1."""
+    worst = 0.0
+    for name, a, b, e in zip(NAMES if len(right) == len(NAMES) else PLAIN, ours, dense, right, strict=True):
+        ratio = float((a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm()))
+        if not ratio <= 1.0:
+            raise clocks.WrongResult(f"{name} is off by {ratio:.4g} times what is allowed: nothing was timed")
+        worst = max(worst, ratio)
+    return round(worst, 4)
 
 
-@torch.no_grad()
-def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
-    """y and the gradients of x and the weights, in float64. Which neurons fire is taken from the gate as torch rounds
-    it: another order of summing changes that only where a value is nearly zero. TOKENS tokens are computed at a time,
-    since float64 needs four times the memory."""
+def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
+    """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
+    the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
+    are computed at a time, since float64 needs four times the memory."""
     gate, up, down = weights[:3]
-    keep = linear(x, *rows.first_projection(gate, up)) > 0
+    with torch.no_grad():
+        keep = linear(x, *rows.first_projection(gate, up)) > 0
     dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    parts = zip(*(each.split(TOKENS) for each in (x, keep, dy, dl1)), strict=True)
-    found = [rows.exact_gradients((x, gate, up, down, None, None, None), *of_these)[:5] for x, *of_these in parts]
-    y, dx, *of_weights = zip(*found, strict=True)
-    return [torch.cat(y), torch.cat(dx), *(sum(each) for each in of_weights if each[0] is not None)]
+    parts = zip(*(t.split(TOKENS) for t in (x, keep, dy, dl1)), strict=True)
+    found = [rows.exact_gradients((part, gate, up, down, None, None, None), *more) for part, *more in parts]
+    dx, *of_weights = zip(*(gradients[:4] for _, gradients in found), strict=True)
+    summed = [sum(of_parts) for of_parts in of_weights if of_parts[0] is not None]
+    return [torch.cat([y for y, _ in found]), torch.cat(dx), *summed]
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
@@ -107,23 +105,24 @@ def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
     d_ff, d_model = first.shape
     nnz = fired.float().mean()
     spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), first)
-    limit = switching.break_even(inference.rates_here(), d_model, d_ff, gated)
+    limit = switching.break_even(forward.rates_here(), d_model, d_ff, gated)
     return SPARSE if spent < limit else LEARNS_DENSE
 
 
-def compare(
-    weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None, *, graphs: bool = False
-) -> list[dict]:
-    """Rows of a training step on every path. inputs: several [tokens, d_model]. graphs: also replays of CUDA graphs,
-    which few tokens have anyway."""
-    weights = [None if w is None else w.detach().requires_grad_() for w in weights[:3]]
+def step_rows(case: Case) -> list[dict]:
+    """Rows of a training step of a case's layer on every path."""
+    if case.graphs:  # these cases have many shapes, and a function is compiled for eight at most
+        torch._dynamo.reset()
+    layer, inputs, _ = case.draw()
+    drawn = (getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
+    weights = [None if part is None else part.weight.detach().requires_grad_() for part in drawn]
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     first, _ = rows.first_projection(*weights[:2])
-    shared = rows.describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
+    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated} | case.facts
     with torch.no_grad():
-        path = planned((linear(inputs[0], first) > 0).sum(1), first, shared["gated"])
+        path = planned((linear(inputs[0], first) > 0).sum(1), first, case.gated)
     layers = {
         DENSE: dense_layer,
         COMPILED: _compiled("torch"),
@@ -133,105 +132,37 @@ def compare(
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
     base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
-    notes = {}
-    for name, call in calls.items():
-        result = call(0)  # compiles and loads what is needed
-        notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(result, base, right).values())}
-        del result
-        notes[name]["peak_bytes"] = clocks.peak_bytes(call)
+    ours = {name: call for name, call in calls.items() if name != DENSE}
+    notes: dict[str, dict] = {name: {"error_over_allowed": check(call(0), base, right)} for name, call in ours.items()}
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
-    tokens = shared["tokens"]
-    rounds = 20 if tokens <= TOKENS else 8
-    samples, bursts = rows.clock_gpu(calls, tokens, graphs=graphs, rounds=rounds, most=MOST)
-    return rows.table(shared, samples, notes, bursts)
-
-
-# ---- the tables ----
-
-
-def _weights(layer: nn.Module) -> Weights:
-    return Weights.of(getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
-
-
-def table(kind: str, nnzs, tokens: int = TOKENS, *, graphs: bool = False) -> list[dict]:
-    torch._dynamo.reset()  # which compiles a function for eight shapes at most
-    found = []
-    for nnz in nnzs:
-        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz, kind)
-        found += compare(_weights(layer), inputs, f"independent, {kind}", graphs=graphs)
-        torch.cuda.empty_cache()
-    return found
-
-
-def heavy_rows(heavy: int, firing: int) -> list[dict]:
-    """As inference.heavy_rows."""
-    layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, inference.NNZ)
-    label, facts = inference.make_heavy(layer, inputs, heavy, firing)
-    return compare(_weights(layer), inputs, label, facts)
-
-
-def plain_rows() -> list[dict]:
-    layer, inputs, _ = inference.drawn(TOKENS, 2048, 8192, 40, gated=False)
-    return compare(_weights(layer), inputs, "independent, lognormal, plain layer")
-
-
-def overflow_rows() -> list[dict]:
-    """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200
-    (lost)."""
-    found = []
-    for label, share, many in (
-        ("20% of rows with a tile of 40", 0.2, 40),
-        ("1% of rows with a tile of 200", 0.01, 200),
-    ):
-        layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, 29)
-        inference.overflow(layer, inputs, share, many)
-        found += compare(_weights(layer), inputs, f"overflow: {label}")
-    return found
-
-
-def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
-    """Layers that are trained here, each timed on its own inputs."""
-    found = []
-    for layer, seen, label, facts in inference.trained_layers(l1s, steps):
-        found += compare(_weights(layer), seen[:3], label, {name: facts[name] for name in ("l1", "layer", "steps")})
-    return found
+    rounds = 20 if case.tokens <= TOKENS else 8
+    return rows.timed(shared, calls, notes, graphs=case.graphs, rounds=rounds, most=MOST)
 
 
 # ---- whole steps ----
 
 
-def model_rows(
-    nnz: float = 30,
-    d_model: int = D_MODEL,
-    d_ff: int = D_FF,
-    heads: int = 16,
-    vocabulary: int = 32768,
-    layers: int = 8,
-    context: int = 2048,
-    batch: int = 8,
-    name: str = "",
-) -> list[dict]:
-    """Whole training steps of a model, optimizer included: all layers dense, each as planned, and all sparse. By
-    default the model has the shape of a 0.5B one. name: of the workload, after "whole step".
+def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
+    """Whole training steps of a model on `batch` windows, optimizer included: all layers dense, each as planned, and
+    all sparse. name: of the workload, after "whole step".
 
     The gates' thresholds are set so that about `nnz` neurons fire at a token (`_quiet`). The learning rate is zero, so
     that every step is the same step; AdamW does its work nevertheless."""
     torch._dynamo.reset()
-    config = ModelConfig(vocabulary=vocabulary, d_model=d_model, layers=layers, heads=heads, d_ff=d_ff, context=context)
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        dense = LanguageModel(config)
-    dense = dense.to(torch.bfloat16)
-    tokens = torch.randint(0, config.vocabulary, (3, batch, context + 1), device="cuda")
+    device = clocks.present_device(None)
+    with device:
+        dense = LanguageModel(config).to(torch.bfloat16)
+        tokens = torch.randint(0, config.vocabulary, (3, batch, config.context + 1))
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
     choice = plan(twin, tokens[0, :, :-1])
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
-    steps = {
+    calls = {
         COMPILED: _model_step(dense, tokens, True),
         "planned compiled": _model_step(twin, tokens, True),
         "planned, compiled by layer": _model_step(by_layer, tokens, False),
@@ -239,33 +170,26 @@ def model_rows(
         DENSE: _model_step(dense, tokens, False),
         "planned": _model_step(twin, tokens, False),
     }
-    losses = {name: float(call(0)) for name, call in steps.items()}
+    losses = {name: float(call(0)) for name, call in calls.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
         raise clocks.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    notes = {
-        name: {"peak_bytes": clocks.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
-    }
+    notes: dict[str, dict] = {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
         notes[path]["choice"] = choice
     notes["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
     compiled = torch.compile(dense, dynamic=False)  # the same layers: how far apart gradients are anyway
     notes[COMPILED]["gradients_apart"] = gradients_apart(compiled, dense, tokens[0])
-    shared = {
+    shared = {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers", "context")}
+    shared |= {
         "kind": "training",
-        "device": torch.cuda.get_device_name(),
+        "device": clocks.device_name(device),
         "dtype": "bfloat16",
-        "tokens": batch * context,
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "gated": True,
+        "tokens": batch * config.context,
         "nnz": round(fired, 2),
-        "layers": layers,
-        "context": context,
         "parameters": sum(p.numel() for p in dense.parameters()),
-        "workload": f"whole step, {name or f'{layers} layers'}",
+        "workload": f"whole step, {name}",
     }
-    samples, bursts = rows.clock_gpu(steps, shared["tokens"], rounds=10)
-    return rows.table(shared, samples, notes, bursts)
+    return rows.timed(shared, calls, notes, rounds=10)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
@@ -275,7 +199,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
         model(tokens)
     found = [layer.module for layer in feed_forwards(model)]
     d_ff, d_model = found[0].up.weight.shape
-    limit = switching.break_even(inference.rates_here(), d_model, d_ff, found[0].gate is not None)
+    limit = switching.break_even(forward.rates_here(), d_model, d_ff, found[0].gate is not None)
     switching.switch(model, terms, below=limit)
     return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
 
@@ -283,16 +207,9 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
     """Return how far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all
     parameters."""
-    a, b = (_gradients(each, windows) for each in (model, other))
-    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
-
-
-def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    _loss(model, model, windows).backward()
-    found = [p.grad.double() for p in model.parameters()]
-    model.zero_grad()
-    return found
+    a, b = (torch.autograd.grad(_loss(each, each, windows), [*each.parameters()]) for each in (model, other))
+    norm = lambda t: t.double().norm()  # noqa: E731
+    return max(float(norm(x.double() - y) / norm(y).clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
 
 
 def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
@@ -322,23 +239,24 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
 
     Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
-    gate row gets the weight with which its neuron fires at its rate (`thresholds`).
-    """
+    gate row gets the weight with which its neuron fires at its rate (`thresholds`)."""
     model.embedding.weight[:, 0] = 8.0
+    fired = []
+
+    def before(gate: nn.Linear, args: tuple) -> None:
+        x, weight = args[0].flatten(0, -2), gate.weight
+        weight[:, 0] = 0
+        threshold = thresholds((x @ weight.t()).float(), nnz, seed=len(fired))
+        weight[:, 0] = (-threshold / x[:, 0].float().mean()).to(weight.dtype)
+        fired.append(float((x @ weight.t() > 0).sum(1).double().mean()))
+
     for block in model.layers:
         block.attention.out_proj.weight[0] = 0
         block.mlp.down_proj.weight[0] = 0
-    fired = []
-    for i, found in enumerate(feed_forwards(model)):
-        gate, seen = found.gate.weight, []
-        hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
-        model(tokens)
+    hooks = [found.gate.register_forward_pre_hook(before) for found in feed_forwards(model)]
+    model(tokens)
+    for hook in hooks:
         hook.remove()
-        gate[:, 0] = 0
-        products = (seen[0] @ gate.t()).float()
-        threshold = thresholds(products, nnz, seed=i)
-        gate[:, 0] = (-threshold / seen[0][:, 0].float().mean()).to(gate.dtype)
-        fired.append(float((seen[0] @ gate.t() > 0).sum(1).double().mean()))
     return sum(fired) / len(fired)
 
 
@@ -353,22 +271,24 @@ def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tenso
     return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
 
 
-# As in bench.inference: a section is a list of steps.
+HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
+SWEPT = ModelConfig(vocabulary=256, d_model=768, layers=8, heads=12, d_ff=2048, context=512)
+# As in bench.forward: sections are lists of steps, the most important and the quick ones first.
 SECTIONS: rows.Sections = {
-    "tokens": [
-        functools.partial(table, "lognormal", (inference.NNZ,), tokens, graphs=True) for tokens in inference.COUNTS
+    "tokens": steps(step_rows, (Case(tokens, graphs=True) for tokens in COUNTS)),
+    "lognormal": steps(step_rows, (Case(nnz=nnz) for nnz in (8, 60, 120))),
+    "heavy rows": steps(step_rows, HEAVY_CASES),
+    "overflow": steps(
+        step_rows,
+        [
+            Case(heavy=TOKENS // 5, fires=40, in_tile=True, label="overflow: 20% of rows with a tile of 40"),  # pooled
+            Case(heavy=TOKENS // 100, fires=200, in_tile=True, label="overflow: 1% of rows with a tile of 200"),  # lost
+        ],
+    ),
+    "uniform": steps(step_rows, (Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120))),
+    "plain": steps(step_rows, [Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer")]),
+    "whole step": [functools.partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
+    "whole step, the sweep's model": [  # as with L1 1e-4 and 2e-4
+        functools.partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)
     ],
-    "lognormal": [functools.partial(table, "lognormal", (8, 60, 120))],
-    "heavy rows": [functools.partial(heavy_rows, *each) for each in inference.HEAVY_CASES],
-    "overflow": [overflow_rows],
-    "whole step": [model_rows],
-    "whole step, the sweep's model": [
-        functools.partial(  # as with L1 1e-4 and 2e-4
-            model_rows, nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model"
-        )
-        for nnz in (42, 20)
-    ],
-    "uniform": [functools.partial(table, "uniform", (8, 29, 60, 120))],
-    "plain": [plain_rows],
-    "trained": [trained_rows],
 }

@@ -20,6 +20,12 @@ def device_and_day(device: str, date: str, stale: bool = False) -> str:
     return f"{device}, {date[:10]}" + "; stale: code has changed since" * stale
 
 
+def sourced(record: records.Record) -> list[dict]:
+    """Return the rows of a record that name a device, each with `where`: "recorded on <device>, <day>"."""
+    old, rows = records.stale(record), [row for row in record.rows if "device" in row]
+    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+
+
 def same(row: dict) -> tuple:
     """Return what is equal in two rows that measure the same thing: kind, workload, sizes, and the first two digits of
     nnz."""
@@ -39,9 +45,8 @@ def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]
     for record in reversed(records.load_all()):
         if not record.name.startswith(name):
             continue
-        rows = [row for row in record.rows if wanted(row) and device in row["device"] and same(row) not in taken]
-        old = bool(rows) and records.stale(record)
-        found += [{**row, "where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+        rows = [row for row in sourced(record) if wanted(row) and device in row["device"] and same(row) not in taken]
+        found += rows
         taken |= set(map(same, rows))
     return found
 

@@ -135,15 +135,14 @@ _PRODUCTS = {
 }
 
 
-def skipping(answer: Callable, given: tuple, most: int, asked: str):
+def skipping(answer: Callable, given: tuple, most: int, asked: str, needs: str = "what is not skipped"):
     """Return what the reader's function returns. NotYet if its products take more than `most` operations: then it
-    computes what should be skipped, and hides it."""
+    computes what should be skipped, and hides it. needs: what has to be computed, in words."""
     with FlopCounterMode(display=False, custom_mapping=_PRODUCTS) as counter:
         got = answer(*given)
     if counter.get_total_flops() > most:
         raise NotYet(
-            f"{asked}: its products take {counter.get_total_flops():,} operations, and {most:,} are enough where zeros "
-            "are skipped."
+            f"{asked}: its products take {counter.get_total_flops():,} operations, and {most:,} are enough: {needs}."
         )
     return got
 

@@ -23,8 +23,7 @@ def kind_of(activation) -> str:
 
 
 def is_relu(activation) -> bool:
-    """Return whether the activation is torch's ReLU; a subclass that computes something else, as squared ones do, is
-    none."""
+    """Return whether the activation is torch's ReLU; a subclass that computes something else is none."""
     if isinstance(activation, nn.ReLU):
         return type(activation).forward is nn.ReLU.forward and "forward" not in vars(activation)
     return activation is torch.relu or activation is nn.functional.relu
@@ -49,27 +48,25 @@ def is_threshold(activation) -> bool:
         return False
     if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
         return False
-    with torch.no_grad():
-        around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
-        try:
-            y = activation(around)
-        except Exception:
-            return False
-        return isinstance(y, Tensor) and torch.equal(y, torch.where(around > bound, around, 0.0))
+    around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
+    return _gives(activation, around, torch.where(around > bound, around, 0.0))
+
+
+def _gives(activation: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor) -> bool:
+    """Return whether the activation gives these bits for x."""
+    try:
+        with torch.no_grad():
+            y = activation(x.clone())  # it may work in place
+    except Exception:
+        return False
+    same = isinstance(y, Tensor) and y.dtype == x.dtype
+    return same and torch.allclose(y, wanted, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def computes(activation, gated: bool) -> bool:
     """Return whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one
     with a threshold, which kernels compute if `kernel_activation` knows it."""
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
-
-
-def is_usual(activation, gated: bool, cut: Cut | None = None) -> bool:
-    """Return whether the activation need not be kept beside a layer's projections: it is a ReLU, or its square in a
-    plain layer, or, without a `cut`, whatever has no threshold."""
-    if is_relu(activation) or is_squared(activation) and not gated:
-        return True
-    return not cut and not is_threshold(activation)
 
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
@@ -90,8 +87,8 @@ def kernel_activation(
     like: Tensor | None = None,
     cut: Cut | None = None,
 ) -> Activation | None:
-    """The activation of a layer as kernels compute it that skip silent neurons; None where none does. both: whether up
-    goes through it too. cut: thresholds on the layer's inputs, which these kernels do not have.
+    """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does. both:
+    whether up goes through it too. cut: thresholds on the layer's inputs, which these kernels do not have.
 
     A squared ReLU counts as a ReLU: its layer is relu(u) * u. like: a tensor with the type and device of the values;
     whether a threshold that lies between two of them is rounded is up to torch's operation there, so it is asked which
@@ -102,25 +99,22 @@ def kernel_activation(
         return Activation(both=both)
     if both or not is_threshold(acts):
         return None
-    bound = float(acts.threshold)
-    if not isinstance(acts, ThresholdedActivation):
-        return _above(acts, bound, gated, like)
-    if type(acts) is not ThresholdedActivation:
-        return None
-    if is_relu(acts.activation):
+    bound, lossy = float(acts.threshold), isinstance(acts, ThresholdedActivation)
+    if not lossy or is_relu(acts.activation):
         return _above(acts, bound, gated, like)
     kind = _curve(acts.activation) if bound else None
     return None if kind is None else Activation(kind, bound)
 
 
+@torch.no_grad()
 def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, like: Tensor | None) -> Activation | None:
-    """The one that keeps what lies above the greatest value that this one does not keep."""
+    """Return the one that keeps what lies above the greatest value that this one does not keep."""
     kind = {"dtype": torch.float32, "device": "cpu"}
     if like is not None and not like.is_meta and not hasattr(like, "fake_mode"):
         kind = {"dtype": like.dtype, "device": like.device}
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes():
         at = torch.tensor(bound, **kind)
-        down, up = torch.full_like(at, -torch.inf), torch.full_like(at, torch.inf)
+        down, up = torch.full_like(at, -inf), torch.full_like(at, inf)
         below, above = torch.nextafter(at, down), torch.nextafter(at, up)
         near = torch.stack([torch.nextafter(below, down), below, at, above, torch.nextafter(above, up)])
         silent = max((v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf)
@@ -134,17 +128,8 @@ def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, li
 
 def _curve(activation: Callable[[Tensor], Tensor]) -> str | None:
     """Return which of CURVES gives the same bits, for every bfloat16 value and for float32 values of many sizes."""
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes():
         short = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cpu").view(torch.bfloat16)
-        for kind, curve in CURVES.items():
-            for x in (short, short.float() * 1.01):
-                try:
-                    y = activation(x.clone())  # it may work in place
-                except Exception:
-                    return None
-                same = isinstance(y, Tensor) and y.dtype == x.dtype
-                if not same or not torch.allclose(y, curve(x), rtol=0.0, atol=0.0, equal_nan=True):
-                    break
-            else:
-                return kind
-    return None
+        inputs = (short, short.float() * 1.01)
+        same = (kind for kind, curve in CURVES.items() if all(_gives(activation, x, curve(x)) for x in inputs))
+        return next(same, None)

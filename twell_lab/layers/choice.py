@@ -148,16 +148,8 @@ class LayerPlan:
 
     @property
     def nnz(self) -> float:
-        """Neurons firing at a token, on average over the profile."""
-        return self.packed_nnz(Choice())
-
-    def packed_nnz(self, choice: Choice) -> float:
-        """Return how many firing neurons of a token the packed part of a choice is expected to hold: none, all, or the
-        cold ones. NaN where no token was profiled."""
-        if not PATHS[choice.path].packs:
-            return 0.0
-        rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
-        return sum(rest) / self.profiled if self.profiled else math.nan
+        """Neurons firing at a token, on average over the profile; NaN where no token was profiled."""
+        return sum(self.neuron_counts) / self.profiled if self.profiled else math.nan
 
     def table(self) -> list[dict]:
         """List one row a candidate: its fields by name."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .families import Family
-from .parts import Over, Part, Parts
+from .parts import Over, Part, Parts, formula
 
 # What the modules call their weights, gate and up in one or up alone; a bias has the name of its weight and "_bias".
 FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn"
@@ -28,14 +28,16 @@ class Expert(nn.Module):
         super().__init__()
         self._of, self.number = [of], number  # in a list: the experts are not this module's children
         self.training = of.training
-        first, up_half = (FUSED, 1) if FUSED in of._parameters else (PLAIN, None)
+        gated = FUSED in of._parameters
+        first, halves = (FUSED, (0, 1)) if gated else (PLAIN, (None, None))
 
         def part(name: str, half: int | None) -> Part:
             bias = f"{name}_bias"
             return _ExpertPart(self, half, transposed, (name, bias if bias in of._parameters else None))
 
-        self._gate = None if first == PLAIN else part(first, 0)
-        self._up, self._down = part(first, up_half), part(DOWN, None)
+        family = Family("an expert", first, DOWN, ACTIVATION, FUSED if gated else None)
+        gate = part(first, halves[0]) if gated else None
+        self._parts = family, gate, part(first, halves[1]), part(DOWN, None)
 
     @property
     def of(self) -> nn.Module:
@@ -43,18 +45,11 @@ class Expert(nn.Module):
         return self._of[0]
 
     def own_parts(self) -> Parts:
-        """The parts of this expert; those of all share an activation."""
-        family = Family("an expert", FUSED if self._gate else PLAIN, DOWN, ACTIVATION, FUSED if self._gate else None)
-        return Parts(family, self._gate, self._up, self._down, getattr(self.of, ACTIVATION))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return what enters the down projection: [tokens, d_model] -> [tokens, d_ff]."""
-        acts = getattr(self.of, ACTIVATION)
-        up = linear(x, self._up.weight, self._up.bias)
-        return acts(up) if self._gate is None else acts(linear(x, self._gate.weight, self._gate.bias)) * up
+        """Return the parts of this expert; those of all share an activation."""
+        return Parts(*self._parts, getattr(self.of, ACTIVATION))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(self.hidden(x), self._down.weight, self._down.bias)
+        return formula(self.own_parts(), x)
 
 
 class _ExpertPart(Part):
@@ -73,8 +68,15 @@ class _ExpertPart(Part):
         return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
 
     def register_forward_pre_hook(self, hook, **how):
-        down = self is self.expert._down
-        return self._when_called(lambda x: hook(self, (self.expert.hidden(x) if down else x,)))
+        parts = self.expert.own_parts()
+
+        def look(x: Tensor) -> None:
+            if self is parts.down:
+                formula(parts, x, seen=lambda hidden: (hook(self, (hidden,)), hidden)[1])
+            else:
+                hook(self, (x,))
+
+        return self._when_called(look)
 
     def _when_called(self, look):
         def called(module, args, kwargs) -> None:
@@ -103,23 +105,21 @@ def stored(module: nn.Module) -> tuple[int, bool] | None:
     """Return how many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it
     holds no weights of three dimensions that are the parts of experts."""
     own = module._parameters
-    fused = own.get(FUSED) is not None
-    first, down = own.get(FUSED if fused else PLAIN), own.get(DOWN)
+    halves = 1 if own.get(FUSED) is None else 2
+    first, down = own.get(FUSED if halves == 2 else PLAIN), own.get(DOWN)
     if first is None or down is None or first.dim() != 3 or getattr(module, ACTIVATION, None) is None:
         return None
     number, rows, width = first.shape
-    plain, turned = (number, width, rows), (number, width, rows)
-    if fused:
-        plain, turned = (number, width, rows / 2), (number, width / 2, rows)
-    ways = [way for way, shape in ((False, plain), (True, turned)) if tuple(down.shape) == shape]
+    shapes = {False: (number, width, rows / halves), True: (number, width / halves, rows)}
+    ways = [way for way, shape in shapes.items() if tuple(down.shape) == shape]
     hint = bool(getattr(module, "is_transposed", False))  # where both fit
     return (number, hint if hint in ways else ways[0]) if ways else None
 
 
 def experts_of(module: nn.Module) -> list[Expert]:
-    """The experts that a module holds; none if it holds none."""
+    """Return the experts that a module holds; none if it holds none."""
     number, transposed = stored(module) or (0, False)
-    return [Expert(module, each, transposed) for each in range(number)]
+    return [Expert(module, number, transposed) for number in range(number)]
 
 
 def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,25 +130,19 @@ def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Te
     return x, chosen, weights
 
 
-def spread(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each expert that somebody chose, its tokens, and where in `chosen`, flat, they chose it. chosen: [tokens, top_k];
-    numbers from `experts` on are nobody's. Waits for the device."""
-    flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    start = 0
-    for expert, many in enumerate(torch.bincount(flat, minlength=experts)[:experts].tolist()):
-        if many:
-            places = order[start : start + many]
-            yield expert, places // chosen.shape[-1], places
-        start += many
-
-
 def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tensor:
-    """The sum of what the chosen experts give for x [tokens, d_model], weighted; one(expert, rows of x, which rows)."""
+    """Return the sum of what the chosen experts give for x [tokens, d_model], weighted. Waits for the device.
+
+    chosen: [tokens, top_k]; numbers from `experts` on are nobody's. one(expert, rows of x, which rows): what an expert
+    gives; called for those that somebody chose."""
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
-    for expert, rows, places in spread(chosen, experts):
-        share = weights[rows, places % chosen.shape[-1], None]
-        total = total.index_add(0, rows, (one(expert, x[rows], rows) * share).to(total.dtype))
+    flat = chosen.reshape(-1)
+    counts = torch.bincount(flat, minlength=experts)[:experts].tolist()
+    for expert, places in enumerate(flat.argsort(stable=True)[: sum(counts)].split(counts)):
+        if len(places):
+            rows = places // chosen.shape[-1]
+            share = weights[rows, places % chosen.shape[-1], None]
+            total = total.index_add(0, rows, (one(expert, x[rows], rows) * share).to(total.dtype))
     return total.to(x.dtype)
 
 
@@ -182,13 +176,11 @@ class Routed(Over):
         if torch.compiler.is_compiling():
             return False
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]
+        layers = [layer for name, layer in self.module._modules.items() if name.isdigit()]
         if len({t.device for t in tensors}) > 1:
             return False
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        layers = [each for name, each in self.module._modules.items() if name.isdigit()]
-        if any(each.reports for each in layers):
-            return True
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return False
-        return not all(each.always_dense() for each in layers)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        plans = not learns and not all(layer.always_dense() for layer in layers)
+        return plans or any(layer.reports for layer in layers)

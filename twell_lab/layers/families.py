@@ -23,7 +23,7 @@ class Family:
     torch.nn.Dropout before the down projection, which is done in training; one inside a module that stays has to be of
     p=0.
 
-    Raises InputError for places that are no names, for flags that are no bool, and for a gated layer inside its module.
+    Raises InputError for a family that cannot be.
     """
 
     models: str
@@ -37,19 +37,16 @@ class Family:
 
     def __post_init__(self) -> None:
         optional = [place for place in (self.gate, self.dropout) if place is not None]
-        for place in (self.models, self.up, self.down, self.activation, *optional):
-            if not isinstance(place, str) or not place:
-                raise InputError(f"a family's name or place is {place!r}; a string such as 'fc1' is accepted")
-        for flag in (self.inside, self.residual):
-            if not isinstance(flag, bool):
-                raise InputError(f"a flag of the family of {self.models} is {flag!r:.80}; True or False is accepted")
-        if self.inside and (self.gate or self.dropout):
-            what = "gated" if self.gate else "with a dropout"
-            raise InputError(f"the family of {self.models} is {what} and inside; accepted: inside for plain layers")
-        if not self.inside and any("." in place for place in self.places):
-            raise InputError(f"the family of {self.models} has a place within a part; accepted: with inside=True")
-        if len({self.up, self.down, self.activation}) < 3 or self.gate in (self.down, self.activation):
-            raise InputError(f"two parts of the family of {self.models} are in one place; accepted: gate and up alone")
+        names = (self.models, self.up, self.down, self.activation, *optional)
+        named = all(isinstance(name, str) and name for name in names)
+        flags = isinstance(self.inside, bool) and isinstance(self.residual, bool)
+        apart = len({self.up, self.down, self.activation}) == 3 and self.gate not in (self.down, self.activation)
+        fits = not optional if self.inside else not any("." in str(place) for place in self.places)
+        if not (named and flags and apart and fits):
+            raise InputError(
+                f"{self} cannot be; accepted: names such as 'fc1', two alike for gate and up alone; either "
+                "inside=True, for plain layers without dropout, or no place within a part"
+            )
 
     @property
     def projections(self) -> tuple[str, ...]:

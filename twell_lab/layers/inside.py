@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .find import is_plain
-from .parts import Over, Parts, part_at, put
+from .parts import Over, part_at, parts_of, put
 
 
 class HandOn(Over):
@@ -32,7 +32,9 @@ class Seat:
 
     The layer's `marks` are to be made when it is seated (find.marks_of)."""
 
-    def __init__(self, sparse: nn.Module, block: nn.Module, parts: Parts) -> None:
+    def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
+        parts = parts_of(block)
+        assert parts is not None
         self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
         self.d_model = parts.up.weight.shape[1]
         put(block, self.family.activation, sparse)

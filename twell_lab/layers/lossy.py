@@ -3,7 +3,7 @@ something else than it was trained to: each of these modules says so where it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -27,10 +27,6 @@ class Lossy(nn.Module):
             raise InputError(f"threshold is {threshold!r:.80}; a finite number from 0 up is accepted")
         self.threshold = float(threshold)
 
-    def zeroed(self, values: Tensor) -> Tensor:
-        """The values, exactly zero where they are below the threshold; NaN stays."""
-        return values.masked_fill(values.abs() < self.threshold, 0)
-
     def extra_repr(self) -> str:
         return f"lossy: |value| < {self.threshold:.4g} becomes 0"
 
@@ -52,7 +48,7 @@ class ThresholdedActivation(Lossy):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone() if getattr(self.activation, "inplace", False) else x  # who watches layers calls this once more
-        return self.zeroed(self.activation(x))
+        return zeroed(self.activation(x), self.threshold)
 
     def extra_repr(self) -> str:
         name = getattr(self.activation, "__name__", type(self.activation).__name__)
@@ -66,7 +62,7 @@ class ThresholdedInput(Lossy):
 
     def before(self, projection: nn.Module, args: tuple) -> tuple:
         """The forward pre-hook of the projections."""
-        return self.zeroed(args[0]), *args[1:]
+        return zeroed(args[0], self.threshold), *args[1:]
 
     def put_on(self, layer: nn.Module, place: str, projections: Iterable[nn.Module]) -> None:
         """Zero the inputs of these projections of a layer from now on. place: what to call these inputs."""
@@ -80,19 +76,14 @@ class ThresholdedInput(Lossy):
         return {name: part for name, part in layer._modules.items() if isinstance(part, ThresholdedInput)}
 
     @staticmethod
-    def unhook(layer: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Take the hooks of this layer's ThresholdedInputs off these modules."""
-        own = [*ThresholdedInput.of(layer).values()]
-        for part in parts if own else ():
-            hooks = part._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own]:
-                del hooks[key]
-
-    @staticmethod
     def take_off(layer: nn.Module) -> None:
-        """Leave the inputs of the projections of this layer as they are again."""
-        ThresholdedInput.unhook(layer, layer.modules())
-        for name in ThresholdedInput.of(layer):
+        """Leave the inputs of the projections of this layer as they are."""
+        own = ThresholdedInput.of(layer)
+        for part in layer.modules() if own else ():
+            hooks = part._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own.values()]:
+                del hooks[key]
+        for name in own:
             del layer._modules[name]
 
 
@@ -107,28 +98,21 @@ class Cut(NamedTuple):
 
     def of_input(self, x: Tensor) -> Tensor:
         """x with what is below the threshold at zero."""
-        return Lossy(self.input).zeroed(x)
+        return zeroed(x, self.input)
 
     def of_hidden(self, h: Tensor) -> Tensor:
         """Hidden values with what is below the threshold at zero."""
-        return Lossy(self.hidden).zeroed(h)
+        return zeroed(h, self.hidden)
 
     def __str__(self) -> str:
         return f"lossy: |input| < {self.input:.4g} and |hidden| < {self.hidden:.4g} become 0"
 
 
 def cut_of(layer: nn.Module) -> Cut | None:
-    """The thresholds that ThresholdedInputs of this layer stand for; None where it has none."""
-    found = ThresholdedInput.of(layer)
-    if not found:
-        return None
-    return Cut(*(found[f"lossy_{place}"].threshold if f"lossy_{place}" in found else 0.0 for place in (INPUT, HIDDEN)))
-
-
-def put_on(layer: nn.Module, projections: Mapping[str, Iterable[nn.Module]]) -> None:
-    """Have this layer's ThresholdedInputs hooked to its projections, by place, again."""
-    for name, part in ThresholdedInput.of(layer).items():
-        part.put_on(layer, name.removeprefix("lossy_"), projections[name.removeprefix("lossy_")])
+    """Return the thresholds that ThresholdedInputs of this layer stand for; None where it has none."""
+    own = ThresholdedInput.of(layer)
+    at = [own.get(f"lossy_{place}") for place in (INPUT, HIDDEN)]
+    return Cut(*(0.0 if part is None else part.threshold for part in at)) if own else None
 
 
 def lossy_parts(model: nn.Module) -> list[tuple[str, Lossy]]:

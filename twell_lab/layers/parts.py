@@ -37,22 +37,18 @@ class Part:
 
     @property
     def weight(self) -> Tensor:
-        stored = getattr(self.owner, self.names[0])
-        stored = stored if self.index is None else stored[self.index]
-        return self._rows(stored.t() if self.transposed else stored)
+        return self._rows(getattr(self.owner, self.names[0]), self.transposed)
 
     @property
     def bias(self) -> Tensor | None:
         stored = getattr(self.owner, self.names[1]) if self.names[1] else None
-        if stored is None:
-            return None
-        return self._rows(stored if self.index is None else stored[self.index])
+        return None if stored is None else self._rows(stored)
 
-    def _rows(self, stored: Tensor) -> Tensor:
-        if self.half is None:
-            return stored
+    def _rows(self, stored: Tensor, transposed: bool = False) -> Tensor:
+        stored = stored if self.index is None else stored[self.index]
+        stored = stored.t() if transposed else stored
         rows = stored.shape[0] // 2
-        return stored.narrow(0, self.half * rows, rows)
+        return stored if self.half is None else stored.narrow(0, self.half * rows, rows)
 
     # What is put here is to see what the model computes, so it goes on the module that the model calls.
 
@@ -143,12 +139,10 @@ def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor]
 
 def part_at(module: nn.Module, place: str) -> object:
     """Return what is at this place in the module, such as "output.dense"; None if there is nothing."""
-    found: object = module
-    for name in place.split("."):
-        found = getattr(found, name, None)
-        if found is None:
-            return None
-    return found
+    try:
+        return attrgetter(place)(module)
+    except AttributeError:
+        return None
 
 
 def put(module: nn.Module, place: str, part: object) -> None:
@@ -175,19 +169,21 @@ def named_family(module: nn.Module) -> Family | None:
     return next(fits, None)
 
 
+def class_of(module) -> str:
+    """Return the full name of the class of a module."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def is_projection(module) -> bool:
     """Return whether the module's class computes x W^T + b, so that weight and bias say all about it. A subclass of
     nn.Linear with a forward of its own (an adapter, a quantised layer) need not."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward or _class(module) in _LIKE_LINEAR
-
-
-def _class(module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or class_of(module) in _LIKE_LINEAR
 
 
 def parts_of(module: nn.Module) -> Parts | None:
     """The parts of a module with those of the first family that it fits, whatever the activation; None if there is no
-    such family, if a projection is none that is known, or if gate and up share an odd number of rows."""
+    such family, or if a projection is none that is known."""
     if (own := getattr(module, "own_parts", None)) is not None:
         return own()
     family = named_family(module)
@@ -197,13 +193,11 @@ def parts_of(module: nn.Module) -> Parts | None:
     if not all(map(is_projection, owners.values())):
         return None
     fused = family.gate == family.up
-    if fused and owners[family.up].weight.shape[0] % 2:
-        return None
 
     def part(place: str | None, half: int | None = None) -> Projection | None:
         if place is None:
             return None
-        owner, transposed = owners[place], _class(owners[place]) in _TRANSPOSED
+        owner, transposed = owners[place], class_of(owners[place]) in _TRANSPOSED
         return owner if half is None and not transposed else Part(owner, half, transposed)
 
     drop = part_at(module, family.dropout) if family.dropout else None

@@ -23,7 +23,7 @@ from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy
-from .parts import Projection, Weights, formula, named_family, owner_of, part_at, parts_of
+from .parts import Projection, Weights, formula, owner_of, parts_of
 from .paths import PATHS, Path
 from .terms import Told, learn, of_hidden
 
@@ -31,25 +31,10 @@ if TYPE_CHECKING:
     from .inside import Seat
 
 # What nn.Module keeps of a module that a SparseFFN shares with the dense one: both have the same parts and hooks.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_non_persistent_buffers_set",
-)
+_OWN = ("training", "_is_full_backward_hook")
+_SHARED = [name for name in vars(nn.Module()) if name not in _OWN and "state_dict" not in name]
 FOR_CUT = ("kept_inputs",)  # the paths for layers with thresholds on their inputs
-ONLY_CUT = (
-    "is for layers with thresholds on their inputs (TEAL) and an activation that its kernel has; others are accepted"
-)
-
-
+ONLY_CUT = "is for layers with thresholds on their inputs (TEAL) and an activation that its kernel has"
 _MOST_PREPARED = 64  # shapes of x whose calls a layer keeps
 _grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
 
@@ -86,14 +71,13 @@ class Prepared:
 class SparseFFN(nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
-    In place of the ReLU it may have its square in a plain layer, a FATReLU, a SiLU or GELU with a threshold
-    (layers.lossy), or a ReLU on gate and up (dReLU). `acts` says which of them kernels compute (layers.activations);
-    where it is None the dense module does, and where gradients are needed it does for all but the first two. A layer
-    with thresholds on its inputs (TEAL) goes on zeroing them; `kept` says what a kernel computes of it (Path.cuts).
+    `acts` says which activation kernels compute in its place (layers.activations); where it is None the dense module
+    does, and where gradients are needed it does for all but the ReLU and its square. A layer with thresholds on its
+    inputs (TEAL) goes on zeroing them; `kept` says what a kernel computes of it (Path.cuts).
 
     It shares the projections, parameters, buffers and hooks of the dense module, under their own names. Its weights are
-    rewritten once, in place, for the paths that the plan takes (layers.storage): nothing is held twice. A module in
-    training mode is not rewritten; `train()` later changes nothing, stays exact and may be slow.
+    rewritten once, in place, for the paths that the plan takes (layers.storage). A module in training mode is not
+    rewritten; `train()` later changes nothing, stays exact and may be slow.
 
     A forward on plain tensors runs a path; where gradients are needed, ops.train does. Whatever is unusual calls the
     dense module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
@@ -130,7 +114,7 @@ class SparseFFN(nn.Module, StandIn):
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
         self._parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._drop, self._place = [parts.drop], parts.family.activation
+        self._drop, self._family = [parts.drop], parts.family
         self.seat: Seat | None = None
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
@@ -190,14 +174,12 @@ class SparseFFN(nn.Module, StandIn):
         """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
         from .inside import Seat
 
-        parts = parts_of(self.source)
-        assert parts is not None
-        self.seat = Seat(self, self.source, parts)
+        self.seat = Seat(self, self.source)
         self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
-        place = name if self.registered else name[: -len(self._place)].rstrip(".")
+        place = name if self.registered else name[: -len(self._family.activation)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
         return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
 
@@ -205,11 +187,6 @@ class SparseFFN(nn.Module, StandIn):
     def order(self) -> list[int] | None:
         """The neurons as they lie now, by their places in the dense module; None where they were left as they were."""
         return self._order
-
-    @property
-    def dense_alone(self) -> bool:
-        """Return whether no kernel computes this layer, and the dense path is the only one."""
-        return self.acts is None and self.kept is None
 
     def always_dense(self) -> bool:
         """Return whether the plan takes the dense path whatever the number of tokens."""
@@ -310,9 +287,6 @@ class SparseFFN(nn.Module, StandIn):
         self.told = told
         self.reports |= told is not None
 
-    def _see_hidden(self, module: nn.Module, args: tuple) -> None:
-        self.report(args[0])
-
     def report(self, h: Tensor) -> Tensor:
         """Report what enters the down projection, h [..., d_ff], where somebody asks; returns it."""
         if self.told is not None:
@@ -408,18 +382,17 @@ class SparseFFN(nn.Module, StandIn):
         """Compute the layer by the dense module, whatever is on its parts."""
         if self.seat is not None:
             return self.seat.dense(x)
-        parts = parts_of(self.source)
-        # Compiled code takes no hooks: there a layer that reports is computed by its formula.
-        traced = self.told is not None and torch.compiler.is_compiling()
-        alone = not self.registered or self.told is not None and isinstance(self.source, Expert)
-        if alone or traced and self._is_plain() and not self.formula["cut"]:
-            return formula(parts, x, self.formula["both"], self.report)
-        if self.told is None or traced:
+        if self.registered and self.told is None:
             return self.source.forward(x)
-        family = named_family(self.source)
-        down = part_at(self.source, family.down) if family is not None else None
-        assert isinstance(down, nn.Module)
-        seen = down.register_forward_pre_hook(self._see_hidden)
+        # Compiled code takes no hooks: there a layer that reports is computed by its formula.
+        traced = torch.compiler.is_compiling()
+        alone = not self.registered or isinstance(self.source, Expert)
+        if alone or traced and self._is_plain() and not self.formula["cut"]:
+            return formula(parts_of(self.source), x, self.formula["both"], self.report)
+        if traced:
+            return self.source.forward(x)
+        down = getattr(self.source, self._family.down)
+        seen = down.register_forward_pre_hook(lambda module, args: self.report(args[0]))
         try:
             return self.source.forward(x)
         finally:

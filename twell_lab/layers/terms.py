@@ -12,7 +12,7 @@ what a SparseFFN does where gradients are needed."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
@@ -47,11 +47,10 @@ class Told(NamedTuple):
 class LayerTerm(NamedTuple):
     """One layer's part in one forward pass.
 
-    l1: scalar with a gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without a
-    gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that the sparse kernels
-    finished from the dense weights (see ops.survivors), float32; None where they did not run. heavy: the share of
-    tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at these, float32; None in a
-    dense layer that was not swapped. Reading any of them waits for the device."""
+    Scalars, float32, of which l1 alone has a gradient: the sum over neurons of |h|, averaged over tokens. nnz: how many
+    neurons fire at a token on average. lost: the share of tokens that the sparse kernels finished from the dense
+    weights (ops.survivors); None where they did not run. heavy: the share of tokens at which more than HEAVY of the
+    neurons fire, and light: nnz with none firing at these; None in a layer that was not swapped."""
 
     name: str
     l1: Tensor
@@ -123,6 +122,16 @@ def _refuse_reentrant() -> None:
         frame = frame.f_back
 
 
+def _reporting(told: list[Told]) -> Callable:
+    """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11 appends
+    to a list among a function's defaults is lost."""
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        told.append(of_hidden(args[0]))
+
+    return hook
+
+
 # ---- the terms of a model
 
 
@@ -169,23 +178,16 @@ class LayerTerms(Sequence[LayerTerm]):
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass adds a LayerTerm for every feed-forward layer that runs, in order.
 
-    That holds for frozen layers too; under torch.no_grad the terms have no gradient. Enter it for each pass anew, or
-    `clear` the terms between passes: for each further pass torch.compile makes another graph. Do not enter it twice at
-    once for a model. Leave it before the backward pass: under gradient checkpointing layers run a second time there,
-    and would add a second term; for dense layers torch would raise an error, since the second run lacks the first one's
-    hook. If a dense model is compiled, compile it within the context: torch does not look for hooks again. Raises
-    InputError for a model without a ReLU or squared ReLU feed-forward layer, and where a layer runs under reentrant
-    checkpointing (use_reentrant=True)."""
+    Enter it for each pass anew, or `clear` the terms between passes: for each further pass torch.compile makes another
+    graph. Do not enter it twice at once for a model. Leave it before the backward pass: under gradient checkpointing
+    layers run a second time there. If a dense model is compiled, compile it within the context: torch does not look for
+    hooks later. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer, and where a layer runs
+    under reentrant checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
     sparse = [layer for layer in layers if hasattr(layer.module, "told")]
-    hooks = [
-        layer.down.register_forward_pre_hook(
-            lambda module, args, told=told[layer.name]: told.append(of_hidden(args[0]))
-        )
-        for layer in layers
-        if not hasattr(layer.module, "told")
-    ]
+    dense = [layer for layer in layers if not hasattr(layer.module, "told")]
+    hooks = [layer.down.register_forward_pre_hook(_reporting(told[layer.name])) for layer in dense]
     try:
         for layer in sparse:
             layer.module.tell(told[layer.name])

@@ -52,9 +52,8 @@ def load(
         revision: of a repository: a branch, tag or commit.
 
     Raises:
-        InputError: for a dtype that is none, a name that is neither, a repository that cannot be reached, a folder
-            without safetensors, weights or thresholds that are missing or do not fit the configuration, and a model
-            that needs code of its own.
+        InputError: for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
+            missing or do not fit the configuration, and a model that needs code of its own.
         DeviceError: for a device that is not there.
         StackError: where transformers is missing.
     """
@@ -183,12 +182,10 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
             model, report = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
     except Exception as error:  # of files, entries, sizes, and of what a quantised model needs: all of their own kinds
         raise InputError(f"{str(folder)!r} cannot be loaded: {error}; accepted: whole safetensors") from error
-    if wrong := sorted(report["mismatched_keys"]):
-        name, here, accepted = wrong[0]
-        raise InputError(f"{name} in {str(folder)!r} has shape {list(here)}; {list(accepted)} is accepted")
+    for name, here, shape in sorted(report["mismatched_keys"]):
+        raise InputError(f"{name} in {str(folder)!r} has shape {list(here)}; {list(shape)} is accepted")
     if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} more of the model's weights" if missing[1:] else ""
-        raise InputError(f"{str(folder)!r} lacks {missing[0]}{more}")
+        raise InputError(f"{str(folder)!r} lacks {missing[0]}, {len(missing)} of the model's weights in all")
     if kind in (*_SPARSE_RELU, *_FOREIGN) and (unknown := sorted(report["unexpected_keys"])):
         raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
     return model
@@ -225,11 +222,11 @@ def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
 def quiet() -> Iterator[None]:
     """Within it transformers shows no bars, where stderr is no terminal."""
     bars = _transformers().utils.logging
-    if not bars.is_progress_bar_enabled() or sys.stderr.isatty():
-        yield
-        return
-    bars.disable_progress_bar()
+    shown = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if shown:
+        bars.disable_progress_bar()
     try:
         yield
     finally:
-        bars.enable_progress_bar()
+        if shown:
+            bars.enable_progress_bar()

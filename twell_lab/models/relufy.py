@@ -2,30 +2,17 @@
 
 A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProSparse (arXiv 2402.13516):
 
-1. `relufy(model)` puts a ReLU in the place of each activation. The weights stay; the loss jumps, since what the small
-   negative outputs of a SiLU carried is gone.
+1. `relufy(model)` puts a ReLU in the place of each activation. The weights stay; the loss jumps.
 2. Train on, on text like that of the first training, with a learning rate well below its peak (a tenth to a third) and
-   a warm-up. Most of the loss comes back early.
-3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0
-   (twell_lab.training.objective.l1_penalty; TrainConfig's l1_delay and l1_warmup). ReLU alone leaves many more neurons
-   firing than L1 does.
-4. `twell_lab.profile` says how sparse the layers are, `twell_lab.sparsify` swaps them.
+   a warm-up. Most of the loss comes back early; the papers spend some percent of the first training.
+3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0 (TrainConfig's l1_delay
+   and l1_warmup), which leaves many fewer neurons firing:
 
-In code, for a Hugging Face model and batches of its token numbers [batch, context]:
+       with hidden_activations(model) as hidden:                  # twell_lab.training.objective
+           loss = model(tokens, labels=tokens).loss
+       loss = loss + l1 * max(0.0, min(1.0, (step - 500) / 500)) * l1_penalty(hidden)
 
-    relufy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
-    for step, tokens in enumerate(batches, start=1):
-        with hidden_activations(model) as hidden:                  # twell_lab.training.objective
-            loss = model(tokens, labels=tokens).loss
-        loss = loss + l1 * max(0.0, min(1.0, (step - 500) / 500)) * l1_penalty(hidden)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-What quality is left after it depends on how long it is trained on; the papers spend some percent of the first training.
-"""
+4. `twell_lab.profile` says how sparse the layers are, `twell_lab.sparsify` swaps them."""
 
 from __future__ import annotations
 
@@ -52,15 +39,8 @@ from .tiny import LanguageModel, ModelConfig
 # Parts of the names of what a ReLU can follow: smooth ones shaped like it, and its square.
 _LIKE_RELU = ("silu", "swish", "gelu", "mish", "squaredrelu", "relusquared")
 # Where configurations keep the name of the activation, by family.
-_FIELDS = (
-    "hidden_act",
-    "hidden_activation",
-    "mlp_hidden_act",
-    "activation_function",
-    "activation",
-    "dense_act_fn",
-    "feed_forward_proj",  # T5's also says whether there is a gate: "gated-gelu"
-)
+_FIELDS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function", "activation", "dense_act_fn")
+_FIELDS += ("feed_forward_proj",)  # T5's also says whether there is a gate: "gated-gelu"
 
 
 def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
@@ -73,16 +53,15 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
 
     Args:
         model: of transformers (of a family in twell_lab.layers.families) or of this project.
-        only: change the layers for which only(name, module) is true, in whichever part of the model, as `sparsify` is
-            told which to swap. Where no configuration says which layers those are, the configuration stays as it was,
-            with a warning: what is saved then is loaded with the old activations, to be changed once more.
+        only: change the layers for which only(name, module) is true, in whichever part of the model. Where no
+            configuration says which layers those are, it stays as it was, with a warning: what is saved then is loaded
+            with the old activations.
 
     Raises:
-        InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that, with
-            the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since
-            a ReLU would not silence its neurons; for an activation that a ReLU cannot stand in for (tanh, sigmoid,
-            ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
-            as the head of BERT.
+        InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that computes
+            something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that a ReLU cannot
+            stand in for (tanh, ...); and, without `only`, where the configuration's field also governs modules that
+            keep their activation, as the head of BERT.
     """
     check_model(model)
     layers = [
@@ -209,8 +188,7 @@ def _relus(model: nn.Module) -> set[str]:
     """Return the names of what a model has a ReLU in: modules, functions, and words that name one."""
     names = {name for name, module in model.named_modules() if is_relu(module)}
     for name, module in model.named_modules():
-        words = {
-            key for key, value in vars(module).items() if is_relu(value) or isinstance(value, str) and value == "relu"
-        }
-        names |= {f"{name}.{key}".lstrip(".") for key in words}
+        for key, value in vars(module).items():
+            if is_relu(value) or isinstance(value, str) and value == "relu":
+                names.add(f"{name}.{key}".lstrip("."))
     return names

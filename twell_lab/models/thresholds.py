@@ -8,16 +8,13 @@ zero, so that it can be skipped; the model then computes something else than bef
 - "teal" (Liu et al., arXiv 2408.14690): on the inputs of the projections, which are x before gate and up, and the
   hidden values before down. What is zero there spares a column of what it enters.
 
-A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches, each
-read once (`calibrate`). All places get the same sparsity, or with `greedy` each its own. Then all begin at 0, and the
-one is raised by a level of LEVELS for which that adds the least error to its layer's output (measured for each place
-alone, on ROWS inputs) over the multiplications that it spares; of equal ones the first. That is repeated until the
-mean, each place counted by its multiplications, is what was wished; the last step is cut so that it meets it."""
+A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
+(`calibrate`). All places get the same sparsity, or with `greedy` each its own: all begin at 0, and the one is raised by
+a level of LEVELS for which that adds the least error to its layer's output (measured for each place alone, on ROWS
+inputs) over the multiplications that it spares, until the mean, by multiplications, is what was wished."""
 
 from __future__ import annotations
 
-import heapq
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -33,7 +30,7 @@ from torch.nn import functional as F
 from .. import records
 from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
-from ..core import InputError, RecordError, write_atomically
+from ..core import InputError
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
@@ -95,8 +92,7 @@ class Histogram:
 
 class LayerCalibration:
     """What one feed-forward layer did on the calibration batches. sites: a Histogram of each place where values may be
-    zeroed. rows: up to ROWS of the layer's inputs, [n, d_model], each as likely as any other; which ones depends on
-    their number alone."""
+    zeroed. rows: up to ROWS of the layer's inputs, [n, d_model], each as likely as any other."""
 
     def __init__(self, layer: FeedForward, method: str) -> None:
         self.layer, self.name, self.tokens = layer, layer.name, 0
@@ -178,25 +174,23 @@ class Calibration:
         if not greedy:
             return shares
         places = [(number, site) for number, layer in enumerate(self.layers) for site in layer.sites]
-        work = [self.layers[number].work(site) for number, site in places]
+        work = {(number, site): self.layers[number].work(site) for number, site in places}
+        levels = dict.fromkeys(places, 0)
 
-        def step(place: int, level: int) -> tuple[float, int, int]:
-            """Return what the step from this level to the next one costs, with place and level."""
-            number, site = places[place]
-            errors = self.layers[number].errors(site)
-            return (errors[level + 1] - errors[level]) / work[place], place, level
+        def cost(place: tuple[int, str]) -> float:
+            """Return what the step to the next level costs."""
+            errors, level = self.layers[place[0]].errors(place[1]), levels[place]
+            return (errors[level + 1] - errors[level]) / work[place]
 
-        steps = [step(place, 0) for place in range(len(places))]
-        heapq.heapify(steps)
-        left = sparsity * sum(work)
-        while left > 1e-9 * sum(work):
-            _, place, level = heapq.heappop(steps)
-            number, site = places[place]
-            size = min(LEVELS[level + 1] - LEVELS[level], left / work[place])
-            shares[number][site] = LEVELS[level] + size
+        total = sum(work.values())
+        left = sparsity * total
+        while left > 1e-9 * total:
+            place = min((place for place in places if levels[place] + 1 < len(LEVELS)), key=cost)
+            low, high = LEVELS[levels[place] : levels[place] + 2]
+            size = min(high - low, left / work[place])
+            shares[place[0]][place[1]] = low + size
             left -= size * work[place]
-            if level + 2 < len(LEVELS):
-                heapq.heappush(steps, step(place, level + 1))
+            levels[place] += 1
         return shares
 
     def at(self, sparsity: float, *, greedy: bool = False) -> Thresholds:
@@ -244,8 +238,8 @@ def thresholds(
         model = found.apply(model)          # lossy from here on; found.remove(model) takes it back
 
     Args:
-        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation. It runs
-            in evaluation mode without gradients and is left as it was.
+        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation; left as
+            it was.
         batches: what the model takes, as `twell_lab.profile` takes them.
         sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
         method: "cats" or "teal", as this module's first lines describe them.
@@ -253,10 +247,9 @@ def thresholds(
         only: the layers for which only(name, module) is true; the others keep all their values.
 
     Raises:
-        InputError: for a model without a feed-forward layer that is known (routed experts, which share one activation,
-            are left as they are); for layers that compute something else than their parts say, quantised, adapted or
-            sharded ones, weights on meta, layers that `sparsify` swapped, and a model that has thresholds; for values
-            that are not finite; and for wrong arguments.
+        InputError: for a model without a feed-forward layer that is known (routed experts are left as they are); for
+            layers that compute something else than their parts say, quantised, adapted, sharded or on meta, and those
+            that `sparsify` swapped; for thresholds on the model; for values that are not finite; for wrong arguments.
     """
     _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
@@ -308,6 +301,13 @@ class Thresholds:
     tokens: int
     layers: list[LayerThresholds]
 
+    def __post_init__(self) -> None:
+        if self.method not in SITES or not self.layers:
+            raise InputError(f"'method' is none of {', '.join(SITES)}, or 'layers' is empty")
+        for layer in self.layers:
+            if not {*layer.thresholds} == {*layer.density} == {*SITES[self.method]}:
+                raise InputError(f"'thresholds' and 'density' of {layer.name!r} are not of {SITES[self.method]}")
+
     @property
     def spared(self) -> float:
         """Return the share of the layers' multiplications that meet a zero, on the calibration batches."""
@@ -342,12 +342,10 @@ class Thresholds:
     def apply(self, model: nn.Module) -> nn.Module:
         """Have the layers of the model set to zero what is below the thresholds, in place; returns the model.
 
-        With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput.
-        They are named lossy where the model is printed and have no parameters. Others that are on the model are taken
-        off before. Gradients go through what is kept. `sparsify` takes a model with either on it, and for few tokens
-        kernels then skip its silent neurons, or read the weights of kept inputs alone. The configuration of a model of
-        transformers holds them from then on (CONFIG), so that `save_pretrained` writes them and `twell_lab.load` puts
-        them on again; transformers itself does not.
+        With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput,
+        both without parameters, and named lossy where the model is printed. Others that are on the model are taken off
+        before. `sparsify` takes a model with either on it. The configuration of a model of transformers holds them from
+        then on (CONFIG), so that `save_pretrained` writes them and `twell_lab.load`, not transformers, puts them on.
 
         Raises InputError, with nothing changed, for a model whose layers have other names, shapes or activations than
         those that were calibrated, and for one that `sparsify` swapped."""
@@ -386,14 +384,12 @@ class Thresholds:
     def loss(self, model: nn.Module, windows: Tensor, *, bytes_per_token: float | None = None) -> LossChange:
         """Measure what these thresholds cost: the loss of the model without and with them, on the same windows.
 
-        model: a causal language model, with these thresholds on it or none; it is left as it was. windows: int64 [n,
-        length], on text that was not calibrated on; each is read with nothing before it, and its tokens from the second
-        on are predicted. bytes_per_token: of the text, to have bits a byte as well. Raises InputError as `apply`, for
-        other thresholds on the model, for fewer than two windows or tokens in each, and for tokens that the model does
-        not know."""
-        whole = isinstance(windows, Tensor) and windows.dtype == torch.int64 and windows.dim() == 2
-        if not whole or min(windows.shape) < 2:
-            what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
+        model: a causal language model, with these thresholds on it or none; left as it was. windows: int64 [n, length],
+        on text that was not calibrated on; the tokens of each from the second on are predicted. bytes_per_token: of the
+        text, to have bits a byte as well. Raises InputError as `apply`, for other thresholds on the model, for fewer
+        than two windows or tokens in each, and for tokens that the model does not know."""
+        what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
+        if not what.startswith("torch.int64") or windows.dim() != 2 or min(windows.shape) < 2:
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
         self._pairs(model)
         before = sorted(part.threshold for _, part in lossy_parts(model))
@@ -423,29 +419,18 @@ class Thresholds:
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write them as JSON, the file whole or not at all. RecordError where it can't be written."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        write_atomically(path, json.dumps(content, indent=1) + "\n", make_folder=False)
-        return Path(path)
+        return saved.save(path, FORMAT, VERSION, asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Thresholds:
         """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        return cls.read(*saved.load(path, "thresholds", FORMAT, VERSION, saved.kinds(cls)))
+        return saved.load(path, "thresholds", FORMAT, VERSION, cls)
 
     @classmethod
     def read(cls, content: object, where: str) -> Thresholds:
         """Read the plain data of thresholds, as `apply` puts it into a configuration. where: what to call it. Raises
         RecordError for the field that is missing or wrong."""
-        content = dict(saved.fields(content, saved.kinds(cls), where))
-        if content["method"] not in SITES or not content["layers"]:
-            raise RecordError(f"{where}: 'method' is none of {', '.join(SITES)}, or 'layers' is empty")
-        sites = dict.fromkeys(SITES[content["method"]], (float, int))
-        for number, layer in enumerate(content["layers"]):
-            at = f"{where}, layer {number}"
-            saved.fields(layer, saved.kinds(LayerThresholds), at)
-            for name in ("thresholds", "density"):
-                saved.fields(layer[name], sites, f"{at}, {name!r}")
-        return cls(**{**content, "layers": [LayerThresholds(**layer) for layer in content["layers"]]})
+        return saved.read(cls, content, where)
 
 
 def _config(model: nn.Module) -> object | None:
@@ -485,8 +470,7 @@ class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows.
 
     dense, thresholded: the mean. change: of thresholded - dense, the mean; low, high: 1.96 standard errors of it on
-    either side, over windows, which holds the change on such text with a probability of about 95%. bytes_per_token: of
-    the text, None where it was not said."""
+    either side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
 
     dense: float
     thresholded: float

@@ -34,18 +34,10 @@ _LAYER_BYTES = 16_384  # of a layer's modules, beside its weights
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a LanguageModel.
+    """The sizes of a LanguageModel: vocabulary, how many token numbers there are; d_model, layers, heads, d_ff;
+    context, the most tokens of an input; gated feed-forward layers, or plain ones; activation, "relu" or "relu2".
 
-    Attributes:
-        vocabulary: how many token numbers there are.
-        d_model, layers, heads, d_ff: as in TrainConfig.
-        context: the most tokens of an input.
-        gated: gated feed-forward layers, or plain ones.
-        activation: "relu", or "relu2", its square (SquaredReLU).
-
-    Raises:
-        InputError: naming a size that is no whole number from 1 up, or does not go with another.
-    """
+    InputError for a size that is no whole number from 1 up, or does not go with another."""
 
     vocabulary: int = 256
     d_model: int = 128
@@ -65,8 +57,8 @@ class ModelConfig:
             raise InputError(f"activation is {self.activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
         if self.d_model % (2 * self.heads):
             raise InputError(
-                f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
-                f"{2 * self.heads}, since rotary positions turn pairs within each head"
+                f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of {2 * self.heads}, since "
+                "rotary positions turn pairs within each head"
             )
 
 
@@ -110,9 +102,7 @@ class Attention(nn.Module):
 
 
 class Past:
-    """The keys and values of the tokens that an Attention has read, so that the next token needs only its own.
-
-    It takes any number of tokens at first, and then one at a time, which attends to all before it."""
+    """The keys and values of the tokens that an Attention has read: of any number at first, and then one at a time."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.length = tokens, 0  # how many fit, and how many there are
@@ -209,23 +199,18 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Continue a prompt, one token after the other.
 
-        Each token is scored from those before it. Once there are more than `context` of them, the model reads on from a
-        multiple of half the context, the first at which what follows fits: it always reads at least half a context. In
-        between, keys and values are kept (Past), and give what reading all these tokens anew would give.
+        Once there are more than `context` tokens, the model reads on from a multiple of half the context, the first at
+        which what follows fits. In between, keys and values are kept (Past).
 
         Args:
             prompt: token numbers, int64 [length] or [batch, length], with at least one token.
             tokens: how many tokens to add, from 0 up.
             temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature).
             top_k: draw from the so many most likely tokens alone.
-            seed: of the draw, on the CPU: the same one gives the same tokens. None draws others on every call.
+            seed: of the draw, on the CPU. None draws others on every call.
 
-        Returns:
-            The new tokens, int64 [tokens] or [batch, tokens], on the device of the model.
-
-        Raises:
-            InputError: for a wrong argument, and where scores are not finite.
-        """
+        Returns the new tokens, int64 [tokens] or [batch, tokens], on the device of the model. InputError for a wrong
+        argument, and where scores are not finite."""
         check_generation(prompt, tokens, temperature, top_k, seed, self.config.vocabulary)
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
@@ -253,12 +238,10 @@ class LanguageModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
         """Write the model into `folder` as a LlamaForCausalLM with its tokenizer; return the folder.
 
-        transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. Where bytes are read, token 0
-        begins, ends and pads a text for them (llama.EDGE); a BPE of ours has no token for that.
-
-        tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. Raises
-        InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
-        vocabulary, for a model with thresholds on it, and where the folder can't be written."""
+        transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. tokenizer: what the
+        tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. InputError for plain
+        feed-forward layers, which Llama lacks, for a tokenizer that does not go with the vocabulary, for a model with
+        thresholds on it, and where the folder can't be written."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
         files = llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context)
         return _write(folder, config, llama.to_llama(self._weights()), files)
@@ -368,17 +351,3 @@ def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch
     scores, numbers = scores.double().cpu().topk(best)
     chances = ((scores - scores[:, :1]) / temperature).softmax(1)
     return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]
-
-
-def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
-    """Raise InputError naming the first tensor that is missing, unknown, or of another shape."""
-    for name in sorted(found.keys() ^ wanted.keys()):
-        raise InputError(
-            f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model"
-        )
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise InputError(
-                f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
-                "weights of this model"
-            )

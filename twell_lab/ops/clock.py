@@ -132,7 +132,7 @@ def check(
     too if the dense module computes something else than the layer's weights say, since the promise allows for its
     error."""
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
-    y, reached = (call or layer)(x)[picked], dense(x)[picked]
+    y, reached = (layer if call is None else call)(x)[picked], dense(x)[picked]
     gate, up, down = layer.gate, layer.up, layer.down
     first = gate or up
     biases = (None if gate is None else gate.bias, up.bias, down.bias)

@@ -1,6 +1,6 @@
 """All sources of kernels/, as their operations declare them: to compile them ahead of time, and to launch one by name.
 
-A new kernel needs its `.cu`, its file in this folder with a `Source`, and that file's name here."""
+A new kernel needs its `.cu` and a file in this folder that declares it as a `Source`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,13 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
-OPERATIONS = (  # the files of this folder that declare sources
-    *("pack", "gate_pack", "down", "gated", "gate_up", "down_sums", "down_rows", "decode", "listed", "kept_inputs"),
-    *("survivors", "train_rows", "train_lost", "train_dense", "columns", "transpose"),
-    *("spmm", "blocks", "microtiles", "int8"),
-)
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 
 @cache
 def sources() -> dict[str, Source]:
     """Return every declared source by its name."""
-    modules = [import_module(f"{__package__}.{name}") for name in OPERATIONS]
+    modules = [import_module(f"{__package__}.{path.stem}") for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
     return {source.name: source for source in found}
 

@@ -4,13 +4,14 @@
     run = program.launch("pack_v2", grid, block, (gate, packed, rows, columns, tile, words), watch="counts")
     print(run.counts)
 
-The `.cu` is the one that the GPU gets. A C++ compiler (g++ or clang++, Linux, x86-64 or arm64) is needed:
-`available()`."""
+The `.cu` is the one that the GPU gets. What C++ leaves open is done as this CPU does it: `(int)` of what no int holds,
+which a GPU clamps (NaN to 0), and shifts by the width or more, which shift everything out there. A C++ compiler (g++ or
+clang++, Linux, x86-64 or arm64) is needed: `available()`."""
 
 from . import faults
 from .counts import H100, Counts, Gpu, predicted_time
 from .faults import Fault, Unsupported
-from .program import Program, Run, compile, watching
+from .program import Program, Run, compile, step, watching
 from .toolchain import available, compiler
 from .trace import Trace
 
@@ -26,6 +27,7 @@ __all__ = [
     "predicted_time",
     "Program",
     "Run",
+    "step",
     "Trace",
     "Unsupported",
     "watching",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..core import TwellError
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
 class Unsupported(TwellError, RuntimeError):
@@ -14,7 +19,10 @@ class Fault(TwellError, RuntimeError):
 
     kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number, text,
     function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
-    first. Faults between two threads also have other_thread, other_block and other_line."""
+    first. Faults between two threads also have other_thread, other_block and other_line. trace: the steps of the block
+    up to the fault, if they were kept (`simulator.step`)."""
+
+    trace: Trace | None = None
 
     def __init__(self, message: str, **facts) -> None:
         super().__init__(message)

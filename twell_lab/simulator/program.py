@@ -362,10 +362,8 @@ class _Call:
             library.handle.sim_free(report)
 
     def _result(self, report, took, names, watch, trace, before) -> Run:
-        if report.fault.kind:
-            raise self._describer().exception(report.fault)
         counts = steps = None
-        if watch & raw.WATCH_COUNTS:
+        if watch & raw.WATCH_COUNTS and not report.fault.kind:
             sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
             counts = Counts.of(sites, footprint, lines, self._infos(None), math.prod(self.grid + self.block))
@@ -380,6 +378,11 @@ class _Call:
                 self.block,
                 truncated=bool(report.truncated),
             )
+        if report.fault.kind:
+            fault = self._describer().exception(report.fault)
+            if steps is not None and fault.block == trace:
+                steps.end_with(fault)
+            raise fault
         return Run(self.kernel, self.grid, self.block, took, counts, steps)
 
     def _resolved(self, rows: np.ndarray):
@@ -447,6 +450,32 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     if not 1 <= len(sizes) <= 3 or any(not isinstance(n, (int, np.integer)) or not 1 <= n <= most for n in sizes):
         raise InputError(f"{name} is {size}; 1 to 3 sizes from 1 to {most:,} are accepted")
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
+
+
+def step(
+    program: Program,
+    kernel: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    arguments: Sequence,
+    *,
+    look: int = 0,
+    **options,
+) -> Trace:
+    """Return the steps of one block of a launch: of the one that a fault stopped, up to the fault (`.fault`), or else
+    of the block `look`.
+
+    The other arguments are those of `Program.launch`; cores is 1 unless given, so that the fault is the same each time.
+    Notebooks show the steps with `twell_lab.course.first_kernels.widget.StepExplorer`.
+    """
+    options = {"cores": 1, **options}
+    trace = None
+    while trace is None:
+        try:
+            trace = program.launch(kernel, grid, block, arguments, trace=look, **options).trace
+        except faults.Fault as fault:  # in another block: once more, with that one's steps
+            trace, look = fault.trace, fault.block
+    return trace
 
 
 # ---- launches by twell_lab.ops ----

@@ -41,6 +41,7 @@ KINDS = {
         "-O0",
         "-fsanitize=thread",
         "-fsanitize=integer-divide-by-zero",
+        "-fsanitize=alignment",
         "-finstrument-functions",
         "-fsanitize-coverage=trace-pc",
         "-DSIM_WATCHED",

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..core import InputError
+from .faults import Fault
 from .report import runs
 from .symbols import Line
 
@@ -27,11 +28,11 @@ MEMORY = ("read", "write", "atomic")
 class Step:
     """One instruction of one warp; the tuples have an entry for each lane that takes part.
 
-    kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier" or "watch". line: where it
-    stands, path: the calls that lead there from the kernel, outermost first (both: file, number, text,
-    function). array: the name of the array, None where there is none or the lanes use different ones;
-    arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block. elements:
-    index of the first element a lane touches, in the flat array (None outside every array); count: how many
+    kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault",
+    which stopped its threads. line: where it stands, path: the calls that lead there from the kernel, outermost first
+    (both: file, number, text, function). array: the name of the array, None where there is none or the lanes use
+    different ones; arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block.
+    elements: index of the first element a lane touches, in the flat array (None outside every array); count: how many
     neighbours it touches (0: a part of one). values: what was read or, after a write or an atomic, is there:
     numbers, or a tuple of `count` of them; the result of a collective; the watched value. name: what is watched.
     absent: of a "warp" step, the threads that its mask names and that had left the kernel by then.
@@ -57,6 +58,8 @@ class Step:
         where = f"warp {self.warp}, {self.line.file}:{self.line.number}: " if self.line else f"warp {self.warp}: "
         lanes, one = len(self.threads), len(self.threads) == 1
         who = f"thread {self.threads[0]}" if one else f"{lanes} lanes"
+        if self.kind == "fault":
+            return f"{where}{self.name}"
         if self.kind == "watch":
             return f"{where}{self.name} is {_span(self.values)} in {who}"
         if self.kind == "barrier":
@@ -163,7 +166,10 @@ class Trace(Sequence):
         block_shape: threads in x, y and z.
         barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
         truncated: whether steps past the recorder's limit are missing.
+        fault: what stopped the block; its step is then the last one.
     """
+
+    fault: Fault | None = None
 
     def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:
         self.steps, self.arrays, self.block_shape, self.truncated = steps, arrays, block_shape, truncated
@@ -200,6 +206,19 @@ class Trace(Sequence):
             made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names, math.prod(block_shape)))
         changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
         return cls(made, {array.name: array for array in arrays}, tuple(block_shape), changes, truncated)
+
+    def end_with(self, fault: Fault) -> None:
+        """Add the step that the fault stopped, which has changed nothing."""
+        self.fault, fault.trace = fault, self
+        both = fault.other_thread is not None and fault.other_block == fault.block
+        threads = tuple(dict.fromkeys((fault.thread, fault.other_thread))) if both else (fault.thread,)
+        what, nobody = str(fault).partition("\n")[0], (None,) * len(threads)
+        at = (len(self.steps), fault.thread // 32, "fault", fault.line, tuple(fault.path))
+        self.steps.append(Step(*at, None, nobody, None, threads, nobody, 0, nobody, what))
+
+    def of_thread(self, thread: int) -> list[int]:
+        """The indices of the steps in which a thread of the block takes part."""
+        return [step.index for step in self.steps if thread in step.threads]
 
     def __getitem__(self, index):
         return self.steps[index]

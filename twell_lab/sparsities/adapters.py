@@ -7,14 +7,12 @@
     switch(model, before)                 # the very bits of before
 
 Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's
-(peft.ShiraConfig). peft merges by adding differences, and unmerges by subtracting them, which leaves the rounding of
+(peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
 both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
 
-**Under a sparse layer** (twell_lab.sparsify) nothing else is needed: it reads the model's own parameters, however they
-are stored. Where `sparsify` put a layer's neurons in another order, `switch` writes where they lie now: an Adapter is
-always one of the dense model. Layers that own another representation (INT8, 2:4, blocks) do not follow what is written.
-
-`switching` measures it beside fusing and unfusing a LoRA of as many parameters, W += B A, which writes all of W."""
+A layer of `sparsify` reads the model's own parameters, and needs nothing else. Where its neurons lie in another order,
+`switch` writes where they lie now: an Adapter is always one of the dense model. Layers that own another representation
+(INT8, 2:4, blocks) do not follow what is written."""
 
 from __future__ import annotations
 
@@ -44,10 +42,7 @@ class Change(NamedTuple):
     shape: tuple[int, int]
 
 
-class Adapter(NamedTuple):
-    """What an adapter makes of a model: a Change for some of its parameters, by name."""
-
-    changes: dict[str, Change]
+Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by name
 
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
@@ -55,8 +50,8 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
     model: what peft.get_peft_model or peft.inject_adapter_in_model returned, nothing merged into its weights. The
     changes have the names that the parameters have once peft's layers are gone (`unload`). A new value is W + scaling *
-    difference, added in float32 or wider and rounded to W's dtype once. InputError for a model without a SHiRA adapter
-    of this name, and for one that is merged."""
+    difference, rounded to W's dtype once. InputError for a model without a SHiRA adapter of this name, or a merged
+    one."""
     check_model(model)
     changes, others, inner = {}, set(), model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -78,7 +73,7 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
     if not changes:
         there = ", ".join(map(repr, sorted(others))) or "none"
         raise InputError(f"there is no SHiRA adapter {name!r:.80} in the model; accepted: one of those there: {there}")
-    return Adapter(changes)
+    return changes
 
 
 @torch.no_grad()
@@ -86,7 +81,6 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     """Write an adapter's values into a model, in place.
 
     Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
-    Of two that are on at once, take the last off first.
 
     model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). adapter: of `of_peft`, or
     what another `switch` returned. Returns the values that stood there, as an Adapter: switching to it gives the very
@@ -94,7 +88,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     shape, dtype or on another device."""
     check_model(model)
     own = dict(model.named_parameters(remove_duplicate=False))
-    for name, change in adapter.changes.items():
+    for name, change in adapter.items():
         weight = own.get(name)
         if weight is None:
             raise InputError(f"the model has no parameter {name!r}; accepted: the model that the adapter was made for")
@@ -107,7 +101,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     for layer in model.modules():
         if isinstance(layer, SparseFFN) and layer.order is not None:
             lies.update(storage.rows_and_columns(layer.parts, layer.order))
-    for name, change in adapter.changes.items():
+    for name, change in adapter.items():
         weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
         bits = weight.view(_BITS[weight.itemsize])
@@ -117,7 +111,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
         bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.
-    return Adapter(dict(reversed(before.items())))
+    return dict(reversed(before.items()))
 
 
 def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
@@ -136,26 +130,22 @@ def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
         changes[name] = Change(places.to(weight.device), values.to(weight), tuple(weight.shape))
     if not changes:
         raise InputError(f"{type(model).__name__} has no matrix among its parameters; one or more are accepted")
-    return Adapter(changes)
+    return changes
 
 
 @torch.no_grad()
 def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0) -> list[dict]:
-    """Measure switching an adapter on and off again beside fusing a LoRA of as many parameters and taking it off.
+    """Measure switching an adapter on and off once beside fusing a LoRA of as many parameters and taking it off.
 
-    The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall, the
-    calls in turn (twell_lab.ops.clock). Nothing of a forward is in it.
-
-    model: whose matrices are all written. share: of each matrix's weights that the sparse adapter has. seconds: about
-    how long to measure, on a CPU. Returns two rows, JSON-able: path, ms (on and off once;
-    `samples`), parameters, written_bytes, and `worst_error`: the largest difference from the weights of before, once it
-    is off again."""
+    The model has the bits of before afterwards. On a GPU by device events and on the wall, on a CPU on the wall for
+    about so many seconds. share: of each matrix's weights. Returns two rows, JSON-able: path, ms (`samples`),
+    parameters, written_bytes, and `worst_error`: the largest difference from the weights of before, once it is off."""
     adapter, own = drawn(model, share), dict(model.named_parameters())
-    weights = {name: own[name].detach() for name in adapter.changes}
+    weights = {name: own[name].detach() for name in adapter}
     first = {name: weight.clone() for name, weight in weights.items()}
     on_gpu, draw, factors = next(iter(weights.values())).is_cuda, torch.Generator().manual_seed(0), {}
     for name, weight in weights.items():
-        rank = max(1, round(len(adapter.changes[name].places) / sum(weight.shape)))
+        rank = max(1, round(len(adapter[name].places) / sum(weight.shape)))
         up, down = (torch.randn(*s, generator=draw) for s in ((weight.shape[0], rank), (rank, weight.shape[1])))
         factors[name] = (0.01 * up).to(weight), down.to(weight)
 
@@ -177,7 +167,7 @@ def switching(model: nn.Module, share: float = 0.02, *, seconds: float = 2.0) ->
     samples = clock.time_cuda(calls, 10) if on_gpu else clock.time_cpu(calls, seconds, cold=True)
     bursts = clock.time_bursts(calls, torch.cuda.synchronize, count=2) if on_gpu else {}
     restore()
-    values = [change.values for change in adapter.changes.values()]
+    values = [change.values for change in adapter.values()]
     trained = {SWITCH: values, FUSE: [t for pair in factors.values() for t in pair]}
     written = {SWITCH: values, FUSE: weights.values()}
     rows = []

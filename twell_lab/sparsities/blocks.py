@@ -6,14 +6,12 @@
     tl.sparsify(model, "blocks")               # as a path of feed-forward layers, or tl.plan(..., paths=["blocks"])
 
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
-weights", 2017.
+weights", 2017. **2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks
+(docs/kernels/sm80_blocks.md).
 
-**2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks: a kernel that read them as
-2:4 would fetch 56% of W's bytes and all of x's, of which there are eight times as many (docs/kernels/sm80_blocks.md).
-
-Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
-lie in the same rows (Labini et al., arXiv 2202.05868); `empty_share` says what it was worth. It finds structure that is
-there: where zeros are drawn independently, a block of 32 x 32 at 90% has a value almost surely."""
+Weights that were pruned one by one have few empty blocks: where zeros are drawn independently, a block of 32 x 32 at
+90% has a value almost surely. `group_columns` puts columns beside each other whose zeros lie in the same rows (Labini
+et al., arXiv 2202.05868); `empty_share` says what it was worth."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..formats.matrix import as_matrix
-from ..layers.paths.cost import Work
 from ..ops import blocks as kernel
 from .checks import checked_weight
 from .magnitude import kept_of, largest
@@ -98,11 +95,8 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
 
     Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
     filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
-    needed already; of equal ones the first. Columns without values come last. Its time grows with the square of the
-    columns.
-
-    Columns may be reordered if the inputs are: weight[:, order] takes x[..., order]. That costs nothing where the rows
-    of the weight before it, and its bias, are reordered alike. Arguments and errors as `empty_share`."""
+    needed already; of equal ones the first. Its time grows with the square of the columns. weight[:, order] takes
+    x[..., order]. Arguments and errors as `empty_share`."""
     used = _used(matrix)
     own = torch.arange(used.shape[1], device=used.device)
     blocks = _cut(used, size)
@@ -134,46 +128,36 @@ def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
 
 
 class Blocks(Products):
-    """A feed-forward layer whose weights have many empty blocks, through block-sparse products: each projection of
-    which at least LEAST_EMPTY of the blocks are empty, the others densely. Exact: nothing is pruned. Blocks are squares
-    of 16 to 128, the largest that leave nearly as much empty as small ones. Weights of 16 bits on a GPU from sm_80 on
-    take the kernel of ops.blocks, all others torch's products. The layer owns the filled blocks."""
+    """Block-sparse products for each projection of which at least LEAST_EMPTY of the blocks are empty. Exact: nothing
+    is pruned. Weights of 16 bits on a GPU from sm_80 on take the kernel of ops.blocks, others torch's products. The
+    layer owns the filled blocks."""
 
     name = "blocks"
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        blocks = to_bsr(weight, int(self.weigh(weight)[1]))
+        blocks = to_bsr(weight, self.fitting(weight)[0])
         return kernel.BlockOperand(blocks) if _has_kernel(weight) else partial(_by_torch, blocks)
 
-    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+    def fitting(self, weight: Tensor) -> tuple[int, float]:
+        """Return the largest squares of 16 to 128 that leave nearly as much empty as small ones, and the share of them
+        that is filled."""
         used = checked_weight(weight) != 0
         sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
         if not sizes:
             raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
         shares = {size: _filled(used, size).double().mean().item() for size in sizes}
-        size = next(size for size in shares if shares[size] <= _NEARLY * min(shares.values()))
+        return next((size, share) for size, share in shares.items() if share <= _NEARLY * min(shares.values()))
+
+    def check(self, weight: Tensor) -> None:
+        size, share = self.fitting(weight)
         if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not _has_kernel(weight):
             raise InputError(f"blocks of {weight.dtype} on a CPU; accepted there: float32 and float64")
-        if shares[size] > 1 - LEAST_EMPTY:
+        if share > 1 - LEAST_EMPTY:
             raise InputError(
-                f"{1 - shares[size]:.1%} of the weight's blocks of {size} x {size} are empty; at least "
-                f"{LEAST_EMPTY:.0%} are accepted (block_mask)"
+                f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty; at least {LEAST_EMPTY:.0%} are "
+                "accepted (block_mask)"
             )
-        count = round(shares[size] * weight.numel() / size**2)
-        return count * (size**2 * weight.dtype.itemsize + 8) + 8 * (len(weight) // size + 1), size, shares[size]
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        """Return the time of what takes longest: the filled blocks' operations, every tensor once from memory, or what
-        a GPU's L2 cache serves: for each filled block the columns of x that it needs, and the block for each tile of
-        tokens."""
-        stored, size, share = counted
-        moved = stored + work.tokens * (n + k) * work.itemsize
-        tiles = -(-work.tokens // kernel.TILE_ROWS)
-        served = share * n * k / size * (work.tokens + tiles * size) * work.itemsize
-        rates = work.rates
-        cached = served / rates.l2 if rates.cache else 0.0
-        return max(2 * work.tokens * n * k * share / rates.matmul, moved / rates.bandwidth, cached)
 
 
 def _by_torch(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,6 +13,11 @@ from ..formats.matrix import as_matrix
 from ..layers.parts import HOOKS
 
 
+def shown(value: object) -> str:
+    """Return what a message calls a value: of a tensor its dtype, shape and device."""
+    return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else f"{value!r:.80}"
+
+
 def check_count(name: str, value: int, most: int | None = None) -> None:
     """Raise InputError unless `value` is a whole number from 1 up, to `most` where that is given."""
     if type(value) is not int or value < 1 or (most is not None and value > most):
@@ -51,6 +56,15 @@ def checked_linear(module: nn.Module) -> nn.Linear:
             "out or wrapped; a plain one without is accepted"
         )
     return module
+
+
+def check_gpu(name: str, device: torch.device, oldest: tuple[int, int], what: str) -> None:
+    """Raise DeviceError unless the device is a GPU of this compute capability or a newer one. name: of the argument
+    that is there. what: they have."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < oldest:
+        where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
+        raise DeviceError(f"{name} is on {where}; GPUs of {oldest[0]}.{oldest[1]} and newer have {what}")
 
 
 @contextmanager

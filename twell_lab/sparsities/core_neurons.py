@@ -21,9 +21,11 @@ from ..formats.twell import fires
 from ..layers.find import FeedForward, Only
 from ..layers.parts import NAMES, Weights, uncompiled
 from ..ops.activation import RELU
-from .checks import check_share
-from .few_neurons import LOSSY, FewNeurons, computed, dense_layers, of_neurons, put, remove
+from .checks import check_share, shown
+from .few_neurons import LOSSY, FewNeurons, Neurons, computed, dense_layers, of_neurons, remove
 from .magnitude import largest
+
+__all__ = ["CoreFFN", "core_neurons", "remove"]
 
 
 class CoreFFN(FewNeurons):
@@ -49,7 +51,7 @@ class CoreFFN(FewNeurons):
 
 
 @dataclass(frozen=True, eq=False)
-class Core:
+class Core(Neurons):
     """The core neurons of each layer for one prompt: int64 [n], ascending, by the layer's name. shapes: (d_ff, d_model)
     of each. tokens: of the prompt."""
 
@@ -57,21 +59,14 @@ class Core:
     shapes: dict[str, tuple[int, int]]
     tokens: int
 
-    @property
-    def sparsity(self) -> float:
-        """The share of the neurons that is not computed, over all layers."""
-        return 1 - sum(map(len, self.neurons.values())) / sum(shape[0] for shape in self.shapes.values())
+    def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        return {name: (len(self.neurons[name]), shape) for name, shape in self.shapes.items()}
+
+    def make(self, layer: FeedForward) -> CoreFFN:
+        return CoreFFN(layer, self.neurons[layer.name])
 
     def __str__(self) -> str:
         return f"{self.sparsity:.1%} of the neurons are not computed after a prompt of {self.tokens:,} tokens\n{LOSSY}"
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Have the model's layers compute their core neurons alone, in place; returns the model. Lossy; for inference.
-
-        InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        return put(model, self.shapes, lambda layer: CoreFFN(layer, self.neurons[layer.name]))
-
-    remove = staticmethod(remove)
 
 
 def core_neurons(
@@ -89,8 +84,7 @@ def core_neurons(
     check_share("share", share)
     check_share("of_token", of_token)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
-        what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise InputError(f"prompt is {what}; token ids [1, length] are accepted")
+        raise InputError(f"prompt is {shown(prompt)}; token ids [1, length] are accepted")
     layers, counts = dense_layers(model, only), {}
 
     def watch(layer: FeedForward):
@@ -100,7 +94,7 @@ def core_neurons(
             if layer.gate is not None:
                 size = (size * F.linear(rows.kept(x), layer.up.weight, layer.up.bias).float()).abs()
             fired = fires(first)
-            size, order = size.masked_fill(~fired, -1).sort(dim=1, descending=True, stable=True)
+            order = size.masked_fill(~fired, -1).argsort(dim=1, descending=True, stable=True)
             most = (fired.sum(1, keepdim=True) * of_token).ceil()
             taken = torch.arange(size.shape[1], device=size.device) < most
             counts[layer.name] = counts.get(layer.name, 0) + torch.zeros_like(taken).scatter_(1, order, taken).sum(0)

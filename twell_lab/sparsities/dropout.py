@@ -33,7 +33,7 @@ from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
 from ..training.text.load import load_any
-from .checks import refusals
+from .checks import refusals, shown
 from .semi_structured import tensor_kind, usual_backend
 from .two_four_training import timed
 
@@ -48,8 +48,7 @@ def two_four_dropout(h: Tensor, *, training: bool = True, generator: torch.Gener
     become +0. Not in training: h itself. Gradients go through what stays, doubled. InputError for a last dimension that
     is no multiple of 4, and for values that are not floating-point."""
     if not isinstance(h, Tensor) or not h.is_floating_point() or not h.dim() or h.shape[-1] % 4:
-        shown = f"{h.dtype} {list(h.shape)}" if isinstance(h, Tensor) else type(h).__name__
-        raise InputError(f"h is {shown}; floating-point values, a multiple of 4 in the last dimension, are accepted")
+        raise InputError(f"h is {shown(h)}; floating-point values, a multiple of 4 in the last dimension, are accepted")
     if not training:
         return h
     kept = torch.zeros(6, 4, dtype=torch.bool)
@@ -70,15 +69,13 @@ class TwoFourDropout(nn.Module):
 
 
 def loss_effect(config: TrainConfig | None = None, *, seeds: Iterable[int] = (0, 1)) -> list[dict]:
-    """Train a small language model with each kind of dropout before the down projections, and measure it.
+    """Train a small language model with each kind of dropout before the down projections, and measure it: with the same
+    weights, windows and schedule for each kind.
 
-    The same weights, windows and schedule for each kind; the seed draws all of them, and the dropout.
-
-    config: of the training; by default 300 steps of the model "1M" without L1, which take a minute on two cores, for
-    each kind and seed. Its fields beyond sizes, batch, steps, lr, warmup, seed, text and device are not read. seeds:
-    one training each. Returns one row a training, JSON-able: kind, seed, steps,
-    bits_per_byte on held-out text without dropout, and train_loss (mean of the last tenth of the steps, in nats, with
-    dropout)."""
+    config: by default 300 steps of the model "1M", which take a minute on two cores, for each kind and seed; of its
+    fields sizes, batch, steps, lr, warmup, text and device are read. Returns one row a training, JSON-able: kind, seed,
+    steps, bits_per_byte on held-out text without dropout, and train_loss (mean of the last tenth of the steps, in nats,
+    with dropout)."""
     config = config or TrainConfig(steps=300, warmup=30)
     return [_trained(replace(config, seed=seed), kind) for seed in seeds for kind in KINDS]
 
@@ -109,13 +106,8 @@ def _trained(config: TrainConfig, kind: str) -> dict:
         hook.remove()
     bits = bits_per_byte(model.eval(), source.spread_windows(held_out, 128, config.context).to(device))
     train_loss = float(torch.stack(losses[-max(1, config.steps // 10) :]).mean())
-    return {
-        "kind": kind,
-        "seed": config.seed,
-        "steps": config.steps,
-        "bits_per_byte": bits,
-        "train_loss": train_loss,
-    }
+    facts = {"kind": kind, "seed": config.seed, "steps": config.steps}
+    return facts | {"bits_per_byte": bits, "train_loss": train_loss}
 
 
 # ---- whether its product is faster
@@ -156,11 +148,10 @@ def product_times(tokens: int, d_ff: int, d_model: int, *, backend: str | None =
 def verdict(losses: list[dict], times: list[dict] | None = None) -> dict:
     """Return what the rows say.
 
-    losses: of `loss_effect`, with Bernoulli and 2:4 dropout for the same two seeds or more. times: of `product_times`.
-    The result has loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds; loss_spread: 1.96
-    standard errors of it; loss_differs: whether the change is larger than its spread. With `times` also product_x and
-    with_compress_x (how many times as fast as dense), and pays: whether it is faster with compression, and no worse in
-    loss. InputError for rows without the seeds and kinds that this needs."""
+    losses: of `loss_effect`, for two seeds or more, else InputError. times: of `product_times`. The result has
+    loss_change: bits a byte, of 2:4 minus Bernoulli dropout, the mean over seeds; loss_spread: 1.96 standard errors of
+    it; loss_differs: whether the change is larger than its spread. With `times` also product_x and with_compress_x (how
+    many times as fast as dense), and pays: whether it is faster with compression, and no worse in loss."""
     by = {(row["kind"], row["seed"]): row["bits_per_byte"] for row in losses}
     seeds = sorted({seed for _, seed in by if all((kind, seed) in by for kind in (BERNOULLI, TWO_FOUR))})
     if len(seeds) < 2:

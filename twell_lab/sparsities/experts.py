@@ -7,14 +7,13 @@ Method: Shazeer et al., arXiv 1701.06538; Fedus et al., "Switch Transformers", a
 Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
 
 - "loop": one expert after the other, each for its tokens, sorted by expert. The host has to know how many each has.
-- "grouped": tokens are sorted by expert, and torch's grouped product multiplies every group by its own weight in one
-  launch (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841). No token is padded or dropped, and
-  nothing waits, where torch has a kernel for it (`takes_grouped`).
-- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs: no token is dropped, and
-  all tokens to one expert cost as much as all tokens to all.
+- "grouped": torch's grouped product multiplies every group of the sorted tokens by its own weight in one launch
+  (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841), and nothing waits (`takes_grouped`).
+- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs: all tokens to one expert
+  cost as much as all tokens to all.
 
 Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock loads, and `tl.sparsify` swaps the experts
-one by one. A layer's own neurons as experts are in sparsities.routed, and as a path in sparsities.neuron_experts."""
+one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from .checks import check_count
+from .checks import check_count, shown
 
 WAYS = ("grouped", "loop", "padded")
 ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU}
@@ -35,8 +34,7 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10
     or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
-    compiled code; rows of multiples of 16 bytes on either side. On GPUs of other compute capabilities than 9 and 10
-    torch may go through the groups one by one, and wait for their ends."""
+    compiled code; rows of multiples of 16 bytes on either side."""
     few = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if few else (torch.bfloat16, torch.float16, torch.float32)
     if _grouped_mm is None or rows.dtype not in dtypes or weight.dtype != rows.dtype or not weight[0].numel():
@@ -63,8 +61,7 @@ class Experts(nn.Module):
     """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T.
 
     Parameters: gate_up_proj [experts, 2 d_ff, d_model], each expert's Wg above its Wu; down_proj [experts, d_model,
-    d_ff]. d_model, d_ff, experts: 1 or more. activation: "silu" or "relu". way: one of WAYS; may be set later. device,
-    dtype: of the parameters. InputError for other values."""
+    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. InputError for other values."""
 
     def __init__(
         self,
@@ -93,16 +90,16 @@ class Experts(nn.Module):
         """Return the sum of what each token's experts give, weighted: [tokens, d_model], in x's dtype.
 
         x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], numbers of experts, no token the
-        same one twice; numbers that no expert has add nothing. weights: [tokens, top_k], floating-point; the sum is
-        taken in the wider of its dtype and x's. InputError for other shapes and dtypes, and another way."""
+        same one twice; numbers that no expert has add nothing. weights: [tokens, top_k], floating-point. InputError for
+        other shapes and dtypes, and another way."""
         experts, d_model = self.down_proj.shape[:2]
         top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
         shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k
         dtypes = (x.dtype, chosen.dtype) == (self.down_proj.dtype, torch.int64) and weights.is_floating_point()
         if not shapes or not dtypes or self.way not in WAYS:
-            shown = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, chosen, weights))
+            given = ", ".join(map(shown, (x, chosen, weights)))
             raise InputError(
-                f"x, chosen and weights are {shown}, way {self.way!r:.80}; {self.down_proj.dtype} [tokens, {d_model}], "
+                f"x, chosen and weights are {given}, way {self.way!r:.80}; {self.down_proj.dtype} [tokens, {d_model}], "
                 f"int64 [tokens, top_k], floating-point [tokens, top_k] and {', '.join(WAYS)} are accepted"
             )
         somebody = (chosen >= 0) & (chosen < experts)

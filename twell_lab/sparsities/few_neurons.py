@@ -9,7 +9,6 @@ prompt. `sparsities.predicted` does it as a path, from the weights alone."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, Only, StandIn, check_model, feed_forwards, obstacle, replaced
+from ..layers.find import FeedForward, Only, StandIn, check_model, examine, feed_forwards, replaced
 from ..layers.parts import Weights, parts_of
 from ..layers.probe import raise_all, title
 from ..ops.activation import Activation
@@ -66,7 +65,7 @@ class FewNeurons(nn.Module, ABC):
         super().__init__()
         self.dense = layer.module
         self._parts = [layer.gate, layer.up, layer.down]  # beside `dense`, whose children they are, or views of these
-        self.register_load_state_dict_post_hook(FewNeurons._loaded)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.renew())
 
     @property
     def weights(self) -> Weights:
@@ -76,9 +75,6 @@ class FewNeurons(nn.Module, ABC):
     @abstractmethod
     def renew(self) -> None:
         """Make anew what this layer owns of the weights."""
-
-    def _loaded(self, keys) -> None:
-        self.renew()
 
     def own(self, **tensors: Tensor | None) -> None:
         """Keep tensors as buffers that are in no state."""
@@ -103,26 +99,46 @@ def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
             reasons.append(f"{name} is an expert, or does more than its projections; accepted: an `only` without it")
         elif layer.acts is not None or layer.cut is not None:
             reasons.append(f"{name} has a threshold; accepted: layers with a ReLU or its square")
-        elif (reason := obstacle(module)) is not None:
+        elif (reason := examine(module)[0]) is not None:
             reasons.append(f"{name} {reason}")
     raise_all(reasons)
     return layers
-
-
-def put(model: nn.Module, shapes: dict[str, tuple[int, int]], make: Callable[[FeedForward], FewNeurons]) -> nn.Module:
-    """Put make(layer) in the place of the layers of these names and shapes (d_ff, d_model), in place; returns the
-    model. InputError, with nothing changed, for a model without them, and as `dense_layers`."""
-    there = {layer.name: layer for layer in dense_layers(model, lambda name, module: name in shapes)}
-    for name, shape in shapes.items():
-        own = tuple(there[name].up.weight.shape) if name in there else "not there"
-        if own != shape:
-            raise InputError(
-                f"{name!r} is {own} where {shape} (d_ff, d_model) is accepted: the model this was made for"
-            )
-    return replaced(model, {layer.module: make(layer).train(layer.module.training) for layer in there.values()})
 
 
 def remove(model: nn.Module) -> nn.Module:
     """Put the dense layers back where layers compute chosen neurons, in place; returns the model."""
     check_model(model)
     return replaced(model, {layer: layer.dense for layer in model.modules() if isinstance(layer, FewNeurons)})
+
+
+class Neurons(ABC):
+    """How many neurons of each layer of a model are computed, and what computes them."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        """Return by the layer's name how many neurons it computes, and (d_ff, d_model)."""
+
+    @abstractmethod
+    def make(self, layer: FeedForward) -> FewNeurons:
+        """Return what computes them in the place of a layer."""
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the neurons that is not computed, over all layers."""
+        counts = self.counts().values()
+        return 1 - sum(count for count, _ in counts) / sum(shape[0] for _, shape in counts)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Have the model's layers compute their chosen neurons alone, in place; returns the model. For inference.
+
+        InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
+        counts = self.counts()
+        there = {layer.name: layer for layer in dense_layers(model, lambda name, module: name in counts)}
+        for name, (_, shape) in counts.items():
+            own = tuple(there[name].up.weight.shape) if name in there else "not there"
+            if own != shape:
+                raise InputError(f"{name!r} is {own}; (d_ff, d_model) {shape} is accepted: the model this was made for")
+        made = {layer.module: self.make(layer).train(layer.module.training) for layer in there.values()}
+        return replaced(model, made)
+
+    remove = staticmethod(remove)

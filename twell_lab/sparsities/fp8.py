@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..core import DeviceError, InputError
+from ..core import InputError
 from ..layers.parts import Weights
-from ..layers.paths.cost import Work
+from .checks import check_gpu
 from .products import Product, Products, hidden_of
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
 
@@ -30,7 +30,7 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     GPU."""
     flat = flattened(x, rows, KIND, bias)
     if x.is_cuda:
-        _check_device(x.device)
+        check_gpu("the weight", x.device, OLDEST, "FP8 products")
     return _product(round_tokens(flat, KIND), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
 
 
@@ -46,19 +46,11 @@ def _product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tens
     return (y if within or bias is None else y.float() + bias).to(flat.dtype)
 
 
-def _check_device(device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability < OLDEST:
-        where = f"on {device}" if capability is None else "on a GPU of compute capability {}.{}".format(*capability)
-        raise DeviceError(f"the weight is {where}; GPUs of 8.9 and newer have FP8 products")
-
-
 class Fp8(Products):
     """All neurons, by E4M3 products of weights and x (`fp8_linear`). Lossy. The layer owns the rows."""
 
     name = "fp8"
     exact = False
-    launches = 3
 
     def product(self, weight: Tensor) -> Product:
         return partial(fp8_linear, rows=quantise(weight, KIND))
@@ -74,19 +66,11 @@ class Fp8(Products):
         first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
         return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
 
-    def weigh(self, weight: Tensor) -> tuple[int]:
-        _check_device(check_weight(weight).device)
+    def check(self, weight: Tensor) -> None:
+        check_gpu("the weight", check_weight(weight).device, OLDEST, "FP8 products")
         if any(n % 16 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
         self.check_runs(weight.device, torch.float32)
-        return (weight.numel() + 4 * len(weight),)
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Return half of the operations' time, or that of what is moved: x is read, written as one byte and read, the
-        result written."""
-        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * work.itemsize)
-        product = max(work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
-        return product + self.launches * work.rates.launch
 
 
 PATHS = (Fp8(),)

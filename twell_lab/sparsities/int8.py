@@ -4,13 +4,12 @@
         y = int8_linear(x, quantise(layer.weight), layer.bias)
     tl.sparsify(model, "int8")                             # as a path of feed-forward layers
 
-It is what a sparse path with few bits has to beat. The result of an INT8 product is int32: in torch's operations
-(torch._int_mm, and two that scale) 4 bytes a value of it are written and read, and as many of what its first scale
-makes of it, before 2 are written. `ops.int8` scales the sums where they are, and multiplies gate and up in one launch:
-on GPUs from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code.
+torch's operations (torch._int_mm, and two that scale) write and read the int32 sums. `ops.int8` scales them where they
+are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for results of 16 bits and widths of multiples of
+16, outside of compiled code.
 
-**2:4 with INT8** is what torch has for GPUs from sm_80 on (cuSPARSELt) and torchao puts around a model. A zero stays a
-zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with it."""
+**2:4 with INT8**: a zero stays a zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with
+it by cuSPARSELt, on GPUs from sm_80 on."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from torch.nn import functional as F
 from ..core import DeviceError, InputError
 from ..cuda.launch import capability, layout, run
 from ..layers.parts import Weights
-from ..layers.paths.cost import Work
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
+from .checks import check_gpu
 from .products import Product, Products
 from .quantised import Rows, check_weight, flattened, quantise, round_tokens
 from .two_four import check_two_four
@@ -85,9 +84,9 @@ def packed_two_four(rows: Rows) -> Tensor:
     check_two_four(rows.values.half())
     if any(n % 32 for n in rows.values.shape):
         raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
-    new_enough = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) >= kernels.OLDEST
-    if not new_enough or not torch.backends.cusparselt.is_available():
-        raise DeviceError(f"the rows are on {rows.values.device}; a GPU of 8.0 or newer with cuSPARSELt is accepted")
+    check_gpu("the weight", rows.values.device, kernels.OLDEST, "2:4 products of INT8 (cuSPARSELt)")
+    if not torch.backends.cusparselt.is_available():
+        raise DeviceError("this build of torch has no cuSPARSELt; one that has it is accepted")
     return torch._cslt_compress(rows.values)
 
 
@@ -118,7 +117,6 @@ class Int8(Products):
 
     name = "int8"
     exact = False
-    launches = 5  # x, the product, two that scale, and half of what multiplies gate and up
 
     def product(self, weight: Tensor) -> Product:
         return partial(int8_linear, rows=quantise(weight))
@@ -141,25 +139,13 @@ class Int8(Products):
         whole = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(form.rows, weights[3:]))
         return run(kernels.layer, rows.contiguous(), *whole).view(x.shape)
 
-    def weigh(self, weight: Tensor) -> tuple[int]:
+    def check(self, weight: Tensor) -> None:
         check_weight(weight)
         if weight.is_cuda and any(n % 8 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 8 are accepted on a GPU")
         if weight.shape[1] > MOST_COLUMNS:
             raise InputError(f"the weight has {weight.shape[1]} columns; up to {MOST_COLUMNS} are accepted")
         self.check_runs(weight.device, torch.float32)  # of which the product is torch's
-        return (weight.numel() + 4 * len(weight),)
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[int]) -> float:
-        """Return the time of the operations in INT8, whose products (torch's and ours, mma.sync) were no faster than
-        those of 16 bits on an H100; and x is read, written as one byte and read, the result written. In torch's
-        operations 16 bytes a value of the sums, and of what scales them, are moved; the kernel moves none and needs
-        three launches less."""
-        fused = work.itemsize == 2 and not (n % kernels.STEP or k % kernels.STEP)
-        between, launches = (0, self.launches - 3) if fused else (16, self.launches)
-        moved = counted[0] + work.tokens * (k * (work.itemsize + 2) + n * (between + work.itemsize))
-        product = max(2 * work.tokens * n * k / work.rates.matmul, moved / work.rates.bandwidth)
-        return product + launches * work.rates.launch
 
 
 PATHS = (Int8(),)

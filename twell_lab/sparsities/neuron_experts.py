@@ -5,10 +5,8 @@
 This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`),
 and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
 
-Little can be gained, since a token's row is copied for each of its groups, and so are results: of the benchmarks' layer
-of 2,048 x 5,632 with 29 neurons firing, in groups of 64, 17% of the work of up and down is left, but a token is in 15
-groups, and 16,384 tokens take 4 GB of gathered rows and results, for which an H100 needs longer than for up and down
-computed densely. The paths "twell" and "hot_cold" are the finest grain: nothing is copied, and nothing is missing."""
+Little can be gained, since a token's row and result are copied for each of its groups. The paths "twell" and "hot_cold"
+are the finest grain: nothing is copied, and nothing is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.parts import Weights
-from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
 from .checks import check_count, checked_weight
 from .experts import grouped_linear, takes_grouped
@@ -58,9 +55,9 @@ def alike(weight: Tensor, size: int) -> Tensor:
 
 
 class Groups(NamedTuple):
-    """A layer's weights by groups. order: of its neurons, int64 [d_ff]. first: gate, or up in a plain layer, [groups *
-    size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups, d_model, size]. The last group
-    is filled up with zeros."""
+    """A layer's weights by groups, the last filled up with zeros. order: of its neurons, int64 [d_ff]. first: gate, or
+    up in a plain layer, [groups * size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups,
+    d_model, size]."""
 
     order: Tensor
     first: Tensor
@@ -135,24 +132,6 @@ class AsExperts(Converted):
             hidden = torch.where(taken[..., None], fired, 0).flatten(1).index_select(1, order.argsort())
             y = F.linear(hidden, weights.down)
         return spoilt(y if weights.down_bias is None else y + weights.down_bias, x)
-
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """Return the cost of grouped products. Rows of x are read, written and read again for each group of a token; so
-        are results, which are put in order and summed."""
-        d_ff, d_model, rates = work.firing.d_ff, work.firing.d_model, work.rates
-        size, groups, taken = self.sizes_of(d_ff)
-        products = 2 if work.firing.gated else 1
-        operations = 2 * work.tokens * taken * size * d_model * products
-        touched = 1 - (1 - taken / groups) ** work.tokens
-        read = products * groups * size * d_model * work.itemsize * touched
-        copied = (3 * (products - 1) + 4) * work.tokens * taken * d_model * work.itemsize
-        return {
-            "gemm": work.gemm(d_ff, d_model) + max(operations / rates.matmul, read / rates.bandwidth),
-            "rows": copied / rates.bandwidth,
-            "memory": 3 * work.tokens * d_ff * work.itemsize / rates.bandwidth,
-            "launches": 25 * rates.launch,
-            "lost": 0.0,
-        }
 
 
 PATHS = (AsExperts(),)

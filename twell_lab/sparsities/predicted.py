@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.parts import Weights
-from ..layers.paths.cost import Work
-from ..layers.paths.dense import dense_parts
 from ..layers.paths.path import Converted
 from .checks import check_count, checked_weight
 from .few_neurons import best_alone
@@ -73,20 +71,6 @@ class Predicted(Converted):
         scores = F.linear(F.linear(rows, form.narrow), form.wide, bias)
         neurons = self.sizes_of(*weights.up.shape)[1]
         return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, form.down_t), rows).view(x.shape)
-
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """Return the cost, where gathered weights are read, written, and read by their product."""
-        d_ff, d_model, gated = work.firing.d_ff, work.firing.d_model, work.firing.gated
-        rank, neurons = self.sizes_of(d_ff, d_model)
-        scored = work.gemm(rank, d_model) + work.gemm(d_ff, rank)
-        sorts = 4 * work.tokens * d_ff * work.itemsize / work.rates.bandwidth  # scores: written, and read to choose
-        if work.tokens == 1:
-            gathered = 3 * (3 if gated else 2) * neurons * d_model * work.itemsize / work.rates.bandwidth
-            parts = {"gemm": scored, "rows": gathered, "memory": sorts}
-        else:
-            gemm, values = dense_parts(work)
-            parts = {"gemm": scored + gemm, "rows": 0.0, "memory": sorts + 2 * values}
-        return {**parts, "launches": 20 * work.rates.launch, "lost": 0.0}
 
 
 PATHS = (Predicted(),)

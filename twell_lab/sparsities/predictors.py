@@ -2,7 +2,7 @@
 
     found = predict(model, batches, recall=0.95)    # model: dense, ReLU
     print(found)                                    # by layer: neurons, recall, precision, error
-    model = found.apply(model)                      # lossy from here on; remove(model) takes it back
+    model = found.apply(model)                      # lossy from here on; few_neurons.remove(model) takes it back
 
 What fires is known once the gate is computed, which is a third of a gated layer's work. Deja Vu (Liu et al., arXiv
 2310.17157) guesses earlier: two narrow matrices, trained for each layer on inputs of a trained ReLU model, score all
@@ -11,28 +11,27 @@ neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores
 At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
 products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
 `recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision`
-the share of the chosen ones that fire, `error` the relative error of the layer's output there. What that does to a
-model's loss, `bench.predictors` measures beside thresholds (models.thresholds), core neurons and L1."""
+the share of the chosen ones that fire, `error` the relative error of the layer's output there."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..analysis.running import Gate, Rows, run
+from ..analysis.profile import captured
 from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward, Only
 from ..layers.parts import Weights
 from ..ops.activation import RELU
 from .checks import check_count, check_share
-from .few_neurons import LOSSY, FewNeurons, best_alone, computed, dense_layers, put, remove
+from .few_neurons import LOSSY, FewNeurons, Neurons, best_alone, computed, dense_layers
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
@@ -102,8 +101,7 @@ class LayerPredictor:
 
     @torch.no_grad()
     def row(self, neurons: int) -> dict:
-        """Return layer, neurons, d_ff, firing, recall, precision and error with so many neurons a token, JSON-able; see
-        this module's first lines."""
+        """Return layer, neurons, d_ff, firing, recall, precision and error with so many neurons a token, JSON-able."""
         weights, off, whole = Weights.of(self._layer.gate, self._layer.up, self._layer.down), 0.0, 0.0
         for some in self._x.split(_CHUNK):
             x = some.to(weights.up.dtype)
@@ -112,19 +110,13 @@ class LayerPredictor:
             off += float((y.double() - exact).square().sum())
             whole += float(exact.square().sum())
         recall = float(self.recalls[neurons])
-        return {
-            "layer": self.name,
-            "neurons": neurons,
-            "d_ff": self.shape[0],
-            "firing": round(self.firing, 2),
-            "recall": recall,
-            "precision": recall * self.firing / neurons,
-            "error": math.sqrt(off / whole) if whole else 0.0,
-        }
+        row = {"layer": self.name, "neurons": neurons, "d_ff": self.shape[0], "firing": round(self.firing, 2)}
+        error = math.sqrt(off / whole) if whole else 0.0
+        return row | {"recall": recall, "precision": recall * self.firing / neurons, "error": error}
 
 
 @dataclass(frozen=True, eq=False)
-class Predictors:
+class Predictors(Neurons):
     """Predictors of a model's layers. recall: what was wished for, in each layer. rank: of all."""
 
     layers: list[LayerPredictor]
@@ -133,13 +125,15 @@ class Predictors:
 
     def at(self, recall: float) -> Predictors:
         """Return the same predictors for another recall. InputError for a number that is not above 0 and up to 1."""
-        return Predictors(self.layers, check_share("recall", recall), self.rank)
+        return replace(self, recall=check_share("recall", recall))
 
-    @property
-    def sparsity(self) -> float:
-        """The share of the neurons that is not computed, over all layers."""
-        total = sum(layer.shape[0] for layer in self.layers)
-        return 1 - sum(layer.neurons(self.recall) for layer in self.layers) / total
+    def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        return {layer.name: (layer.neurons(self.recall), layer.shape) for layer in self.layers}
+
+    def make(self, layer: FeedForward) -> PredictedFFN:
+        guess = next(guess for guess in self.layers if guess.name == layer.name)
+        predictor = copy.deepcopy(guess.predictor).to(layer.up.weight.device, layer.up.weight.dtype)
+        return PredictedFFN(layer, predictor, guess.neurons(self.recall))
 
     def table(self) -> list[dict]:
         """Return `LayerPredictor.row` of each layer."""
@@ -152,21 +146,6 @@ class Predictors:
             for row in self.table()
         ]
         return "\n".join([*lines, f"{self.sparsity:.1%} of the neurons are not computed", LOSSY])
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Have the model's layers compute predicted neurons alone, in place; returns the model. Lossy; for inference.
-
-        InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        guesses = {layer.name: layer for layer in self.layers}
-
-        def made(layer: FeedForward) -> PredictedFFN:
-            guess = guesses[layer.name]
-            predictor = copy.deepcopy(guess.predictor).to(layer.up.weight.device, layer.up.weight.dtype)
-            return PredictedFFN(layer, predictor, guess.neurons(self.recall))
-
-        return put(model, {name: guess.shape for name, guess in guesses.items()}, made)
-
-    remove = staticmethod(remove)
 
 
 def predict(
@@ -194,21 +173,10 @@ def predict(
     check_share("recall", recall)
     check_count("rank", rank)
     check_count("steps", steps)
-    layers = dense_layers(model, only)
-    taken: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
-
-    def watch(layer: FeedForward):
-        def keep(x: Tensor, gate: Gate, rows: Rows) -> None:
-            before = taken[layer.name]
-            before.append(rows.kept(x).detach().float()[: ROWS - sum(map(len, before))])
-
-        return layer, keep
-
-    enough = lambda: all(sum(map(len, parts)) >= ROWS for parts in taken.values())  # noqa: E731
-    run(model, [watch(layer) for layer in layers], batches, enough)
-    trained = []
+    layers, trained = dense_layers(model, only), []
+    inputs = captured(model, batches, [layer.name for layer in layers], ROWS)
     for number, layer in enumerate(layers):
-        x = torch.cat(taken[layer.name]) if taken[layer.name] else torch.empty(0, 1)
+        x = inputs[layer.name].float()
         if len(x) < 8 or not x.isfinite().all():
             raise InputError(
                 f"{layer.name!r} was given {len(x)} tokens, or values that are not finite; 8 tokens or more, of finite "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from ..core import DeviceError, TwellError
 from ..layers.parts import Weights
 from ..layers.paths import Path
-from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
 from ..ops.activation import Activation
 from .checks import refusals
@@ -26,22 +24,15 @@ Product = Callable[..., Tensor]  # x [..., k], bias=[n] or None -> [..., n]
 class Products(Converted):
     """The layer with other products where the path has them, and dense ones elsewhere.
 
-    A subclass says what it makes of one weight (`product`), which weights it takes (`weigh`), and what that takes
-    (`seconds`)."""
+    A subclass says which weights it takes (`check`), and what it makes of one (`product`)."""
 
-    counted: tuple[tuple[Any, ...] | None, ...] = ()  # of `fitted`: what `weigh` says of gate, up and down
+    @abstractmethod
+    def check(self, weight: Tensor) -> None:
+        """Raise a TwellError for a weight that the path does not take."""
 
     @abstractmethod
     def product(self, weight: Tensor) -> Product:
-        """Return x [..., k], bias= -> x weight^T + bias, of a weight [n, k] that `weigh` took."""
-
-    @abstractmethod
-    def weigh(self, weight: Tensor) -> tuple[Any, ...]:
-        """Return what `seconds` is counted from. Raises a TwellError for a weight that the path does not take."""
-
-    @abstractmethod
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[Any, ...]) -> float:
-        """Return what the product of a weight [n, k] takes, of which `weigh` says this."""
+        """Return x [..., k], bias= -> x weight^T + bias, of a weight [n, k] that passed `check`."""
 
     def check_runs(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise DeviceError where torch's product does not run on this GPU: one small product is tried, once."""
@@ -49,14 +40,12 @@ class Products(Converted):
             raise DeviceError(why)
 
     def fitted(self, weights: Weights) -> Path:
-        super().fitted(weights)
-        fitted = copy.copy(self)
-        fitted.counted = tuple(_where_taken(self.weigh, weights))
-        return fitted
+        _where_taken(self.check, weights)
+        return super().fitted(weights)
 
     def make(self, weights: Weights) -> Any:
         def taken(weight: Tensor) -> Product:
-            self.weigh(weight)
+            self.check(weight)
             return self.product(weight)
 
         return _where_taken(taken, weights)
@@ -71,24 +60,6 @@ class Products(Converted):
         y = projected(2, hidden_of(first, projected(1, x), weights, layer.acts))
         return spoilt(y, x).contiguous()  # some products lie turned
 
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        d_model, d_ff, gated = work.firing.d_model, work.firing.d_ff, work.firing.gated
-        counted = self.counted or (None, None, None)
-        sizes = [(d_ff, d_model)] * 2 + [(d_model, d_ff)]
-        seconds = [
-            work.gemm(n, k) if counted[at] is None else self.seconds(work, n, k, counted[at])
-            for at, (n, k) in enumerate(sizes)
-            if at or gated
-        ]
-        values = (5 if gated else 2) * work.tokens * d_ff * work.itemsize  # between the products, as of the dense layer
-        return {
-            "gemm": sum(seconds),
-            "rows": 0.0,
-            "memory": values / work.rates.bandwidth,
-            "launches": (8 if gated else 6) * work.rates.launch,
-            "lost": 0.0,
-        }
-
 
 def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activation) -> Tensor:
     """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is
@@ -100,8 +71,7 @@ def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activatio
 
 
 def spoilt(y: Tensor, x: Tensor) -> Tensor:
-    """Return y with NaN in the rows in which x is not finite, as the dense layer has it: what multiplies no zeros does
-    not see that 0 * inf is NaN."""
+    """Return y with NaN in the rows in which x is not finite, as the dense layer has it for 0 * inf."""
     return y + torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) * 0
 
 
@@ -118,15 +88,15 @@ def _refusal(path: type[Products], device: torch.device, dtype: torch.dtype) -> 
 
 def _where_taken(of: Callable[[Tensor], Any], weights: Weights) -> list[Any]:
     """Return of(weight) of gate, up and down, None where it raises a TwellError, unless it does so for all."""
-    results: list[Any] = []
-    refused = None
-    for name, weight in zip(("gate", "up", "down"), weights):
+    results: list[Any] = [None] * 3
+    refused = []
+    gate, up, down = weights[:3]
+    asked = [(at, w) for at, w in enumerate((None if gate is up else gate, up, down)) if w is not None]
+    for at, weight in asked:
         try:
-            skipped = weight is None or name == "gate" and weight is weights.up  # which needs one product of the two
-            results.append(None if skipped else of(weight.detach()))
+            results[at] = of(weight.detach())
         except TwellError as error:
-            results.append(None)
-            refused = refused or error
-    if refused is not None and not any(result is not None for result in results):
-        raise refused
+            refused.append(error)
+    if len(refused) == len(asked):
+        raise refused[0]
     return results

@@ -35,13 +35,12 @@ def prune(
     only: Only | None = None,
     gradient: str = "masked",
 ) -> nn.Module:
-    """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated.
+    """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated. Returns the
+    model, or of an nn.Linear itself the SparseLinear. Make the optimizer afterwards.
 
-    model: any module. An nn.Linear itself is returned as a SparseLinear. sparsity: the share of each layer's weights
-    that go, those of least magnitude (`magnitude.magnitude_mask`); of a "masked" layer what is gone stays gone. mask:
-    in its stead, a function from a weight [out, in] to bool [out, in], True for what is kept, such as
-    `two_four.two_four_mask`. only: the layers for which only(name, module) is true; the others stay as they are.
-    gradient: of layers that become SparseLinear. An optimizer for them has to be made afterwards.
+    sparsity: the share of each layer's weights that go, those of least magnitude (`magnitude.magnitude_mask`); of a
+    "masked" layer what is gone stays gone. mask: in its stead, a function from a weight [out, in] to bool [out, in],
+    True for what is kept. only: the layers for which only(name, module) is true. gradient: of new SparseLinears.
 
     InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
     from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
@@ -95,21 +94,12 @@ def table(model: nn.Module) -> list[dict]:
         check_tensor(f"the weight of {title(name, layer)}", weight)
         kept, stored = weight != 0, [weight]
         if isinstance(layer, SparseLinear):
-            kept = layer.mask
-            stored = [layer.pointer, layer.column, layer.dense if layer.gradient == "dense" else layer.values]
-        by_row = kept.sum(1)
-        rows.append(
-            {
-                "layer": name,
-                "shape": list(weight.shape),
-                "nnz": int(by_row.sum()),
-                "sparsity": 1 - int(by_row.sum()) / weight.numel() if weight.numel() else 0.0,
-                "row_nnz": [int(by_row.min()), int(by_row.max())] if len(by_row) else [0, 0],
-                "empty_columns": int((~kept.any(0)).sum()),
-                "bytes": sum(t.nbytes for t in stored),
-                "dense_bytes": weight.nbytes,
-            }
-        )
+            kept, stored = layer.mask, [t for n, t in layer.state_dict().items() if n != "bias"]
+        by_row, size = kept.sum(1), max(1, weight.numel())
+        row = {"layer": name, "shape": list(weight.shape), "nnz": int(by_row.sum())}
+        row |= {"sparsity": (weight.numel() - row["nnz"]) / size, "empty_columns": int((~kept.any(0)).sum())}
+        row |= {"row_nnz": [int(by_row.min()), int(by_row.max())] if len(by_row) else [0, 0]}
+        rows.append(row | {"bytes": sum(t.nbytes for t in stored), "dense_bytes": weight.nbytes})
     return rows
 
 
@@ -126,13 +116,12 @@ def proximal_step(
 
     which gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
     (Daubechies et al., arXiv math/0307152; Parikh and Boyd, "Proximal Algorithms", 2014), whose fixed points minimise
-    loss + l1 * sum |w|. After Adam and the like it is decoupled from their scaling, as AdamW decouples decay. In 16
-    bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
+    loss + l1 * sum |w|; after Adam it is decoupled from its scaling. In 16 bits a weight shrinks only if lr * l1 is
+    more than half of its last place: train in float32.
 
-    optimizer: whose step comes first; the learning rate is that of each weight's group. l1: from 0 up. weights:
-    parameters of the optimizer that are shrunk, usually without biases and norms. closure: what `optimizer.step` takes,
-    whose result is returned. InputError, before the step, for another l1 and weights that the optimizer does not
-    have."""
+    weights: parameters of the optimizer that are shrunk, by the rates of their groups; usually without biases and
+    norms. closure: what `optimizer.step` takes, whose result is returned. InputError, before the step, for an l1 that
+    is not from 0 up and weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
     rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     shrunk = [*{id(p): p for p in weights}.values()]  # each once

@@ -4,13 +4,10 @@
     routing.y, routing.work            # the dense layer's result, and the share of its work that was left
 
 A layer's neurons as one expert for all tokens (the first `hot`) and others, groups of `grain` neurons, that a token is
-given to if one of their neurons fires for it. The result is the dense layer's at every grain, because what is not
-routed is zero. Grain 1 is the hot/cold split of this project: the fewest operations, and rows that only ordinary cores
-can take. Grain d_ff - hot is one cold expert: dense products on tensor cores, and nearly every token needs it.
-
-A mixture of experts takes the coarse grain and trains a router to guess which few groups matter; here the gate is the
-router, exact and at the price of the gate's product. It is for teaching, and no path of a layer: how many tokens a
-group is given decides shapes, so that the host waits at each."""
+given to if one of their neurons fires for it. What is not routed is zero, so the result is the dense layer's at every
+grain. Grain 1 is the hot/cold split of this project; grain d_ff - hot is one cold expert, dense products that nearly
+every token needs. A mixture of experts trains a router to guess; here the gate is the router, at the price of its
+product. It is for teaching, and no path of a layer: the host waits at each group."""
 
 from __future__ import annotations
 

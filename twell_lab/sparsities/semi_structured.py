@@ -15,12 +15,10 @@ from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
-from ..layers.paths.cost import Work
 from ..ops import checks
-from .checks import check_count, checked_linear, refusals
+from .checks import check_count, check_gpu, checked_linear, refusals
 from .products import Product, Products
 from .two_four import check_two_four
-from .two_four_bound import linear_products
 
 OLDEST = (8, 0)  # compute capability
 # What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
@@ -44,10 +42,7 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     backend = backend or usual_backend()
     if backend not in tuple(MULTIPLES):
         raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, MULTIPLES))}")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability < OLDEST:
-        where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
-        raise DeviceError(f"the weight is on {where}; GPUs of {OLDEST[0]}.{OLDEST[1]} and newer have 2:4 products")
+    check_gpu("the weight", device, OLDEST, "2:4 products")
     by = MULTIPLES[backend]
     if dtype not in DTYPES or len(shape) != 2 or any(n % step or not n for n, step in zip(shape, by)):
         raise InputError(
@@ -62,10 +57,10 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
 def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     """Return y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it.
 
-    cuSPARSELt's product is called at once, on what the tensor has packed, and y is written as it is wanted and not as
-    y^T. torch's own way is taken with CUTLASS, and in compiled code, under autocast, in modes and in torch.func. x:
-    [..., in], in W's dtype and on its device. bias: [out], or None. Raises InputError for another sparse, x or bias,
-    under autocast to another dtype, and for an x that needs a gradient, which torch does not have."""
+    cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
+    taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
+    Raises InputError for another sparse, x or bias, under autocast to another dtype, and for an x that needs a
+    gradient, which torch does not have."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
     if checks.needs_gradient(x):
@@ -98,8 +93,7 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
 
 class SemiStructuredLinear(nn.Linear):
-    """x W^T + b for inference, with W as torch's 2:4 tensor: x [..., in_features], y [..., out_features]. Made by
-    `to_semi_structured`; its product, and what it refuses, is `product`."""
+    """x W^T + b for inference by `product`, with W as torch's 2:4 tensor; made by `to_semi_structured`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias)
@@ -128,10 +122,9 @@ def searched(sparse: Any, tokens: int) -> Any:
     """Return the given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
     algorithm, and so that y is written as it is wanted and not as y^T.
 
-    cuSPARSELt runs one algorithm after the other to find it. On an H100 the product of 4,096 in each direction then
-    takes 0.13 ms instead of 0.22 (bfloat16; dense 0.18). It is not done unasked, because it can end a process: with
-    torch 2.11 and a weight of 192 x 256 an algorithm was an illegal instruction. InputError for another tensor or
-    number."""
+    cuSPARSELt runs one algorithm after the other to find it: 0.13 ms for 0.22 on an H100 (4,096 in each direction,
+    bfloat16; dense 0.18). It is not done unasked, because it can end a process: with torch 2.11 and a weight of
+    192 x 256 an algorithm was an illegal instruction. InputError for another tensor or number."""
     check_count("tokens", tokens)
     if not isinstance(sparse, _CUSPARSELT):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
@@ -158,15 +151,10 @@ class TwoFour(Products):
         sparse = to_semi_structured(dense).weight
         return lambda x, bias=None: product(x, sparse, bias)
 
-    def weigh(self, weight: Tensor) -> tuple[float, ...]:
+    def check(self, weight: Tensor) -> None:
         tensor_kind(weight.shape, weight.dtype, weight.device)
         check_two_four(weight)
         self.check_runs(weight.device, weight.dtype)
-        return (linear_products(1, *weight.shape)[0].first_bytes(True),)
-
-    def seconds(self, work: Work, n: int, k: int, counted: tuple[float, ...]) -> float:
-        y = linear_products(work.tokens, k, n, itemsize=work.itemsize)[0]
-        return max(y.seconds(work.rates, True).values())
 
 
 PATHS = (TwoFour(),)

@@ -15,16 +15,12 @@ from torch.nn import functional as F
 from ..cuda.launch import Buffer, Call, run
 from ..layers.parts import Weights
 from ..layers.paths import Path
-from ..layers.paths.cost import Work
 from ..layers.paths.path import Converted
-from ..layers.paths.twell import packed_cost
-from ..ops import decode, int8
+from ..ops import int8
 from ..ops.activation import RELU
 from ..ops.pack import pack
 from .products import hidden_of, spoilt
 from .quantised import Rows, check_weight, quantise
-
-_ROWS_GAIN = 1.14  # over rows of 16 bits, on an H100: docs/kernels/smxx_gated_int8.md
 
 
 @torch.no_grad()
@@ -76,16 +72,6 @@ class TwellInt8(Converted):
         of_up, of_down = (None if part is None else int8.Weight(*part) for part in form)
         given = (rows.contiguous(), first, of_up, of_down, up_bias, down_bias)
         return run(_packed, *given, layer.tile, layer.words, acts.falls_back).view(x.shape)
-
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """Return the cost of TwELL where the gate's GEMM is torch's and what fires is packed from its result, with rows
-        that are read as fast as measured: half the bytes of 16 bits do not take half the time."""
-        firing, tokens = work.firing, work.tokens
-        gemm = work.gemm(firing.d_ff, firing.d_model)
-        # Which TwELL's own kernels for few tokens do without.
-        gate = 2 * tokens * firing.d_ff * work.itemsize if tokens <= decode.MOST_TOKENS else 0
-        parts = packed_cost(work, 0, False, gemm, gate, 3)
-        return {**parts, "rows": parts["rows"] / (_ROWS_GAIN * work.itemsize / 2), "lost": 0.0}
 
 
 PATHS = (TwellInt8(),)

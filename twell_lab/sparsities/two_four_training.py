@@ -3,9 +3,9 @@
     layer.up_proj = TwoFourLinear(layer.up_proj)                # weights; the same Parameters
     layer.down_proj = TwoFourLinear(layer.down_proj, "input")   # activations
 
-Of each 4 x 4 values at most two in each row and each column stay, the largest in magnitude first, so that the values
-and their transpose are 2:4, and both products that they are an operand of skip the zeros (sparsities.two_four_bound).
-The gradient passes straight through, as if all had stayed, so what was dropped can come back.
+Of each 4 x 4 values at most two in each row and each column stay, the largest in magnitude first, so that both products
+that they are an operand of skip the zeros (sparsities.two_four_bound). The gradient passes straight through, as if all
+had stayed, so what was dropped can come back.
 
 - "weight": y = x W^T and dx = dy W gain, dW is dense (torch's way; Hu et al., arXiv 2404.01847, have variants).
 - "input": y = x W^T and dW = dy^T x gain, where x [tokens, d_ff] enters the down projection. After a squared ReLU large
@@ -13,8 +13,8 @@ The gradient passes straight through, as if all had stayed, so what was dropped 
 
 On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
 cuSPARSELt's or CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs
-itself, which takes two passes more and holds for every GPU that it knows. On a CPU the same is computed densely, which
-is the reference; where values tie a GPU may keep others. `step_times` says whether it pays."""
+itself, in two passes more. On a CPU the same is computed densely, which is the reference; where values tie a GPU may
+keep others. `step_times` says whether it pays."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ class _StraightThrough(torch.autograd.Function):
 def two_four(values: Tensor, *, backend: str | None = None) -> Tensor:
     """Keep at most two of each four neighbours of a row, and of a column; the gradient is that of all values.
 
-    values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE. backend: of torch's 2:4
-    tensor on a GPU, "cutlass" or "cusparselt"; None takes cuSPARSELt where torch has it. Returns on a GPU torch's 2:4
-    tensor, an operand of matrix products; on a CPU a dense one. Raises InputError for other sizes and dtypes, and on a
-    CPU for values that are not finite; DeviceError for a GPU before sm_80, without the backend, or one that its kernels
-    refuse."""
+    values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE. Returns on a GPU torch's
+    2:4 tensor of this backend (as of `tensor_kind`), an operand of matrix products; on a CPU a dense one. Raises
+    InputError for other sizes and dtypes, and on a CPU for values that are not finite; DeviceError as `tensor_kind`,
+    and where its kernels refuse the GPU."""
     return _StraightThrough.apply(values, backend)
 
 
@@ -75,12 +74,11 @@ def _packed(values: Tensor, backend: str) -> Tensor:
 
 
 class TwoFourLinear(nn.Linear):
-    """y = x W^T + b of which one operand is made 2:4 in every forward, in training and in evaluation: x [...,
-    in_features], y [..., out_features]. Under autocast both operands are cast first, as nn.Linear's are.
+    """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, in training and in
+    evaluation. Under autocast both are cast first, as nn.Linear's are.
 
-    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. operand:
-    "weight" or "input". backend: as of `two_four`. Raises InputError for others; a forward raises what `two_four`
-    does."""
+    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. backend:
+    as of `two_four`, whose errors a forward raises. InputError for others."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
         if operand not in OPERANDS or backend not in (None, "cutlass", "cusparselt"):
@@ -134,10 +132,8 @@ def timed(calls: dict[str, Callable[[int], object]], facts: dict[str, dict], **s
 def step_times(tokens: int, in_features: int, out_features: int) -> list[dict]:
     """Time forward and backward of a linear layer whose input is a squared ReLU, in bfloat16 on a GPU, by its events.
 
-    Returns the rows of `timed`: steps, dense and 2:4, with `error`, how far y is from float64 of the operands that were
-    kept, as a share of its norm, and `dropped`, what of the operand's norm was not; and what choosing and packing takes
-    of them. Raises InputError and DeviceError as `two_four`, and clock.WrongResult where y is further off than four
-    units of the last place."""
+    Returns the rows of `timed`: steps, dense and 2:4, with what `_checked` returns, and what choosing and packing takes
+    of them. Raises InputError and DeviceError as `two_four`, and as `_checked`."""
     device, dtype, backend = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, usual_backend()
     tensor_kind((tokens, in_features), dtype, torch.device(device), backend)
     draw = torch.Generator(device).manual_seed(0)
@@ -163,7 +159,8 @@ def step_times(tokens: int, in_features: int, out_features: int) -> list[dict]:
 
 @torch.no_grad()
 def _checked(layer: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return how far y is off, and what was dropped of the operand. Raises clock.WrongResult."""
+    """Return `error`, how far y is from float64 of the operands that were kept, as a share of its norm, and `dropped`,
+    what of the operand's norm was not. clock.WrongResult for more than four units of the last place."""
     left, right, lost = x, layer.weight, 0.0
     if isinstance(layer, TwoFourLinear):
         whole = right if layer.operand == "weight" else x

@@ -8,10 +8,7 @@ Two ways to train such a layer, by `gradient`:
 - "masked": the kept weights alone are parameters. What is gone stays gone (Han et al., arXiv 1506.02626).
 - "dense": all weights stay parameters, forward uses the kept ones, and the gradient goes to all of them as if none were
   zero (straight-through; Bengio et al., arXiv 1308.3432; for masks Guo et al., arXiv 1608.04493), so that weights come
-  back when the layer is asked again (`update`).
-
-`sparsities.prune` does it to whole models. torch.nn.utils.prune keeps the dense weight and a dense mask beside it; here
-neither is stored with "masked"."""
+  back when the layer is asked again (`update`). `sparsities.prune` does it to whole models."""
 
 from __future__ import annotations
 
@@ -42,19 +39,14 @@ class _StraightThrough(torch.autograd.Function):
 class SparseLinear(nn.Module):
     """x W^T + b, with W stored as its kept values and their indices (CSR): x [..., in_features], y [..., out_features].
 
-    Parameters and buffers, and so what `state_dict` holds:
-        values: [nnz], the kept weights row by row, with gradient="masked".
-        dense: [out_features, in_features], all weights, with gradient="dense"; forward uses the kept ones.
-        bias: [out_features], or None.
-        column: int32 [nnz], ascending within a row. pointer: int32 [out_features + 1], where each row begins.
+    Parameters and buffers: values [nnz], the kept weights row by row, or with gradient="dense" dense [out_features,
+    in_features], all weights; bias; column: int32 [nnz], ascending within a row; pointer: int32 [out_features + 1],
+    where each row begins. A state of any number of kept weights loads into any SparseLinear of the same widths and
+    gradient; where the number differs, `values` becomes a new Parameter: load before you make the optimizer.
 
-    A state of any number of kept weights loads into any SparseLinear of the same widths and gradient; where the number
-    differs, `values` becomes a new Parameter: load before you make the optimizer.
-
-    What runs is said by `product`. "dense": W is filled with zeros for each call and torch's dense product runs, so
-    that zeros cost as much time as other weights. "csr": torch's sparse product (cuSPARSE; on a CPU MKL, float32 and
-    float64 alone), which is the faster one only where weights are sparse enough for this device and number of tokens.
-    It skips what is not kept, also where x is infinite or NaN there, of which "dense" makes NaN."""
+    product: "dense" fills W with zeros for each call of torch's dense product; "csr" is torch's sparse product
+    (cuSPARSE; on a CPU MKL, float32 and float64 alone), the faster one only where weights are sparse enough. It skips
+    what is not kept, also where x is infinite or NaN there, of which "dense" makes NaN."""
 
     column: Tensor
     pointer: Tensor
@@ -66,9 +58,8 @@ class SparseLinear(nn.Module):
         """Make one of an nn.Linear, whose values are copied.
 
         mask: bool [out, in], True for what is kept (`magnitude.magnitude_mask`); None keeps what is not zero. Kept
-        zeros are stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense". Raises
-        InputError for a module that is no plain nn.Linear, a weight on meta or not finite, another mask, and other
-        names."""
+        zeros are stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense".
+        InputError for others, for a module that is no plain nn.Linear, and a weight on meta or not finite."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
             raise InputError(
                 f"gradient is {gradient!r:.80} and product {product!r:.80}; accepted: 'masked' with 'dense' or 'csr', "
@@ -83,8 +74,8 @@ class SparseLinear(nn.Module):
         name = "values" if gradient == "masked" else "dense"
         layer.register_parameter(name, nn.Parameter(stored, linear.weight.requires_grad))
         layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        layer.register_buffer("pointer", None)
-        layer.register_buffer("column", None)
+        for name in ("pointer", "column"):
+            layer.register_buffer(name, None)
         layer._index(mask)
         return layer.train(linear.training)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,12 +24,14 @@ from torch import Tensor
 from ..core import InputError, RecordError, check_folder, locked_folder
 from .config import TrainConfig
 from .text.prepared import PreparedText
-from .text.source import BYTES, Text, Tokenizer, check_apart
+from .text.source import Text, check_apart
+from .text.tokenizer import BYTES, Tokenizer
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
-# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves.
-FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every")
+# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
+# where the model lies that it began with.
+FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every", "log", "from_")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -44,19 +46,12 @@ class Interrupted(KeyboardInterrupt):
 class State:
     """One checkpoint in memory. Tensors are whole (not sharded) and on the CPU.
 
-    Attributes:
-        step: steps made.
-        config: the fields of its TrainConfig, except the text.
-        text: what `describe` says of the text.
-        seconds: how long it has trained so far.
-        history: its rows so far.
-        order, noise: states of the generators that draw windows and fresh gate rows, uint8.
-        weights: the model's, by name.
-        optimizer: AdamW's state, {"<what>.<parameter>": tensor}, where what is exp_avg, exp_avg_sq or step.
-        silent: for each layer how many tokens ago each neuron fired (twell_lab.training.dead); empty if not tracked.
-        paths: with kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer,
-            "graphs": state of twell_lab.training.compiled.Compiled, if the run is compiled}; otherwise empty.
-    """
+    step: steps made. config: the fields of its TrainConfig, except the text. text: what `describe` says of that.
+    seconds: how long it has trained. history: its rows. order, noise: states of the generators that draw windows and
+    fresh gate rows. weights: the model's, by name. optimizer: AdamW's state, {"<what>.<parameter>": tensor}, where what
+    is exp_avg, exp_avg_sq or step. silent: for each layer how many tokens ago each neuron fired, if that is tracked.
+    paths: with kernels "auto" {"device", "below": break-evens by layer or None, "layers": path by layer, "graphs":
+    state of compiled.Compiled, if the run is compiled}; otherwise empty."""
 
     step: int
     config: dict
@@ -74,17 +69,20 @@ class State:
 def fields_of(config: TrainConfig) -> dict:
     """Return the fields of a config, except the text, as torch.load reads them back with weights_only=True."""
     plain = {name: value for name, value in vars(config).items() if name != "text"}
-    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer)}
+    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": _lasting(config.from_)}
+
+
+def _lasting(path) -> str | None:
+    """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    return os.path.abspath(name) if name is not None and os.path.exists(name) else name
 
 
 def describe(text: Text | PreparedText, given, training_size: int) -> dict:
     """Return what a checkpoint says of its text: what the text says of itself, its path, and its training part's size.
 
     given: the config's `text`. A path, or the name of a dataset, is stored for the resumption. training_size: bytes."""
-    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if path is not None and not path.startswith("hf:"):
-        path = os.path.abspath(path)  # a resumption may begin in another folder
-    return {**text.describe(), "path": path, "training_size": training_size}
+    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
 
 
 def save(folder: str | os.PathLike, state: State) -> None:
@@ -133,17 +131,19 @@ def check_same(state: State, config: TrainConfig, text: dict) -> None:
     """Raise InputError, naming the field and both values, where the run in `state` began with another config or text.
 
     text: from `describe`."""
-    now, then = (
-        {**fields, "tokenizer": fields["tokenizer"] or "bytes"} for fields in (fields_of(config), state.config)
-    )
-    pairs = [(name, now[name], then.get(name)) for name in now if name not in FREE]
-    pairs += [(f"the text's {name}", text[name], state.text.get(name)) for name in ("sha256", "training_size")]
-    read = [of.get("tokenizer", {}).get("sha256") for of in (text, state.text)]
-    for name, value, saved in [*pairs, ("the sha256 of the text's tokenizer", *read)]:
-        if value != saved:
+
+    def begun(config: dict, text: dict) -> dict:
+        fields = {name: value for name, value in config.items() if name not in FREE}
+        fields["tokenizer"] = fields["tokenizer"] or "bytes"
+        fields |= {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
+        return fields | {"the sha256 of the text's tokenizer": text.get("tokenizer", {}).get("sha256")}
+
+    then = begun(state.config, state.text)
+    for name, value in begun(fields_of(config), text).items():
+        if value != then.get(name):
             raise InputError(
-                f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with (what may "
-                f"change: {', '.join(FREE)}, and where the text lies)"
+                f"{name} is {value!r}, and {then.get(name)!r} in the checkpoint; accepted: what the run began with "
+                f"(what may change: {', '.join(FREE)}, and where the text lies)"
             )
     if config.steps <= state.step and config.steps != state.config["steps"]:
         raise InputError(f"steps is {config.steps}; accepted: more than {state.step}, the steps made so far")
@@ -157,24 +157,21 @@ def opened(folder: str | os.PathLike, text, tokenizer: Tokenizer, history: list[
     in use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
     if new:
         check_apart(folder, text)
-    try:
-        check_folder(folder)
-    except RecordError as error:
-        raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
-    with locked_folder(folder, "training"):
-        if new and (exists(folder) or Path(folder, MODEL).exists()):
-            raise InputError(
-                f"{os.fspath(folder)!r} holds a {'run' if exists(folder) else 'model'}; accepted: to resume a run, or "
-                "another folder, or this one once it is empty"
-            )
+    with ExitStack() as stack:
         try:
-            if tokenizer != BYTES:
-                tokenizer.save(Path(folder, TOKENIZER))
-            else:
+            check_folder(folder)
+            stack.enter_context(locked_folder(folder, "training"))
+            if new and (exists(folder) or Path(folder, MODEL).exists()):
+                raise InputError(
+                    f"{os.fspath(folder)!r} holds a {'run' if exists(folder) else 'model'}; accepted: to resume a run, "
+                    "or another folder, or this one once it is empty"
+                )
+            if tokenizer == BYTES:
                 Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
-            file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
+            else:
+                tokenizer.save(Path(folder, TOKENIZER))
+            file = stack.enter_context(open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8"))
             file.writelines(json.dumps(row) + "\n" for row in history)
-        except OSError as error:
+        except (OSError, RecordError) as error:
             raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
-        with file:
-            yield file
+        yield file

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .objective import Objective
+from .parallel import blocks
 
 QUIET = 500  # steps without a change of a path, after which no further change is expected
 # Passes (forward and backward) that must be left: 4% of so many, at 70 ms each, is how long compiling 8 layers takes.
@@ -28,8 +29,8 @@ class Compiled:
     FSDP2, which gathers the weights of each layer, the graph would break between layers anyway."""
 
     def __init__(self, objective: Objective, joined: nn.Module, whole: bool) -> None:
-        for layer in objective.model.layers:
-            layer.compile()
+        for block in blocks(objective.model):
+            block.compile()
         objective.compile_loss()
         self.by_layer, self.whole = joined, torch.compile(joined) if whole else None
         self.call = self.by_layer

@@ -34,6 +34,10 @@ class TrainConfig:
     The fields below are also the options of `twell-lab train`, whose help is read from here. The comment at
     TOUR, at the end of twell_lab/training/loop.py, says what the defaults give, and what else was tried.
 
+    What it begins with:
+        from_: a folder of a model to train further, or its name on the Hub: one of this project, or one of transformers
+            that is like Llama with a ReLU (twell_lab.relufy makes one). Sizes, vocabulary and tokenizer are its own.
+
     The text:
         text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless
             ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a
@@ -89,6 +93,7 @@ class TrainConfig:
         eval_windows: how many windows of the held-out text a validation and the profile read, at most.
         checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
             unless given, one about every five minutes.
+        log: writes the rows for tensorboard (into the run's folder) or wandb as well, whose package has to be there.
     """
 
     l1: float = 0.0
@@ -124,23 +129,23 @@ class TrainConfig:
     checkpoint_every: int | None = None
     kernels: Literal["off", "auto", "sparse"] = "off"
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    from_: str | PathLike | None = None
+    log: Literal["off", "tensorboard", "wandb"] = "off"
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            value, kind = getattr(self, name), int if isinstance(least, int) else (int, float)
-            if name == "checkpoint_every" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-                whole = "whole " if kind is int else ""
-                raise InputError(f"{name} is {value!r:.80}; accepted: a {whole}number from {least:g} to {most:g}")
         for name, kind in get_type_hints(TrainConfig).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                words = " or ".join(map(repr, get_args(kind)))
-                raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
-        path = (str, PathLike, type(None))
-        for name, kinds in (("compile", bool), ("text", (*path, Text, PreparedText)), ("tokenizer", path)):
-            if not isinstance(value := getattr(self, name), kinds):
-                raise InputError(f"{name} is {value!r:.80}; accepted: {get_type_hints(TrainConfig)[name]}")
+            value, accepted = getattr(self, name), getattr(kind, "__name__", kind)
+            if get_origin(kind) is Literal:
+                right, accepted = value in get_args(kind), " or ".join(map(repr, get_args(kind)))
+            elif name in _RANGES and value is not None:
+                least, most = _RANGES[name]
+                whole = isinstance(least, int)
+                right = type(value) in ((int,) if whole else (int, float)) and least <= value <= most
+                accepted = f"a {'whole ' if whole else ''}number from {least:g} to {most:g}"
+            else:
+                right = isinstance(value, kind)
+            if not right:
+                raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}")
         if self.kernels != "off" and self.activation != "relu" and self.gated:
             raise InputError(
                 f"kernels is {self.kernels!r} with activation {self.activation!r} in gated layers; accepted: kernels "
@@ -149,32 +154,16 @@ class TrainConfig:
         if self.batch % self.accumulate:
             raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:
-            raise InputError(
-                f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
-                "tokens after which a silent neuron counts as dead"
-            )
-        try:
-            if not isinstance(self.device, (str, type(None))):
-                raise TypeError("not a name")
-            torch.device("cpu" if self.device is None else self.device)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(
-                f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None"
-            ) from error
-        self.model()
+            raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up")
+        if self.from_ is None:
+            self.model()
+        elif self.tokenizer is not None:
+            raise InputError(f"tokenizer is {self.tokenizer!r} with from_; accepted: None, as the model has its own")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:
-        """The sizes of the model to train. vocabulary: the text's; 256 for bytes."""
-        return ModelConfig(
-            vocabulary=vocabulary,
-            d_model=self.d_model,
-            layers=self.layers,
-            heads=self.heads,
-            d_ff=self.d_ff,
-            context=self.context,
-            gated=self.gated,
-            activation=self.activation,
-        )
+        """Return the sizes of the model to train. vocabulary: the text's; 256 for bytes."""
+        names = ("d_model", "layers", "heads", "d_ff", "context", "gated", "activation")
+        return ModelConfig(vocabulary, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +171,7 @@ class TrainResult:
     """A trained model and how it got there.
 
     Attributes:
-        model: on the device it was trained on, in evaluation mode.
+        model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from.
         config: what it was trained with.
         history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
             1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
@@ -214,10 +203,9 @@ class TrainResult:
     tokens: int
 
     def summary(self) -> dict:
-        """Everything but the weights, ready for JSON, without any path of this machine."""
+        """Return everything but the weights, ready for JSON, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
-        if config["tokenizer"] is not None:
-            config["tokenizer"] = os.path.basename(config["tokenizer"])
+        config |= {name: os.path.basename(config[name]) for name in ("tokenizer", "from_") if config[name] is not None}
         return {
             "config": config,
             "parameters": sum(weight.numel() for weight in self.model.parameters()),

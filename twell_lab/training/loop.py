@@ -1,16 +1,10 @@
 """L1 training: a loop that makes the feed-forward layers of a small language model sparse.
 
-The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where
-h is what enters the down projection. This is the convention of the published code of "Sparser, Faster,
-Lighter Transformer Language Models" (arXiv 2603.23198), and of the 2e-5 that it recommends. The paper's formula
-averages over neurons as well: there the same pressure takes a coefficient d_ff times larger.
-
-No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a re-initialisation.
-
-    torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
-
-trains on two GPUs the model that `twell-lab train` with the same options trains on one (twell_lab.training.parallel).
-"""
+The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where h is what
+enters the down projection. This is the convention of the published code of arXiv 2603.23198, and of the 2e-5 that it
+recommends. The paper's formula averages over neurons as well: there the same pressure takes a coefficient d_ff times
+larger. No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a
+re-initialisation."""
 
 from __future__ import annotations
 
@@ -21,22 +15,26 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.profile import profile
+from ..analysis.running import vocabulary_of
 from ..core import InputError
+from ..models.published import folder_of
 from ..models.tiny import LanguageModel
-from . import checkpoint, parallel
+from . import checkpoint, log, parallel, start
 from .config import TrainConfig, TrainResult
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Run, Stop
 from .schedule import l1_coefficient, learning_rate
-from .text.load import load_any
+from .text.load import load_any, tokenizer_of
 from .text.source import check_enough, spread_windows
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
@@ -52,32 +50,29 @@ def train(
     progress: bool = True,
     on_step: Callable[[dict], None] | None = None,
 ) -> TrainResult:
-    """Train a model from scratch, validate it, and count which of its neurons fire.
+    """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
     Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
-    resumed had made all of its steps.
+    resumed had made all of its steps. Under torchrun, the processes stop together, at the next row of the history.
 
     Args:
         config: what to train, on what, and how long.
-        out: a folder for the trained model, metrics.jsonl (the rows of the history) and a checkpoint. It is saved every
-            `checkpoint_every` steps (or about every five minutes), at the end, and on Ctrl-C or SIGTERM, and replaces
-            the one before. Under torchrun, the processes stop together, at the next row of the history. Only one run at
-            a time trains into a folder.
+        out: a folder, of this run alone, for the trained model, metrics.jsonl (the rows of the history) and a
+            checkpoint. It is saved every `checkpoint_every` steps (or about every five minutes), at the end, and on
+            Ctrl-C or SIGTERM, and replaces the one before.
         resume: such a folder: go on from its checkpoint, as if the run had never stopped. The config must be the one it
             began with, but for the fields in checkpoint.FREE; with more `steps`, the learning rate falls along their
             cosine from there on. `out` is that folder unless given.
         progress: show a bar on stderr, where that is a terminal.
         on_step: called with each row of the history as it is made.
 
-    Returns:
-        The model, the history of its training, and what it does on held-out text.
-
     Raises:
         TextError: for a text that cannot be read or is too short for the batch.
         DeviceError: for a device that is not there, and for more processes than GPUs.
-        InputError: where the loss is no finite number, and nothing of that is saved; for a config that is no
-            TrainConfig; for a checkpoint that can't be read, or is of another model or config; for an `out` that holds
-            a run or a model, that another process is training into, or that lies in the folder of the text.
+        InputError: where the loss is no finite number, and nothing of that is saved; for a model to start from that has
+            no ReLU, or does not fit the config; for a checkpoint that can't be read, or is of another model or config;
+            for an `out` that holds a run or a model, is in use, or lies in the folder of the text.
+        StackError: for an optional package that is missing.
         checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
     """
     if not isinstance(config, TrainConfig):
@@ -92,10 +87,16 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
+    board = log.library(config.log)
     state = None if resume is None else checkpoint.load(resume)
+    model, tokenizer = None, config.tokenizer
+    if config.from_ is not None:
+        model = start.load(config.from_)
+        config, tokenizer = start.fitted(config, model), tokenizer_of(folder_of(config.from_), vocabulary_of(model))
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
-    own = state is not None and Path(resume, checkpoint.TOKENIZER)
-    whole = load_any(config.text, tokenizer=own if own and own.is_file() else config.tokenizer)
+    if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
+        tokenizer = own
+    whole = load_any(config.text, tokenizer=tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
     described = checkpoint.describe(whole, config.text, training.size)
@@ -103,30 +104,23 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         checkpoint.check_same(state, config, described)
     if world.lead:
         _warn_of_few_texts_or_steps(config, len(training.tokens), state)
-    run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
+    fresh = partial(initial_model, config, whole.vocabulary)
+    run = Run(config, fresh() if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
     out = resume if out is None else out
-    metrics = None
-
-    def begin() -> None:
-        nonlocal metrics
-        opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
-        metrics = ending.enter_context(opened)
-
-    def save() -> None:
-        current = run.state(described)
-        world.led(lambda: checkpoint.save(out, current))
-
+    metrics: list[IO[str]] = []  # the file of the rows, in the process that writes it
     if out is not None:
-        world.led(begin)
+        opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
+        world.led(lambda: metrics.append(ending.enter_context(opened)))
+    show = ending.enter_context(log.writer(config.log, board, out, checkpoint.fields_of(config), world.lead))
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
     per_token = training.size / len(training.tokens)  # bytes
     silent = not world.lead  # whether it was said that no neuron fires
     lap, lap_step = time.perf_counter(), run.step
-    start, due = lap - run.seconds, lap + SAVE_EVERY
+    begun, due = lap - run.seconds, lap + SAVE_EVERY
     with (
         tqdm(
             total=config.steps,
@@ -169,28 +163,30 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
                 silent = silent or _warn_if_silent(row, config)
                 lap, lap_step = time.perf_counter(), step
-                row["seconds"] = lap - start
+                row["seconds"] = lap - begun
                 if world.device.type == "cuda":
                     row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                 run.history.append(row)
-                if metrics is not None:
-                    print(json.dumps(row), file=metrics, flush=True)
+                for file in metrics:
+                    print(json.dumps(row), file=file, flush=True)
+                show(row)
                 bits = row["ce"] / math.log(2) / per_token
                 bar.set_postfix_str(f"{bits:.3f} bits per byte, nnz {row['nnz']:.0f}", refresh=False)
                 if on_step is not None:
                     on_step(row)
-            run.seconds = time.perf_counter() - start
+            run.seconds = time.perf_counter() - begun
             if saved:
                 before = time.perf_counter()
-                save()
+                state = run.state(described)
+                world.led(lambda: checkpoint.save(out, state))
                 took = time.perf_counter() - before
                 lap += took
                 due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
             if stopping and not last:
                 break
-    model = run.trained_model()
+    model = run.trained_model(fresh)
     if out is not None:
-        world.led(lambda: model.save(out))
+        world.led(lambda: start.save(model, out, config.from_))
     if run.step < config.steps:
         raise checkpoint.Interrupted(out, run.step, config.steps)
     with autocast(config.dtype, world.device):
@@ -257,8 +253,11 @@ def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     return row
 
 
-def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
-    """The model before its first step, on the CPU: the same weights for the same seed, wherever it trains."""
+def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:
+    """Return the model before its first step, on the CPU: the one that it starts from, or the same weights for the same
+    seed, wherever it trains."""
+    if config.from_ is not None:
+        return start.load(config.from_)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return LanguageModel(config.model(vocabulary))
@@ -270,19 +269,14 @@ def autocast(dtype: str, device: torch.device):
 
 
 def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, state: checkpoint.State | None) -> None:
-    """Warn where a run reads a text of `tokens` training tokens more than FRESH times over, and where all of its steps
-    had been made."""
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
         _warn(
             f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
-            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to "
-            "give: a longer text or fewer steps would do better"
+            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to give"
         )
     if state is not None and state.step >= config.steps:
-        _warn(
-            f"all {config.steps} steps of the run had been made: only its neurons are counted again; more steps go on"
-        )
+        _warn(f"all {config.steps} steps of the run had been made: its neurons are counted anew; more steps go on")
 
 
 def _warn_if_silent(row: dict, config: TrainConfig) -> bool:
@@ -290,8 +284,8 @@ def _warn_if_silent(row: dict, config: TrainConfig) -> bool:
     if not row["nnz"]:
         _warn(
             f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch "
-            f"(cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
-            "does not fire gets no gradient; a smaller l1, a longer l1_warmup, or reinit may help"
+            f"(cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the penalty has switched "
+            "them off; a smaller l1, a longer l1_warmup, or reinit may help"
         )
     return not row["nnz"]
 

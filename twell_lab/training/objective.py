@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
+from ..analysis.running import vocabulary_of
 from ..core import InputError
-from ..layers.find import FeedForward, firing_layers
+from ..layers.find import firing_layers
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import Told, layer_l1, layer_nnz
 
@@ -20,24 +20,25 @@ EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
 
 
-def cross_entropy(
-    model: nn.Module, windows: Tensor, *, of_scores: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-) -> Tensor:
-    """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
+def cross_entropy(model: nn.Module, windows: Tensor, *, of_scores=F.cross_entropy) -> Tensor:
+    """Return the mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
 
+    model: gives scores [batch, context, vocabulary], or has them as `logits` of its output, as in transformers.
     of_scores: computes it from the scores [tokens, vocabulary] and the tokens that followed [tokens]."""
-    return of_scores(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    output = model(windows[:, :-1])
+    scores = output if isinstance(output, Tensor) else output.logits
+    return of_scores(scores.flatten(0, 1), windows[:, 1:].flatten())
 
 
 def eval_batch(model: nn.Module, windows: Tensor) -> int:
     """Return how many of the windows [n, context + 1] to read at a time: EVAL_BATCH, or fewer where the scores of a
     large vocabulary would take more memory than training does."""
-    vocabulary = getattr(getattr(model, "config", None), "vocabulary", 1)
-    return max(1, min(EVAL_BATCH, EVAL_SCORES // (vocabulary * windows.shape[1])))
+    scores = vocabulary_of(model) * windows.shape[1]
+    return max(1, min(EVAL_BATCH, EVAL_SCORES // max(1, scores)))
 
 
 def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
-    """Cross-entropy in bits a byte on int64 windows [n, context + 1]; each window is read with nothing before it.
+    """Return the cross-entropy in bits a byte on int64 windows [n, context + 1]; each is read with nothing before it.
 
     lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Only the bytes of the
     predicted tokens count: in these windows a token may stand for more or fewer bytes than in the whole text."""
@@ -48,7 +49,7 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
 
 
 def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    """Return the sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
     return sum(map(layer_l1, hidden)) / len(hidden)
 
 
@@ -69,21 +70,12 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
     if swapped := [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
     hidden: list[Tensor] = []
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(catch_hidden(layer, hidden))
+    hooks = [layer.down.register_forward_pre_hook(lambda module, args: hidden.append(args[0])) for layer in layers]
+    try:
         yield hidden
-
-
-def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> RemovableHandle:
-    """A hook, to be removed by the caller, that appends what enters the layer's down projection to `into` while
-    `when()`."""
-
-    def keep(module: nn.Module, args: tuple) -> None:
-        if when():
-            into.append(args[0])
-
-    return layer.down.register_forward_pre_hook(keep)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Objective(nn.Module):
@@ -97,8 +89,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
-        self.running = False
+        self.running = False  # a validation calls the model alone, and must not fill the lists with gigabytes
         layers = firing_layers(model)
         # A list for each layer (see SparseFFN.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
         # enters the down projection of a dense layer.
@@ -109,20 +100,24 @@ class Objective(nn.Module):
             if isinstance(layer.module, SparseFFN):
                 self.sparse.append((layer.module, seen))
             else:
-                self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
+                self.hooks.callback(layer.down.register_forward_pre_hook(self._keeping(seen)).remove)
+
+    def _keeping(self, seen: list) -> Callable:
+        """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11
+        appends to a list among a function's defaults is lost."""
+
+        def hook(module: nn.Module, args: tuple) -> None:
+            if self.running:
+                seen.append(args[0])
+
+        return hook
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
-        """Loss and penalty of some windows.
+        """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
+        cross-entropy and penalty, [2]; then l1, nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by
+        layer, float32 [layers] each, or five empty tensors if not `count`.
 
-        Args:
-            windows: int64 [batch, context + 1].
-            l1: the coefficient, a scalar; None for no penalty.
-            count: whether to return the numbers by layer.
-
-        Returns:
-            Seven tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
-            nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by layer, float32 [layers] each, or
-            five empty tensors if not `count`."""
+        l1: the coefficient, a scalar; None for no penalty."""
         self._forget()
         self.running = True
         for layer, seen in self.sparse:
@@ -131,26 +126,27 @@ class Objective(nn.Module):
         self.running = False
         for layer, _ in self.sparse:
             layer.tell(None)
-        told = [each for (each,) in self.seen]
-        penalties: list[Tensor] = []
+        terms: list[Told] = []
         if l1 is not None or count:
-            penalties = [each.l1 if isinstance(each, Told) else layer_l1(each) for each in told]
-        penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
-        by_layer = nnz = ce.new_empty(0)
-        others = [by_layer] * 3
-        if count:
-            by_layer = torch.stack([value.detach() for value in penalties])
-            nnz = torch.stack([each.nnz if isinstance(each, Told) else layer_nnz(each.detach()) for each in told])
-            # Of what only sparse layers tell: nothing was lost, and no token was heavy.
-            none = torch.zeros_like(nnz[0])
-            known = [each if isinstance(each, Told) else Told(each, count) for each, count in zip(told, nnz)]
-            others = [
-                torch.stack([none if each.lost is None else each.lost for each in known]),
-                torch.stack([each.nnz if each.light is None else each.light for each in known]),
-                torch.stack([none if each.heavy is None else each.heavy for each in known]),
-            ]
+            terms = [one if isinstance(one, Told) else self._dense_term(one, count) for (one,) in self.seen]
         self._forget()  # or the activations of one step would stay in memory during the next one
-        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, *others
+        penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
+        numbers = [ce.new_empty(0)] * 5
+        if count:
+            # Of what only sparse layers tell: nothing was lost, and no token was heavy.
+            none = torch.zeros_like(terms[0].nnz)
+            numbers = [
+                torch.stack([term.l1.detach() for term in terms]),
+                torch.stack([term.nnz for term in terms]),
+                torch.stack([none if term.lost is None else term.lost for term in terms]),
+                torch.stack([term.nnz if term.light is None else term.light for term in terms]),
+                torch.stack([none if term.heavy is None else term.heavy for term in terms]),
+            ]
+        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
+
+    @staticmethod
+    def _dense_term(h: Tensor, count: bool) -> Told:
+        return Told(layer_l1(h), layer_nnz(h.detach()) if count else h.new_empty(()))
 
     def compile_loss(self) -> None:
         """Compile the cross-entropy alone: uncompiled, it makes copies of the scores, which take gigabytes in float32

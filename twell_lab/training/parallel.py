@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core import DeviceError, InputError
+from ..layers.find import firing_layers
+from ..ops.clock import present_device
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train the model: its number, how many there are, and the device it computes on."""
+    """This process among all that train the model: its number, how many there are, and the device it computes on. The
+    first one, `lead`, writes files and prints."""
 
     device: torch.device
     rank: int = 0
@@ -30,15 +33,14 @@ class World:
 
     @property
     def lead(self) -> bool:
-        """Return whether this process is the one that writes files and prints."""
         return self.rank == 0
 
     def share(self, windows: Tensor) -> Tensor:
-        """This process's part of the windows of a step."""
+        """Return this process's part of the windows of a step."""
         return windows.chunk(self.size)[self.rank] if self.size > 1 else windows
 
     def mean(self, values: Tensor) -> Tensor:
-        """The average over processes, which each of them gets."""
+        """Return the average over processes, which each of them gets."""
         if self.size > 1:
             dist.all_reduce(values)
             values = values / self.size
@@ -68,12 +70,11 @@ class World:
 def joined(device: str | None) -> Iterator[World]:
     """A context with this process's World: one of several processes under torchrun, otherwise the only one.
 
-    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU. Raises
-    DeviceError for a device that is not there and for more processes on this machine than it has GPUs, and InputError
-    where one GPU is named for several processes, or the processes cannot be joined.
-    """
+    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU.
+    DeviceError for a device that is not there and for more processes on this machine than it has GPUs; InputError where
+    one GPU is named for several processes, or they cannot be joined."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(present(device))
+        yield World(present_device(device))
         return
     own = _own_device(device)
     if own.type == "cuda":
@@ -100,10 +101,10 @@ def joined(device: str | None) -> Iterator[World]:
 
 
 def _own_device(device: str | None) -> torch.device:
-    """The device of this process among several."""
-    wanted = _named(device)
+    """Return the device of this process among several."""
+    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if wanted.type != "cuda":
-        return present(device)
+        return present_device(device)
     if wanted.index is not None:
         raise InputError(
             f"device is {device!r} for {os.environ['WORLD_SIZE']} processes; accepted: 'cuda', of which each "
@@ -116,25 +117,17 @@ def _own_device(device: str | None) -> torch.device:
             f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
             f"{fewer}--device cpu"
         )
-    return present(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
+    return present_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 
 
-def present(name: str | None) -> torch.device:
-    """The device of that name (None: a GPU where there is one). DeviceError where it is not there."""
-    device = _named(name)
-    accepted = f"accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
-    if device.type == "meta":
-        raise DeviceError(f"device {name!r} holds no numbers; {accepted}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        why = str(error).partition("\n")[0].partition(". ")[0]  # the rest is a list of what torch has kernels for
-        raise DeviceError(f"device {name!r} is not there: {why}; {accepted}") from None
-    return device
-
-
-def _named(name: str | None) -> torch.device:
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model, attention included: what its feed-forward layers are parts of, or where these stand
+    in a list, they themselves."""
+    found: dict[nn.Module, None] = {}
+    for layer in firing_layers(model):
+        above = model.get_submodule(layer.name.rpartition(".")[0])
+        found[layer.module if isinstance(above, nn.ModuleList) else above] = None
+    return [*found]
 
 
 def shard(model: nn.Module, world: World) -> None:
@@ -144,13 +137,13 @@ def shard(model: nn.Module, world: World) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:
-    """A module whose backward pass averages the gradients over processes (DDP)."""
+    """Return a module whose backward pass averages the gradients over processes (DDP)."""
     ids = [world.device.index] if world.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
@@ -166,13 +159,13 @@ def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one piece, gathered if FSDP2 sharded it: every process must call it. Without gradient."""
+    """Return a tensor as one piece, gathered if FSDP2 sharded it: every process must call it. Without gradient."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that FSDP2 sharded; any other tensor as it is. Without gradient."""
+    """Return this process's part of a tensor that FSDP2 sharded; any other tensor as it is. Without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -1,24 +1,27 @@
 """Sizes to train at, by name: from a million weights on a CPU to the shapes of the paper's models.
 
-The paper's (arXiv 2603.23198, appendix B, and the configurations of its published code): d_model 2048, d_ff 5632 (8192
-without a gate), 32 heads, 8, 18, 28 and 38 layers for 0.5B, 1B, 1.5B and 2B; 512 sequences of 2048 tokens a step, about
-a million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
-recommends; about 10, 20, 30 and 40 billion tokens. Four things differ here: the learning rate falls to a tenth instead
-of 0, rotary positions turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead
-of one, and the tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152. So many tokens are
-prepared on disk first (twell_lab.training.text.prepared); a text held in memory has at most 1 GiB, some 0.2 billion
-tokens.
+The paper's (arXiv 2603.23198, appendix B, and its published code): d_model 2048, d_ff 5632 (8192 without a gate), 32
+heads, 8 to 38 layers; 512 sequences of 2048 tokens a step; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight
+decay 0.1, clip 1.0; L1 2e-5. Four things differ here: the learning rate falls to a tenth instead of 0, rotary positions
+turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and the
+tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152.
 
-The smaller configurations are this project's. Of these, 1M was measured (see the comment at TOUR in
-twell_lab/training/loop.py). The L1 of the others lies between values that were tried, as a place to begin: at d_model
-768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths
-of training need another L1.
-"""
+The smaller configurations are this project's. Of these, 1M was measured (see the comment at TOUR in loop.py). The L1 of
+the others lies between values that were tried, as a place to begin: at d_model 768 and d_ff 2048, after 1000 steps,
+3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of training need another L1."""
 
 from __future__ import annotations
 
-from ..core import InputError
+import json
+import os
+from contextlib import suppress
+from typing import get_type_hints
+
+from .. import records
+from ..core import InputError, read_file
 from ..models.tiny import ModelConfig, parameters
+from .config import TrainConfig
+from .text.tokenizer import optional
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
@@ -56,39 +59,67 @@ def named(name: str) -> dict:
     Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES.
     """
     if name not in NAMES:
-        raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}")
+        raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}, or a file of YAML or JSON")
     _, values, more = _NAMED[name]
     return {**dict(zip(_FIELDS, values, strict=True)), "weight_decay": 0.1, "clip": 1.0, **more}
+
+
+def of(name: str) -> dict:
+    """Return the fields of TrainConfig of a configuration of this name (`named`), or that a YAML or JSON file holds.
+
+    In a file, names may have the dashes of the command's options. InputError for a name that is neither, and for a file
+    that can't be read, or has an entry that is no field; StackError for YAML without PyYAML."""
+    if name in NAMES or not os.path.isfile(name):
+        return named(name)
+    try:
+        content = read_file(name, 2**20).decode()
+        entries = json.loads(content) if name.endswith(".json") else _yaml(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the configuration {name!r}: {error}") from None
+    if not isinstance(entries, dict):
+        raise InputError(f"the configuration {name!r} holds a {type(entries).__name__}; accepted: `name: value` lines")
+    kinds, values = get_type_hints(TrainConfig), {}
+    for key, value in entries.items():
+        field = "from_" if key == "from" else str(key).replace("-", "_")
+        if field not in kinds:
+            raise InputError(f"{key!r} in {name!r} is no option; accepted: {', '.join(kinds)}")
+        if kinds[field] is float and isinstance(value, str):  # YAML takes 1e-3, without a point, for a string
+            with suppress(ValueError):
+                value = float(value)
+        values[field] = value
+    return values
+
+
+def _yaml(content: str):
+    yaml = optional("yaml", "a configuration in YAML", "pyyaml")
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def rows() -> list[dict]:
     """Return one dict a configuration, ready for JSON: name, sizes, vocabulary, parameters, tokens a step and in all,
     L1, and what it is for ("purpose")."""
-    made = []
+    listed = []
     for name, (purpose, _, more) in _NAMED.items():
         fields = named(name)
         sizes = {key: fields[key] for key in ("d_model", "d_ff", "layers", "heads", "context")}
         sizes["vocabulary"] = BPE if "tokenizer" in more else BYTES
         step = fields["batch"] * fields["context"]
         counted = {"tokens_a_step": step, "tokens": step * fields["steps"], "l1": fields["l1"], "purpose": purpose}
-        made.append({"name": name, **sizes, "parameters": parameters(ModelConfig(**sizes)), **counted})
-    return made
+        listed.append({"name": name, **sizes, "parameters": parameters(ModelConfig(**sizes)), **counted})
+    return listed
 
 
 def table() -> str:
-    """Return the configurations as lines of text, for --help."""
-    lines = [f"{'name':5} {'weights':>8} {'layers':>6} {'d_model':>7} {'d_ff':>5} {'tokens':>7} {'L1':>6}  for"]
-    lines += [
-        f"{row['name']:5} {_short(row['parameters']):>8} {row['layers']:>6} {row['d_model']:>7} {row['d_ff']:>5} "
-        f"{_short(row['tokens']):>7} {row['l1']:>6.0e}  {row['purpose']}"
-        for row in rows()
-    ]
-    return "\n".join(lines)
+    """Return the configurations as lines of text, for --config list."""
+    shown = [row | {name: _short(row[name]) for name in ("parameters", "tokens")} for row in rows()]
+    columns = {"name": "name", "parameters": "weights", "layers": "layers", "d_model": "d_model", "d_ff": "d_ff"}
+    return records.table(shown, {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})
 
 
 def _short(count: int) -> str:
-    """1,114,240 as "1.1M"."""
-    for size, letter in ((10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count / 1000:.3g}k"
+    """Return 1,114,240 as "1.1M"."""
+    size, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
+    return f"{count / size:.3g}{letter}"

@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from ..analysis.switching import Switch
 from ..core import InputError
 from ..layers.find import feed_forwards, firing_layers
-from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import LayerTerm
-from ..models.swap import sparsify
-from ..models.tiny import LanguageModel
+from ..models.swap import densify, sparsify
 from ..ops.checks import all_finite
+from ..ops.clock import device_name
 from . import checkpoint, dead, parallel
 from .compiled import Compiled
 from .config import TrainConfig
@@ -35,11 +35,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW stores of each weight, beside 
 class Run:
     """The model being trained and everything beside it that a step changes.
 
-    model: the LanguageModel itself. objective: its Objective; joined: the same, inside DDP where that is used;
-    measure: the same once more, compiled where that is asked for, which is what a step calls.
-    """
+    objective: the model's Objective; joined: the same, inside DDP where that is used; measure: the same once more,
+    compiled where that is asked for, which is what a step calls."""
 
-    def __init__(self, config: TrainConfig, model: LanguageModel, tokens: Tensor, world: World) -> None:
+    def __init__(self, config: TrainConfig, model: nn.Module, tokens: Tensor, world: World) -> None:
         self.config, self.world = config, world
         self.model = model.to(world.device)
         self.switch: Switch | None = None
@@ -78,17 +77,16 @@ class Run:
         self.history: list[dict] = []
 
     def windows(self) -> Tensor:
-        """Return this process's windows of the next step: int64 [n, context + 1] on the device.
-
-        A CPU generator draws those of all processes: the same ones on every device. Nothing here waits for it."""
+        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting.
+        A CPU generator draws those of all processes: the same ones on every device."""
         windows = random_windows(self.tokens, self.config.batch, self.config.context, self.order)
         if self.world.device.type == "cuda" and not windows.is_cuda:
             windows = windows.pin_memory().to(self.world.device, non_blocking=True)
         return self.world.share(windows)
 
     def count_silent(self) -> None:
-        """Count the tokens since each neuron fired, after a step's backward pass: in that step those fired whose gate
-        row has a gradient other than zero."""
+        """Count the tokens since each neuron fired, after a step's backward pass: those fired whose gate row has a
+        gradient other than zero."""
         tokens = self.config.batch * self.config.context
         for layer, silent in zip(self.layers, self.silent):
             fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
@@ -111,7 +109,7 @@ class Run:
 
     def check(self, step: int) -> None:
         """Raise InputError if a step up to this one failed in any process, or a weight is not finite, which the loss
-        does not show where a kernel skips the neuron. Every process must call it. Reads the device once."""
+        does not show where a kernel skips the neuron. Every process calls it. Reads the device once."""
         finite = all_finite([parallel.local(weight) for weight in self.parameters.values()])
         failed, loss, norm, fine = torch.cat([self.failed, finite.double()[None]]).tolist()
         if self.world.any(bool(failed) or not fine):
@@ -129,15 +127,13 @@ class Run:
         )
 
     def follow(self, *numbers: list[float]) -> None:
-        """Let each layer choose between the dense path and the kernels, with kernels "auto".
-
-        numbers: nnz, lost, light and heavy of a LayerTerm, each by layer."""
+        """Let each layer choose between the dense path and the kernels. numbers: nnz, lost, light and heavy of a
+        LayerTerm, each by layer."""
         terms = [LayerTerm(layer.name, None, *values) for layer, *values in zip(self.layers, *numbers, strict=True)]
         if self.switch.below is None:
             # Processes measure different break-evens, and must all take the same path: they share the mean.
-            found = self.switch.measure(
-                self.config.batch * self.config.context // (self.config.accumulate * self.world.size)
-            )
+            parts = self.config.accumulate * self.world.size
+            found = self.switch.measure(self.config.batch * self.config.context // parts)
             values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)
             self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
         changes = self.switch.see(terms)
@@ -171,11 +167,7 @@ class Run:
             return {}
         layers = {layer.name: layer.module.learning for layer in self.layers}
         graphs = {} if self.graphs is None else {"graphs": self.graphs.state_dict()}
-        return {"device": self._device_name(), "below": self.switch.below, "layers": layers, **graphs}
-
-    def _device_name(self) -> str:
-        device = self.world.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"device": device_name(self.world.device), "below": self.switch.below, "layers": layers, **graphs}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's weights, whole, on the CPU."""
@@ -196,7 +188,7 @@ class Run:
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
             # On another kind of device the break-evens are measured again.
-            if not self.world.any(state.paths["device"] != self._device_name()):
+            if not self.world.any(state.paths["device"] != device_name(self.world.device)):
                 self.switch.below = state.paths["below"]
         if self.graphs is not None:
             if "graphs" in state.paths:
@@ -205,46 +197,42 @@ class Run:
                 self.graphs.changed_at = state.step
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
-    def trained_model(self) -> LanguageModel:
-        """Return the model as it is handed back: dense layers, whole weights, no hooks; in evaluation mode."""
+    def trained_model(self, fresh: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model as it is handed back: dense layers, whole weights, no hooks; in evaluation mode.
+
+        fresh: makes one to hold the weights that FSDP2 sharded, or whose layers were compiled one by one."""
         self.objective.hooks.close()
-        if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
-            return self.model.eval()
-        with torch.random.fork_rng(devices=[]):  # drawing weights, overwritten below, is not to move torch's generator
-            made = LanguageModel(self.model.config)
-        made.load_state_dict(self.weights())
-        return made.to(self.world.device).eval()
+        if not self.sharded and self.graphs is None:
+            return densify(self.model).eval()
+        model = fresh()
+        model.load_state_dict(self.weights())
+        return model.to(self.world.device).eval()
 
 
 class Stop:
-    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself before it stops.
+    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself: they set `asked`.
 
-    The first signal sets `asked`, and the run is to stop after its step. Another Ctrl-C stops at once, but not one of
-    several processes: they must agree to stop, and the terminal, and torchrun too, send it to each of them.
-
-    active: False leaves the signals alone, for a run that is not saved. several: whether it is one of several."""
+    Another Ctrl-C stops at once, but not one of `several` processes: they must agree to stop, and the terminal, and
+    torchrun too, send it to each of them. active: False leaves the signals alone, for a run that is not saved."""
 
     def __init__(self, active: bool, several: bool) -> None:
-        self.active = active and threading.current_thread() is threading.main_thread()
         self.several, self.asked = several, False
+        main = threading.current_thread() is threading.main_thread()
+        self.numbers = (signal.SIGINT, signal.SIGTERM) if active and main else ()
 
     def __enter__(self) -> Stop:
-        if self.active:
-            self.old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.old = {number: signal.signal(number, self._note) for number in self.numbers}
         return self
 
     def __exit__(self, *raised) -> None:
-        if self.active:
-            for number, handler in self.old.items():
-                signal.signal(number, handler)
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before, self.asked = self.asked, True
-        if self.several:
-            return
-        if before and number == signal.SIGINT:
+        if before and number == signal.SIGINT and not self.several:
             raise KeyboardInterrupt
-        if not before:
+        if not before and not self.several:
             # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
             with suppress(OSError, RuntimeError):
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)

@@ -14,7 +14,6 @@ import statistics
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +21,6 @@ from torch import Tensor, nn
 
 from ..analysis.profile import profile
 from ..core import InputError
-from ..formats.twell import fires
-from ..layers.find import feed_forwards
 from ..records import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train
@@ -55,23 +52,9 @@ NOVELS = {
 }
 
 # 57 million parameters; 1200 steps of 32,768 bytes are 39 MB, a little over half of the training text.
-MODEL = TrainConfig(
-    steps=1200,
-    batch=64,
-    context=512,
-    d_model=768,
-    layers=8,
-    heads=12,
-    d_ff=2048,
-    lr=1e-3,
-    warmup=100,
-    log_every=20,
-    eval_every=300,
-    eval_windows=2048,
-    dtype="bfloat16",
-    compile=True,
-    kernels="off",
-)
+_SIZES = {"d_model": 768, "layers": 8, "heads": 12, "d_ff": 2048, "context": 512, "batch": 64}
+_STEPS = {"steps": 1200, "lr": 1e-3, "warmup": 100, "log_every": 20, "eval_every": 300, "eval_windows": 2048}
+MODEL = TrainConfig(**_SIZES, **_STEPS, dtype="bfloat16", compile=True)
 
 # 5.4 million parameters: small enough to ship, for the models of data/checkpoints.
 SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr=3e-3)
@@ -124,15 +107,15 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
     and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
     validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
-    what `who_fires` returns."""
+    what `who_fires` returns of the held-out text, which is a Text."""
     if config.compile:
         torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
-    history = columns(result.history)
+    history, summary = columns(result.history), result.summary()
     speed = statistics.median_high(history["tokens_per_s"])
-    windows = held_out(config)
-    firing = who_fires(result.model, windows.to(next(result.model.parameters()).device), config.dtype)
-    mean, summary = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"]), result.summary()
+    windows = spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
+    firing = who_fires(result.model, windows, config.dtype)
+    mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
     return {
         "label": label,
         "config": {key: value for key, value in summary["config"].items() if key != "device"},
@@ -162,97 +145,37 @@ def _short(value):
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def held_out(config: TrainConfig) -> Tensor:
-    """Return the windows on which `who_fires` counts: int64 [eval_windows at most, context + 1]. The text is a Text."""
-    return spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
-
-
-# ---- who fires, where and at what -----------------------------------------------------------------------------------
-
-
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
-    """Which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1].
+    """Return which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1].
 
-    dtype: "bfloat16" runs the model under autocast, as in training.
-
-    Returns, ready for JSON:
-        counted: how many tokens were read.
-        layers: one dict a layer: nnz (mean over tokens), low and high (90% of the tokens lie between them), most, dead
-            (neurons silent on all of this text), busy (the smallest share of the neurons that does 80% of the firing),
-            overflow (the share of tokens with more values in a TwELL tile than the tile has slots).
-        positions: where in the window each bin of positions begins ("start"), and each layer's mean nnz in it.
-        bytes: the byte values that were read at least 100 times, how often, and each layer's mean nnz at them.
-    """
-    layers, context = feed_forwards(model), windows.shape[1] - 1
-    device = windows.device
-    position = torch.zeros(len(layers), context, dtype=torch.int64, device=device)
-    byte = torch.zeros(len(layers), 256, dtype=torch.int64, device=device)
-    reading: list[Tensor] = []
-
-    def counter(number: int):
-        def see(module: nn.Module, args: tuple, output: Tensor) -> None:
-            nnz = fires(output).sum(-1).view(reading[0].shape)
-            position[number] += nnz.sum(0)
-            byte[number].scatter_add_(0, reading[0].flatten(), nnz.flatten())
-
-        return see
-
-    def batches():
-        for some in windows.split(EVAL_BATCH):
-            reading[:] = [some[:, :-1]]
-            yield reading[0]
-
-    with autocast(dtype, device), ExitStack() as stack:
-        for number, layer in enumerate(layers):
-            stack.callback(layer.pattern.register_forward_hook(counter(number)).remove)
-        profiled = profile(model, batches())
-    read = torch.bincount(windows[:, :-1].flatten(), minlength=256).cpu()
-    often = (read >= 100).nonzero().flatten()
+    dtype: "bfloat16" runs the model under autocast, as in training. Ready for JSON: counted, how many tokens were read;
+    layers, one dict a layer: nnz (mean over tokens), dead (neurons silent on all of this text) and overflow (the share
+    of tokens with more values in a TwELL tile than it has slots); positions: where in the window each group of
+    positions begins ("start"), and each layer's mean nnz there; bytes: those that were read at least 100 times, how
+    often, and the mean nnz at them, over the layers."""
+    device = next(model.parameters()).device
+    with autocast(dtype, device):
+        profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
+    layers, places = profiled.layers, profiled.by_position()
+    seen = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
     return {
         "counted": windows[:, :-1].numel(),
         "layers": [
-            {
-                "nnz": round(layer.mean_nnz, 3),
-                **_spread(layer.nnz_histogram),
-                "dead": layer.dead,
-                "busy": round(_busy(layer.neuron_counts), 4),
-                "overflow": round(layer.overflow_rows, 5),
-            }
-            for layer in profiled.layers
+            {"nnz": round(layer.mean_nnz, 3), "dead": layer.dead, "overflow": round(layer.overflow_rows, 5)}
+            for layer in layers
         ],
-        "positions": _by_position(position.cpu(), len(windows)),
-        "bytes": {
-            "value": often.tolist(),
-            "count": read[often].tolist(),
-            "nnz": [[round(nnz, 2) for nnz in (layer[often] / read[often]).tolist()] for layer in byte.cpu()],
+        "positions": {
+            "start": [place["first"] for place in places],
+            "nnz": [
+                [round(place["layers"][number] * layer.d_ff, 3) for place in places]
+                for number, layer in enumerate(layers)
+            ],
         },
-    }
-
-
-def _spread(histogram: Tensor) -> dict:
-    cumulated = histogram.cumsum(0) / histogram.sum()
-    low, high = (int(torch.searchsorted(cumulated, torch.tensor(share))) for share in (0.05, 0.95))
-    return {"low": low, "high": high, "most": int(histogram.nonzero().max())}
-
-
-def _busy(counts: Tensor) -> float:
-    """The smallest share of the neurons that does 80% of the firing; 0 where nothing fires."""
-    done = counts.double().sort(descending=True).values.cumsum(0)
-    return (int((done < 0.8 * done[-1]).sum()) + 1) / len(counts) if done[-1] > 0 else 0.0
-
-
-def _by_position(counts: Tensor, windows: int) -> dict:
-    """Mean nnz by position, from counts int64 [layers, context]: one by one for the first 16 positions, then in bins,
-    each as wide as all positions before it."""
-    context = counts.shape[1]
-    starts = [*range(min(16, context)), *(16 << i for i in range(20) if 16 << i < context)]
-    ends = [*starts[1:], context]
-    return {
-        "start": starts,
-        "nnz": [
-            [round(layer[a:b].sum().item() / (b - a) / windows, 3) for a, b in zip(starts, ends, strict=True)]
-            for layer in counts
-        ],
+        "bytes": {
+            "value": [row["token"] for row in seen],
+            "count": [row["count"] for row in seen],
+            "nnz": [[round(row["nnz"] / len(layers), 2) for row in seen]],
+        },
     }
 
 
@@ -260,7 +183,7 @@ def _by_position(counts: Tensor, windows: int) -> dict:
 
 
 def twin(rows: list[dict], seed: int | None = None) -> dict:
-    """The run without L1 at the best learning rate, with which every other run is compared.
+    """Return the run without L1 at the best learning rate, with which every other run is compared.
 
     seed: its repetition from that seed is returned, if there is one. InputError where no row is without L1."""
     without = [row for row in rows if row["label"].startswith("lr ")]
@@ -271,33 +194,33 @@ def twin(rows: list[dict], seed: int | None = None) -> dict:
 
 
 def pressed(rows: list[dict]) -> list[dict]:
-    """The runs of the sweep itself, from L1 0 up: the twin, then every L1 value without re-initialisation."""
+    """Return the runs of the sweep itself, from L1 0 up: the twin, then every L1 value without re-initialisation."""
     with_l1 = [row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"]
     return [twin(rows), *sorted(with_l1, key=lambda row: row["config"]["l1"])]
 
 
 def cost(row: dict, rows: list[dict]) -> float:
-    """By how much a run's validation loss lies above its twin's, as a share of the twin's: 0.02 is 2% above. A run with
+    """Return by how much a run's validation loss lies above its twin's, as a share of it: 0.02 is 2% above. A run with
     L1 is compared with the twin of its own seed, a run without L1 with the first twin."""
     base = twin(rows, row["config"].get("seed") if row["config"]["l1"] else None)
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
 
 def best_sparse(rows: list[dict], zeros: float = 0.97) -> dict | None:
-    """The run with the lowest loss among those with at least this share of zeros; None where no run has so many."""
+    """Return the run with the lowest loss among those with at least this share of zeros; None without one."""
     sparse = [row for row in rows if row["zeros"] >= zeros]
     return min(sparse, key=lambda row: row["validation_bits_per_byte"], default=None)
 
 
 def seed_spread(rows: list[dict]) -> float | None:
-    """By how much another seed alone changes the twin's loss, as a share of it; None where no other seed was run."""
+    """Return by how much another seed alone changes the twin's loss, as a share of it; None without one."""
     seeds = [abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")]
     return max(seeds, default=None)
 
 
 def settled(row: dict, part: float = 0.25) -> float:
-    """By how much nnz still changed in the last `part` of the training: the mean of its last third of rows over that of
-    its first third, minus 1. A third has three rows or more, as nnz differs from batch to batch."""
+    """Return by how much nnz still changed in the last `part` of the training: the mean of its last third of rows over
+    that of its first third, minus 1. A third has three rows or more, as nnz differs from batch to batch."""
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
     first = bisect.bisect_right(steps, (1 - part) * steps[-1])
     third = max(3, (len(nnz) - first) // 3)
@@ -308,32 +231,11 @@ def settled(row: dict, part: float = 0.25) -> float:
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def notes(text: Text, plan: Plan) -> dict:
-    """Return what a record says beside its rows: the text and where it comes from, how it is split, what ran, and how
-    far compressors get on the validation part."""
-    training, validation = text.split()
-    own = {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
-    return {
-        "text": NOVELS if text.sha256 == NOVELS["sha256"] else own,
-        "training_size": training.size,
-        "validation_size": validation.size,
-        "validation_sha256": validation.sha256,
-        "compressors": compressors(validation),
-        "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
-        "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
-        "layers",
-        "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window},
-    }
-
-
 def compressors(text: Text) -> dict[str, float]:
-    """Bits per byte to which Python's compressors pack a text, each at its strongest setting."""
+    """Return the bits per byte to which Python's compressors pack a text, each at its strongest setting."""
     content = text.data.numpy().tobytes()
-    packed = {
-        "zlib": zlib.compress(content, 9),
-        "bz2": bz2.compress(content, 9),
-        "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
-    }
+    strongest = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
+    packed = {"zlib": zlib.compress(content, 9), "bz2": bz2.compress(content, 9), "xz": strongest}
     return {name: round(8 * len(some) / len(content), 3) for name, some in packed.items()}
 
 
@@ -349,6 +251,19 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
             f"{NOVELS['commit'][:12]}) without {', '.join(NOVELS['left_out'])}, or a text of your own"
         )
     text, rows = load(path), []
+    training, validation = text.split()
+    own = {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
+    notes = {
+        "text": NOVELS if text.sha256 == NOVELS["sha256"] else own,
+        "training_size": training.size,
+        "validation_size": validation.size,
+        "validation_sha256": validation.sha256,
+        "compressors": compressors(validation),
+        "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
+        "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
+        "layers",
+        "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window},
+    }
     for row in sweep(replace(plan, base=replace(plan.base, text=text))):
         rows.append(row)
         print(
@@ -357,4 +272,4 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
             file=sys.stderr,
             flush=True,
         )
-    return Record.new("sweep", PURPOSE, rows, notes(text, plan))
+    return Record.new("sweep", PURPOSE, rows, notes)

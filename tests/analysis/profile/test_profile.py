@@ -100,7 +100,7 @@ def test_hand_set_weights_give_known_shares(gated):
 def by_hand(fires, ids, mask, positions, tile, words):
     """The counts of one layer and of the vocabulary, one token after the other; what is no token has mask 0."""
     width = len(fires[0][0])
-    found = dict.fromkeys(("tokens", "overflowing", "pairs", "pair_nnz", "pair_shared"), 0)
+    found = dict.fromkeys(("tokens", "overflowing"), 0)
     found |= {"nnz_histogram": [0] * (width + 1), "neuron_counts": [0] * width, "tile_histogram": [0] * (tile + 1)}
     found |= {name: [0] * len(POSITIONS) for name in ("position_tokens", "position_nnz")}
     vocabulary = {"token_counts": [0] * VOCABULARY, "token_nnz": [0] * VOCABULARY}
@@ -120,10 +120,6 @@ def by_hand(fires, ids, mask, positions, tile, words):
             found["position_nnz"][group] += nnz
             vocabulary["token_counts"][numbers[at]] += 1
             vocabulary["token_nnz"][numbers[at]] += nnz
-            if at + 1 < len(line) and line[at + 1] and places[at + 1] == place + 1:
-                found["pairs"] += 1
-                found["pair_nnz"] += nnz + sum(fired[at + 1])
-                found["pair_shared"] += sum(a and b for a, b in zip(fired[at], fired[at + 1]))
     return found, vocabulary
 
 
@@ -160,13 +156,9 @@ def test_counts_are_those_of_brute_force(batch, sequence, lies, masked, packed, 
     for of, wanted in ((found.layers[0], layer), (found, vocabulary)):
         for name, value in wanted.items():
             assert getattr(of, name) == value if isinstance(value, int) else getattr(of, name).tolist() == value, name
-    # One line after the other gives the same, at once and merged.
+    # One line after the other gives the same.
     lines = [{name: each[row : row + 1] for name, each in given.items()} for row in range(batch) if mask[row].any()]
     assert_same(found, profile(model, lines, tile, words))
-    whole, *more = (profile(model, line, tile, words) for line in lines)
-    for line in more:
-        whole = whole.merged(line)
-    assert_same(found, whole)
 
 
 def test_tiles_agree_with_what_packing_stores():
@@ -245,10 +237,7 @@ def test_routed_experts_know_the_places_of_their_tokens(name):
     for expert, layer in enumerate(layers):
         given = (chosen == expert).any(-1) & mask
         fires = x @ home.gate_up_proj[expert][: layer.d_ff].T > 0
-        pairs = [at for at in range(17) if given[at] and given[at + 1] and at != 8]
-        assert (layer.tokens, layer.pairs) == (given.sum(), len(pairs))
-        assert layer.pair_shared == sum((fires[at] & fires[at + 1]).sum() for at in pairs)
-    assert any(layer.pairs for layer in layers)
+        assert layer.tokens == given.sum() and layer.neuron_counts.tolist() == fires[given].sum(0).tolist()
     sparsify(model, "twell")
     assert_same(found, profile(model, batch))
 
@@ -260,7 +249,7 @@ def test_an_encoder_and_a_decoder_have_tokens_of_their_own():
     found = profile(model, batch)
     for layer in found.layers:
         lengths = [9, 7] if layer.name.startswith("encoder") else [5, 5]
-        assert layer.tokens == sum(lengths) and layer.pairs == sum(lengths) - 2, layer.name
+        assert layer.tokens == sum(lengths), layer.name
         stood = [sum(place < length for length in lengths) for place in range(8)]
         assert layer.position_tokens[:8].tolist() == stood
     assert found.token_counts.sum() == 16 + 10
@@ -268,7 +257,7 @@ def test_an_encoder_and_a_decoder_have_tokens_of_their_own():
     labels = {**models_of.given(model), "labels": batch["input_ids"]}
     del labels["decoder_input_ids"]
     found = profile(model, labels)
-    assert found.token_counts.sum() == 18 and all(layer.pairs == 16 for layer in found.layers)
+    assert found.token_counts.sum() == 18
     decoder = sum(layer.neuron_counts.sum() for layer in found.layers if layer.name.startswith("decoder"))
     assert found.token_nnz.sum() == sum(layer.neuron_counts.sum() for layer in found.layers) - decoder
 
@@ -336,19 +325,6 @@ def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
 # ---- where
 
 
-def test_neighbours_share_what_they_share_and_chance_is_chance():
-    layer, x = identity_layer(WIDTH), -torch.ones(1, 4, WIDTH)
-    x[0, :2, :2] = x[0, 2:, 2:4] = 1.0  # two tokens that fire alike, then two others that do
-    found = profile(layer, x).layers[0]
-    assert (found.pairs, found.pair_nnz, found.pair_shared) == (3, 12, 4)
-    assert found.neighbours_share == pytest.approx(4 / 8)
-    assert found.neighbours_by_chance == pytest.approx(1 / 3)  # 4 neurons at half of the tokens: 1/4 of 3/4
-    drawn = profile(layer, torch.randn(4, 2000, WIDTH) - 0.5).layers[0]
-    assert drawn.neighbours_share == pytest.approx(drawn.neighbours_by_chance, abs=0.01)
-    silent = profile(layer, -torch.ones(1, 4, WIDTH)).layers[0]
-    assert math.isnan(silent.neighbours_share) and math.isnan(silent.neighbours_by_chance)
-
-
 def test_positions_are_grouped_up_to_any_length():
     far = {"input_ids": torch.tensor([[1, 2, 3]]), "position_ids": torch.tensor([[5, 100, 2**40]])}
     rows = profile(Reads(), far).by_position()
@@ -362,17 +338,15 @@ def test_heavy_first_tokens_are_found_and_said():
     assert even.heavy_first is None and "heavy" not in verdict(even)
     x[:, :2] = 1.0
     heavy = profile(layer, x)
-    assert heavy.heavy_first == {"positions": 2, "times": 6.0, "layers": 1, "worst": "", "worst_times": 6.0}
-    assert "a sequence's first 2 tokens are heavy: 6.0 times as many neurons fire at the first as later." in verdict(
-        heavy
-    )
+    assert heavy.heavy_first == {"layers": 1, "worst": "", "worst_times": 6.0}
+    assert "a sequence's first token is heavy: up to 6.0 times as many" in verdict(heavy)
     for few in (x.flatten(0, 1), x[:3], x[:, :8]):  # unknown, few, nothing later to compare with
         assert profile(layer, few).heavy_first is None
     two = FiringProfile(
         [heavy.layers[0], *profile(nn.Sequential(identity_layer(1000)), torch.ones(4, 30, 1000)).layers]
     )
-    assert two.heavy_first["positions"] == 0 and two.heavy_first["layers"] == 1
-    assert "in 1 of 2 layers a sequence's first token is heavy: in " in verdict(two)
+    assert two.heavy_first["layers"] == 1
+    assert "a sequence's first token is heavy in 1 of 2 layers: " in verdict(two)
 
 
 def test_tokens_by_how_many_neurons_fire():
@@ -405,9 +379,7 @@ def test_positions_that_are_not_certain_are_unknown(model, given):
     found = profile(model, given)
     (layer,) = found.layers
     assert layer.tokens and not layer.position_tokens.any() and not layer.position_nnz.any()
-    assert (layer.pairs, layer.pair_nnz, layer.pair_shared) == (0, 0, 0)
     assert found.by_position() == [] and found.heavy_first is None
-    assert found.table()[0]["neighbours_share"] is None
 
 
 def test_token_ids_that_layers_do_not_see_one_by_one_are_not_counted():
@@ -419,7 +391,7 @@ def test_token_ids_that_layers_do_not_see_one_by_one_are_not_counted():
     assert known.layers[0].tokens == 36 and known.layers[0].position_tokens.sum() == 18
     assert known.token_counts[0] == 36
     loose = profile(Reads().mlp, torch.randn(3, 20, WIDTH))
-    assert loose.token_counts is None and loose.by_token() == [] and loose.layers[0].pairs == 3 * 19
+    assert loose.token_counts is None and loose.by_token() == []
 
 
 # ---- memory and work
@@ -484,20 +456,23 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     "edit, words",
     [
         (lambda c: c.update(format="something else"), "'format'"),
-        (lambda c: c.update(version=4), "version 4"),
+        (lambda c: c.update(version=3), "version 3"),
         (lambda c: c.update(layers=[]), "'layers' is empty"),
-        (lambda c: c["layers"][2].pop("tokens"), "layer 2.*'tokens'"),
+        (lambda c: c["layers"][2].pop("tokens"), "'layers' 2 lacks 'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),
         (lambda c: c["layers"][0].update(name=None), "'name'"),
-        (lambda c: c["layers"][0].update(pair_shared=-1), "'pair_shared'"),
-        (lambda c: c["layers"][1]["nnz_histogram"].pop(), "layer 1: 'nnz_histogram'"),
+        (lambda c: c["layers"][0].update(overflowing=-1), "'overflowing'"),
+        (lambda c: c["layers"][1]["nnz_histogram"].pop(), "'layers' 1: 'nnz_histogram'"),
         (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
-        (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
+        (
+            lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]),
+            "'neuron_counts' holds 0 numbers; 1 are",
+        ),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
         (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, 13), "'nnz_histogram'.*whole profile"),
         (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, 99), "'tile_histogram'.*whole profile"),
-        (lambda c: c["token_nnz"].pop(), "'token_nnz' is not a list of 256"),
+        (lambda c: c["token_nnz"].pop(), "'token_nnz' have the lengths"),
     ],
 )
 def test_a_broken_saved_profile_names_the_file_and_the_field(tmp_path, edit, words):

@@ -9,7 +9,7 @@ import pytest
 
 from twell_lab import records
 from twell_lab.app import tables, walk
-from twell_lab.bench.comparison import WHOLE
+from twell_lab.bench.methods import WHOLE
 
 NAMES = re.findall(r"tables\.(\w+)\(", (Path(__file__).parents[3] / "docs" / "measured.md").read_text())
 
@@ -18,7 +18,7 @@ NAMES = re.findall(r"tables\.(\w+)\(", (Path(__file__).parents[3] / "docs" / "me
 def test_without_records_a_table_says_so(name):
     head, line, said = getattr(tables, name)([]).splitlines()
     assert said == "| nothing is recorded yet |" and head.count("|") == line.count("|") == said.count("|")
-    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "model", "trained")]
+    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "bench-model", "trained")]
     assert getattr(tables, name)(others) == "\n".join((head, line, said))
 
 
@@ -41,12 +41,12 @@ def test_the_table_of_products_says_where_each_is_faster():
     rows = [row("scattered", "dense eager", zeros, 1.0, 2.0) for zeros in (0.5, 0.9, 0.99)]
     rows += [row("scattered", "csr_v3", zeros, ms) for zeros, ms in ((0.5, 8.0), (0.9, 2.0), (0.99, 0.5))]
     rows += [row("scattered", "csr_v1", 0.99, 4.0), row("scattered", "part: csr_v3, conversion", 0.99, 4.0)]
-    rows += [row("2:4", "dense eager", 0.5, 1.0), row("2:4", "2:4 (torch)", 0.5, 0.8, 4.0)]
+    rows += [row("2:4", "dense eager", 0.5, 1.0), row("2:4", "2:4 (torch: cuSPARSELt)", 0.5, 0.8, 4.0)]
     made = records.Record("comparison", "a test's own", rows, "2026-01-02T00:00:00Z", None, None, {}, kernels={})
     assert tables.comparison([made]).splitlines()[0].endswith("2026-01-02 | 50.0% | 90.0% | 99.0% | faster from |")
     csr, semi = tables.comparison([made]).splitlines()[2:]
     assert csr.startswith("| scattered: csr_v3 | 0.12 (0.25) | 0.50 (1.00) | 2.00 (4.00) | 96.84% (")
-    assert semi == "| 2:4: 2:4 (torch) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
+    assert semi == "| 2:4: 2:4 (torch: cuSPARSELt) | 1.25 (0.25) |  |  | 50.0%, the fewest measured |"
 
 
 def record(name: str, day: int, rows: list[dict]) -> records.Record:
@@ -279,7 +279,7 @@ def test_the_table_of_paths_has_each_beside_its_own_dense_model():
 
 def test_the_table_of_the_model_compares_like_with_like():
     rows = [
-        {"workload": "Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
+        {"workload": "drawn 2B Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
         for path, ms in (
             ("dense eager", 30.0),
             ("planned", 20.0),
@@ -287,14 +287,19 @@ def test_the_table_of_the_model_compares_like_with_like():
             ("dense eager (graph)", 1200.0),
             ("planned (graph)", 999.0),
             ("planned for graphs (graph)", 600.0),
+            ("dense compiled", 10.0),
+            ("planned for graphs compiled", 8.0),
         )
     ]
-    rows += [{"workload": "Llama, plan of 5 token classes", "path": "plan", "ms": 9000.0}]
-    assert tables.model([record("model", 1, rows)]).splitlines() == [
+    rows += [{"workload": "drawn 2B Llama, plan of 5 token classes", "path": "plan", "ms": 9000.0}]
+    rows += [{**rows[0], "workload": "drawn 1B Llama, 1 x 8 tokens"}, {**rows[0], "head": False}]
+    assert tables.model([record("bench-model", 1, rows)]).splitlines() == [
         "| milliseconds, NVIDIA H100, 2026-01-01 | dense | planned | times as fast |",
         "| --- | --- | --- | --- |",
         "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
         "| 1 x 8 tokens, as a CUDA graph | 1,200 (0.5) | 600 (0.5) | 2.00 |",
+        "| 1 x 8 tokens, compiled | 10 (0.5) | 8 (0.5) | 1.25 |",
+        "| plan of 5 token classes |  | 9,000 |  |",
     ]
 
 

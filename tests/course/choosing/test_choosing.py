@@ -11,24 +11,12 @@ from twell_lab.records import Record
 from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
+SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for room in (data, methods):
-        monkeypatch.setattr(room, "sizes_for", lambda device: methods.Sizes(64, 768, (1, 8), 64))
-
-
-@pytest.fixture
-def made_up(monkeypatch):
-    """No clock: every call runs once and takes as many milliseconds as there were calls before it, plus one."""
-
-    def clock(calls, device, *given, **named):
-        for call in calls.values():
-            call()
-        return {name: 1.0 + i for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(data, "_clock", clock)
+    monkeypatch.setattr(data, "sizes_for", lambda device: SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +109,7 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
 
 
-def test_padding_is_timed_where_it_gives_the_same(made_up):
+def test_padding_is_timed_where_it_gives_the_same():
     rows = data.padding_rows("cpu", (1.0, 0.5))
     assert {(each["path"], each["real"]) for each in rows} == {
         (path, real) for path in ("padded", "padding removed", "real tokens alone") for real in (1.0, 0.5)
@@ -133,13 +121,20 @@ def test_padding_is_timed_where_it_gives_the_same(made_up):
 # ---- hot and cold, groups, experts ----
 
 
-def test_experts_are_computed_in_each_way(made_up):
-    rows = data.expert_rows("cpu", (4,))
+def test_experts_are_computed_in_each_way():
+    took = {"grouped": 1.0, "loop": 2.0, "padded": 3.0}
+    rows = [each | {"ms": took[each["way"]]} for each in data.expert_rows("cpu", (4,))]
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
     assert data.expert_sentence(rows) == "fastest of 4 experts: spread, grouped; all to the same two, grouped"
     near = [each | {"ms": 1.01} if each["way"] == "loop" else each for each in rows]
-    assert "spread, grouped or loop;" in data.expert_sentence(near)
+    assert "spread, loop or grouped;" in data.expert_sentence(near)
     assert len(figures.experts(rows).data) == 6
+
+
+def test_numbers_of_hot_neurons_are_timed_beside_dense():
+    rows = data.hot_rows("cpu")
+    assert [each["hot"] for each in rows] == [*range(0, 768, 256)] and all(each["d_ff"] == 768 for each in rows)
+    assert all(each["low"] <= each["x_dense"] <= each["high"] for each in rows)
 
 
 # ---- guesses ----
@@ -159,7 +154,7 @@ def test_what_guessing_costs(subject):
 # ---- the map ----
 
 
-def test_the_map_holds_each_method_against_dense_first(made_up):
+def test_the_map_holds_each_method_against_dense_first():
     rows = data.map_rows("cpu", (1 / 256, 1 / 8))
     timed = lambda tokens, share: {
         each["method"] for each in rows if (each["tokens"], each["share"]) == (tokens, share)
@@ -211,7 +206,7 @@ def test_the_recorded_map(keep):
 
 
 def test_the_map_is_recorded_with_every_method_and_read(keep):
-    made = methods.map_rows(1 / 8, "cpu")
+    made = methods.map_rows(1 / 8, SMALL)
     assert {each["path"] for each in made} == {"dense eager", *methods.METHODS} - {methods.DENSE}
     assert all(each["kind"] == "map" and each["share"] == 1 / 8 and each["wall_ms"] > 0 for each in made)
     assert all((0 < each["error"] < 1) == (each["path"] == methods.GROUPED) for each in made if "error" in each)

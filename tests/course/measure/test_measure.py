@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tests.course import recorded_rows as made
-from twell_lab import records
-from twell_lab.bench import density as bench_density
-from twell_lab.bench.density import DENSITY
+from twell_lab.bench.comparison import DENSITY, scattered
 from twell_lab.course.measure import data as measure
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -37,22 +35,26 @@ def test_where_it_turns_is_said_by_the_densities_measured(speeds, words):
     assert measure.turning(table(CSR=speeds), "CSR") == words
 
 
-def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, keep, tmp_path):
-    monkeypatch.setattr(bench_density, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
-    monkeypatch.setattr(bench_density, "DENSITIES", [0.1, 0.5])
-    monkeypatch.setattr(bench_density, "clock", lambda calls, *_: {name: [1.0, 2.0, 3.0] for name in calls})
-    record = bench_density.density_record()
-    again = records.load(record.save(tmp_path))
-    for row in again.rows:
-        row["device"] = "Some GPU"
-    older = records.Record(**{**vars(again), "date": "2020-01-01T00:00:00Z"})
-    keep(older, again)
-    rows = measure.recorded(DENSITY)
-    assert {row["date"] for row in rows} == {again.date} and len(rows) == 10
-    assert measure.turning(rows, "CSR") == "no clear difference"
-    assert measure.recorded_zeros(measure.recorded("matmul_data")) == (
-        f"1x (0.6 to 1.67) recorded on Some GPU, {again.date[:10]}"
-    )
+def test_recorded_densities_are_those_of_the_newest_record(keep):
+    on = {"device": "Some GPU", "samples": [1.0, 2.0, 3.0]}
+    rows = [made.row(**on | row, kind=DENSITY) for row in table(CSR=(1.0, 1.0, 1.0))]
+    rows += [made.row(**on, kind="matmul_data", workload=name) for name in ("random", "zeros")]
+    keep(*(made.record("density", f"2026-01-0{day}T00:00:00Z", rows, kernels=()) for day in (1, 2)))
+    found = measure.recorded(DENSITY)
+    assert {row["date"][:10] for row in found} == {"2026-01-02"} and len(found) == 6
+    assert measure.turning(found, "CSR") == "no clear difference"
+    said = measure.recorded_zeros(measure.recorded("matmul_data"))
+    assert said == "1x (0.6 to 1.67) recorded on Some GPU, 2026-01-02"
+
+
+@pytest.mark.parametrize("per_row", [0, 1, 7, 50])
+def test_every_way_of_multiplying_agrees_with_float64(per_row):
+    a, b = scattered(12, 50, per_row), torch.randn(50, 30)
+    a[3] = 0  # rows of different lengths: ELL pads this one
+    ways = measure.multipliers(a, b)
+    assert set(ways) == {"dense", "COO", "CSR", "ELL"}
+    for name, call in ways.items():
+        assert torch.allclose(call().double(), a.double() @ b.double(), atol=1e-4), name
 
 
 def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the_same_gpu(keep):

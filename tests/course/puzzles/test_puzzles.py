@@ -69,6 +69,10 @@ WRONG = {
         lambda: changed("neighbours", ("__syncthreads();", "")),
         "a barrier is missing: thread",
     ),
+    ("neighbours", "barrier within if"): (
+        lambda: changed("neighbours", ("__syncthreads();", "if (t < 32) __syncthreads();")),
+        "and no barrier that both come to lies in between. Is one missing, or does it stand within an `if`",
+    ),
     ("neighbours", "shortcut"): (
         lambda: with_body(
             "neighbours",
@@ -118,6 +122,10 @@ WRONG = {
             "    if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);\n}",
         ),
         "lanes 27 to 31 are named in the mask of __ballot_sync and never come to it: let them vote no.",
+    ),
+    ("ballot_count", "all lanes write"): (
+        lambda: changed("ballot_count", ("if (lane == 0) counts", "counts")),
+        "both write counts[0]; each place is one thread's. Is the index each thread's own? Or one alone has to write",
     ),
     ("ballot_count", "shortcut"): (
         lambda: with_body(
@@ -212,7 +220,7 @@ WRONG = {
     ),
     ("gemm_tile", "first barrier"): (
         lambda: changed("gemm_tile", ("column];\n        __syncthreads();", "column];")),
-        "a barrier is missing: thread x 1, y 0 of block x 0, y 0 writes tile_a[0][1] and thread x 0, y 0 of block",
+        "thread x 1, y 0 of block x 0, y 0 writes tile_a[0][1] and thread x 0, y 0 of block x 0, y 0 reads it, and no barrier",
     ),
     ("gemm_tile", "shortcut"): (
         lambda: with_body(
@@ -283,6 +291,25 @@ OTHERS = {
         + HEAD
         + "if (i < n) atomicAdd(&mine[fired[i]], 1);\n__syncthreads();\n"
         "if (mine[threadIdx.x]) atomicAdd(&counts[threadIdx.x], mine[threadIdx.x]);",
+    ),
+    ("pack_words", "values read from memory wherever they are needed"): lambda: changed(
+        "pack_words",
+        (
+            "const unsigned short value = gate[blockIdx.x * 64 + base + lane];",
+            "const unsigned short* value = gate + blockIdx.x * 64 + base + lane;",
+        ),
+        ("__ballot_sync(0xffffffffu, fires(value))", "__ballot_sync(0xffffffffu, fires(*value))"),
+        (
+            "if (fires(value) && slot < 8) words[slot] = (unsigned)value",
+            "if (fires(*value) && slot < 8) words[slot] = (unsigned)*value",
+        ),
+    ),
+    ("ballot_count", "read twice"): lambda: changed(
+        "ballot_count",
+        (
+            "lane < width && x[blockIdx.x * width + lane] > 0",
+            "lane < width && x[blockIdx.x * width + lane] >= 0 && x[blockIdx.x * width + lane] != 0",
+        ),
     ),
     ("pack_words", "two ballots"): lambda: with_body(
         "pack_words",

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from twell_lab.bench.comparison import APART, FUSED
 from twell_lab.course.sparsity_map import data
 from twell_lab.course.sparsity_map.data import pays_after
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -83,7 +82,6 @@ def test_where_a_first_method_begins_to_win_is_said_by_what_was_measured():
         *measured("D", "tiles 32 x 1", d1=0.5, d10=0.4),
         *measured("2:4 (torch: cuSPARSELt, searched)", "2:4", d500=1.4),
         *measured("2:4 (torch: cuSPARSELt)", "2:4", d500=1.01),
-        *(row for path in (FUSED, APART) for row in measured(path, "2:4", d500=1.2)),  # which nobody would take
     ]
     assert data.begins(table) == {"scattered": (0.01, 0.05), "blocks 32 x 32": (0.01, 0.05), "2:4": (0.5, None)}
     assert data.begins_sentence(table) == (

@@ -267,7 +267,7 @@ def test_it_computes_what_is_written_of_it_swapped_and_saved_too(tmp_path, entri
         assert kept == [[0.0, pytest.approx(entries["hidden_act_param"])]] * 2  # the threshold itself is kept
     tl.sparsify(model, "twell")
     torch.testing.assert_close(logits(model), before)
-    assert not any(layer.module.dense_alone for layer in feed_forwards(model))
+    assert all(layer.module.acts is not None for layer in feed_forwards(model))
     tl.densify(model).save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(tl.load(tmp_path / "saved")), before)
     if entries is not RELULLAMA:  # which transformers reads as what it is

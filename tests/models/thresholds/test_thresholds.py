@@ -169,18 +169,9 @@ def test_the_error_is_that_of_the_layer_run_with_thresholds(make, method):
         assert number < 2
 
 
-def test_batches_may_be_cut_anywhere_and_are_read_once():
-    model, inputs = llama(), tokens(40)
-    whole = tl.thresholds(model, inputs, 0.5)
-    parts = tl.thresholds(model, iter(inputs.split([1, 7, 32])), 0.5)
-    for one, other in zip(whole.layers, parts.layers):
-        assert one.thresholds == pytest.approx(other.thresholds, rel=1e-3)
-        assert one.error == pytest.approx(other.error, rel=1e-3)
-
-
 def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
     model, first, last = llama(), tokens(40), tokens(40, seed=2)
-    (layer, _) = calibrate(model, [first, last]).layers
+    (layer, _) = calibrate(model, iter([first, last])).layers
     early, late = ({tuple(row.tolist()) for row in calibrate(model, some).layers[0].rows} for some in (first, last))
     kept = {tuple(row.tolist()) for row in layer.rows}
     assert layer.tokens == 1280 and len(layer.rows) == ROWS
@@ -443,7 +434,7 @@ def test_they_are_saved_with_a_model_of_transformers_and_come_back(method, tmp_p
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda held: held.pop("layers"), "twell_lab_thresholds of config.json in .*: 'layers' is None"),
+        (lambda held: held.pop("layers"), "twell_lab_thresholds of config.json in .* lacks 'layers'"),
         (lambda held: held["layers"].pop().clear(), None),
         (lambda held: held["layers"][0].update(d_ff=48), "thresholds of another model"),
     ],
@@ -476,10 +467,10 @@ def test_a_file_that_holds_no_thresholds_is_not_written(save, tmp_path):
         ({"version": 2}, "has version 2"),
         ({"method": "dice"}, "'method' is none of cats, teal"),
         ({"layers": []}, "'layers' is empty"),
-        ({"layers": [{}]}, "layer 0: 'name' is None"),
+        ({"layers": [{}]}, "'layers' 0 lacks 'activation'"),
         ({"sparsity": -1}, "'sparsity' is -1"),
         ({"more": 1}, "unknown field 'more'"),
-        ({"method": "teal"}, "'thresholds': 'input' is None"),
+        ({"method": "teal"}, "'thresholds' and 'density' of"),
     ],
 )
 def test_a_damaged_file_is_named(change, said, tmp_path):
@@ -589,12 +580,10 @@ def test_layers_can_be_left_out():
         ({"sparsity": 1}, "sparsity is 1; .* from 0 up to, but not, 1"),
         ({"sparsity": -0.1}, "sparsity is -0.1"),
         ({"sparsity": True}, "sparsity is True"),
-        ({"sparsity": "half"}, "sparsity is 'half'"),
         ({"sparsity": math.nan}, "sparsity is nan"),
         ({"greedy": True, "sparsity": 0.96}, "sparsity is 0.96; .* from 0 up to 0.95"),
         ({"greedy": 1}, "greedy is 1; True or False is accepted"),
         ({"method": "dice"}, "method is 'dice'; accepted: 'cats', 'teal'"),
-        ({"method": ["cats"]}, "method is"),
         ({"batches": []}, "batches is empty"),
         ({"batches": [tokens(0)]}, "'layers.0.mlp' saw no token"),
         ({"only": 1}, "only is 1"),
@@ -626,15 +615,12 @@ def test_a_threshold_that_is_none(threshold):
 
 
 @pytest.mark.parametrize("make", [opt, gpt2])
-def test_inputs_with_thresholds_in_a_block_are_dense_and_who_wants_more_is_told(make):
+def test_inputs_with_thresholds_in_a_block_are_dense(make):
     model = make()
     model = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
     for verb in (lambda model: tl.sparsify(model, "dense"), lambda model: tl.profile(model, tokens())):
-        with pytest.raises(
-            InputError, match="have thresholds on their inputs inside a block, and stay dense.*method='cats'"
-        ) as found:
+        with pytest.raises(InputError, match="uses .*GELU"):
             verb(model)
-        assert "hardly ever" not in str(found.value)
 
 
 def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():

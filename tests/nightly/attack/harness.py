@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -31,15 +32,23 @@ def randomness(name: str, seed: int, number: int) -> random.Random:
 
 
 def attack(
-    name: str, check: Callable[[random.Random, Counter], None], *, seed: int, cases: int, number: int | None = None
+    name: str,
+    check: Callable[[random.Random, Counter], None],
+    *,
+    seed: int,
+    cases: int,
+    number: int | None = None,
+    seconds: float | None = None,
 ) -> dict:
-    """Run check(r, counts) for each case, or for the one of this number. Returns the counts; at the end raises
-    AssertionError with all failures, and how to run each again.
+    """Run check(r, counts) for each case, until `seconds` have passed, or for the one of this number. Returns the
+    counts; at the end raises AssertionError with all failures, and how to run each again.
 
     check adds 1 to counts["checked"] for each result that it compared, and may count categories of its own.
     """
-    counts, failures = Counter(), []
+    counts, failures, begin = Counter(), [], time.monotonic()
     for each in range(cases) if number is None else (number,):
+        if seconds is not None and time.monotonic() - begin > seconds:
+            break
         try:
             check(randomness(name, seed, each), counts)
         except Exception as error:

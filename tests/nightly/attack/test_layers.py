@@ -1,23 +1,32 @@
-"""Random and hostile layers on a CPU against float64, and proof that the attack sees a layer that is wrong."""
+"""Random and hostile layers against float64, on a GPU where there is one, and proof that the attack notices a layer that
+is wrong."""
 
-import multiprocessing
-import os
-import signal
-import time
+import functools
 
 import pytest
 import torch
 
-from twell_lab.bench import attack
+from tests.nightly.attack import layers
+from tests.nightly.attack.harness import attack, randomness
+from twell_lab.cuda import launch
 from twell_lab.ops import accuracy
 
 
-def test_layers(extent, report):
+def test_layers(request, extent, report):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     how = extent(5000)
-    report("layers on a CPU", attack.layers(**how).row())
+    if (seconds := request.config.getoption("--attack-seconds")) and not request.config.getoption("--attack-cases"):
+        how["cases"] = 2**31
+    counts = attack("layers", functools.partial(layers.check, device=device), seconds=seconds, **how)
+    names = {"cases": "layers", "checked": "cases", "rows": "rows", "worst": "worst_ratio"}
+    names |= {name: f"{name}_rows" for name in ("excused", "overflowed", "rounded")}
+    row = {there: counts.pop(name, 0) for name, there in names.items()}
+    row["worst_ratio"] = round(row["worst_ratio"], 4)
+    where = "GPU" if device == "cuda" else "CPU"
+    report(f"layers on a {where}", {**row, "by": dict(sorted(counts.items())), "kernels": sorted(launch.loaded())})
 
 
-def a_value_lost(path, y):
+def a_value_lost(y):
     """One value, in the row with the largest values, is off by a tenth of the largest and 1: what one neuron may add."""
     y = y.clone()
     row = y.abs().float().nan_to_num(0, 0, 0).amax(1).argmax()
@@ -25,112 +34,79 @@ def a_value_lost(path, y):
     return y
 
 
-def a_row_of_another(path, y):
+def a_row_of_another(y):
     return y.roll(1, 0) if len(y) > 1 else y + 1
 
 
-def an_unwritten_row(path, y):
+def an_unwritten_row(y):
     y = y.clone()
     y[-1] = torch.nan if y[-1].isfinite().all() else 0.0
     return y
 
 
 @pytest.mark.parametrize("change", [a_value_lost, a_row_of_another, an_unwritten_row])
-@pytest.mark.parametrize("wrong", ["infer, hot_cold", "module", "trained, twell", "dgate, twell"])
-def test_it_sees_a_path_that_is_wrong(wrong, change):
-    with pytest.raises(attack.Broken) as told:
-        attack.layers(seed=7, cases=40, change=lambda path, y: change(path, y) if path == wrong and y.dim() == 2 else y)
-    named = "gradient of gate, twell" if wrong.startswith("d") else wrong
-    for line in str(told.value).splitlines()[1:]:
-        assert "seed 7, case " in line and named in line
+@pytest.mark.parametrize("wrong", ["infer, hot_cold", "module", "trained, twell"])
+def test_it_notices_a_path_that_is_wrong(wrong, change, monkeypatch):
+    real = layers.paths_of
+
+    def paths_of(layer):
+        paths = real(layer)
+        right = paths.get(wrong)
+        return paths | ({wrong: lambda layer, x: change(right(layer, x))} if right else {})
+
+    monkeypatch.setattr(layers, "paths_of", paths_of)
+    with pytest.raises(AssertionError, match="case [0-9]+") as failed:
+        attack("layers", layers.check, seed=7, cases=40)
+    assert {line.partition("AssertionError: ")[2].partition(": row")[0] for line in lines_of(failed)} == {wrong}
 
 
-def test_it_sees_other_bits_the_second_time(monkeypatch):
+@pytest.mark.parametrize("change", [a_value_lost, a_row_of_another, an_unwritten_row])
+def test_it_notices_a_gradient_that_is_wrong(change, monkeypatch):
+    real = layers.gradients
+
+    def gradients(step, tensors, dy, dl1):
+        y, (dx, dgate, *others) = real(step, tensors, dy, dl1)
+        ours = isinstance(step, functools.partial) and step.keywords == {"path": "twell"}
+        return y, [dx, change(dgate) if ours and dgate is not None else dgate, *others]
+
+    monkeypatch.setattr(layers, "gradients", gradients)
+    with pytest.raises(AssertionError) as failed:
+        attack("layers", layers.check, seed=7, cases=40)
+    assert all("gradient of gate, twell: off by" in line and ";" not in line for line in lines_of(failed))
+
+
+def lines_of(failed):
+    found = [line for line in str(failed.value).splitlines() if "AssertionError: " in line]
+    assert found
+    return found
+
+
+def test_it_notices_other_bits_the_second_time(monkeypatch):
     calls = []
-    real = attack.functional.infer
+    real = layers.functional.infer
 
     def unsteady(x, *weights, **how):
         y = real(x, *weights, **how)
         calls.append(1)
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 and y.dtype == torch.float32 else y
 
-    monkeypatch.setattr(attack.functional, "infer", unsteady)
-    with pytest.raises(attack.Broken, match="infer, twell: the second call gave other bits"):
-        attack.layers(seed=1, cases=20)
+    monkeypatch.setattr(layers.functional, "infer", unsteady)
+    with pytest.raises(AssertionError, match="infer, twell: the second call gave other bits"):
+        attack("layers", layers.check, seed=1, cases=20)
 
 
 def test_a_case_can_be_made_again_alone():
     for number in (3, 11):
-        a, b = attack.draw(5, number), attack.draw(5, number)
+        a, b = (layers.draw(randomness("layers", 5, number)) for _ in range(2))
         assert a.say() == b.say()
         for one, two in zip(a.tensors, b.tensors):
-            assert (
-                one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7)) and one.stride() == two.stride()
-            )
-        assert attack.layers(5, number=number).layers == attack.layers(5, number=number, cases=2).layers == 1
-    assert attack.draw(5, 3).say() != attack.draw(6, 3).say()
-
-
-def test_an_error_in_another_process_is_raised_here(monkeypatch):
-    monkeypatch.setattr(attack, "_part", raising_part)
-    with pytest.raises(torch.OutOfMemoryError, match="no more") as told:
-        attack.layers(5, cases=7, processes=2)
-    assert "in draw_nothing" in "".join(told.value.__notes__) and not multiprocessing.active_children()
-
-
-def raising_part(*arguments, part=attack._part):
-    def draw_nothing(*_):
-        raise torch.OutOfMemoryError("no more")
-
-    attack.draw = draw_nothing
-    part(*arguments)
-
-
-def test_a_process_that_dies_ends_the_attack(monkeypatch):
-    monkeypatch.setattr(attack, "_part", dying_part)
-    with pytest.raises(RuntimeError, match="a process of the attack ended with exit status -9"):
-        attack.layers(5, cases=7, processes=2)
-    assert not multiprocessing.active_children()
-
-
-def dying_part(writer, seed, numbers, *how):
-    if 0 in numbers:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-# ---- interrupted ----
-
-
-@pytest.fixture
-def interrupted_in(monkeypatch):
-    """interrupted_in(layer): an interruption comes within the last path of this layer, counted from 0."""
-    real, seen = attack.paths_of, []
-
-    def interrupt(layer, x):
-        raise KeyboardInterrupt
-
-    def install(number):
-        def paths_of(layer):
-            seen.append(layer)
-            found = real(layer)
-            return found | ({list(found)[-1]: interrupt} if len(seen) == number + 1 else {})
-
-        monkeypatch.setattr(attack, "paths_of", paths_of)
-
-    return install
-
-
-def test_an_interrupted_attack_has_the_counts_of_whole_layers(interrupted_in):
-    whole = attack.layers(5, cases=3)
-    interrupted_in(3)
-    with pytest.raises(attack.Interrupted, match="stopped after 3 layers") as told:
-        attack.layers(5, cases=7)
-    assert told.value.counts == whole and whole.layers == 3 and whole.cases > 20
+            assert one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7))
+            assert one is None or one.stride() == two.stride()
+    assert layers.draw(randomness("layers", 6, 3)).say() != a.say()
 
 
 def test_every_trait_and_path_is_drawn():
-    by = attack.layers(3, cases=150).by
+    by = attack("layers", layers.check, seed=3, cases=150)
     traits = ("heavy rows", "bursts", "integers", "zeros", "opposites", "rows that are not finite", "strided")
     paths = ("operator", "infer, dense", "infer, twell", "infer, hot_cold", "packed", "module", "module, hot_cold")
     trained = ("trained, twell", "trained, dense", "gradients, twell", "gradients, dense")
@@ -179,5 +155,5 @@ HALF, END = torch.float16, 65504.0
 )
 def test_what_is_allowed_of_a_gradient(ours, dense, exact, kept):
     ours, dense = (torch.tensor(values, dtype=HALF) for values in (ours, dense))
-    off = attack._off(ours, dense, torch.tensor(exact, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+    off = layers._off(ours, dense, torch.tensor(exact, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
     assert (off <= 1.0) == kept

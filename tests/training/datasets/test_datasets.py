@@ -66,10 +66,10 @@ def test_a_command_line_names_a_dataset(folder):
 
 
 def test_what_the_parts_of_a_name_mean():
-    edu = {"dataset": "HuggingFaceFW/fineweb-edu", "subset": "sample-10BT"}
-    assert ours.parse("hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT") == edu
-    assert ours.parse("hf:a/b?bytes=1e3&revision=v1") == {"dataset": "a/b", "most_bytes": 1000, "revision": "v1"}
-    assert ours.parse("hf:a/b") == {"dataset": "a/b"}
+    usual = {"dataset": "a/b", "subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
+    assert ours.parse("hf:a/b") == usual
+    assert ours.parse("hf:a/b?subset=sample-10BT") == usual | {"subset": "sample-10BT"}
+    assert ours.parse("hf:a/b?bytes=1e3&revision=v1") == usual | {"bytes": 1000, "revision": "v1"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import io
 import json
-import os
 import sys
 
 import pytest
@@ -175,35 +174,3 @@ def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(mon
     for refused in (lambda: load.load_any(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
         with pytest.raises(StackError, match="pip install tokenizers"):
             refused()
-
-
-def test_what_is_no_file_is_not_read_as_a_tokenizer(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/zero", tmp_path, f"{tmp_path}/a\0b"):
-        with pytest.raises(TextError, match="cannot read the tokenizer"):
-            tokenizer.load(path)
-
-
-def test_the_files_saved_by_earlier_versions_are_read(tmp_path):
-    """Bytes as they were written at first; and GPT-2's way to write bytes, whoever made the file."""
-    pytest.importorskip("tokenizers")
-    (tmp_path / "bytes.json").write_text('{"format": "twell-lab bytes"}\n')
-    assert tokenizer.load(tmp_path / "bytes.json") == BYTES
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = [*map(chr, printable), *(chr(0x100 + at) for at in range(256 - len(printable)))]
-    vocabulary = {character: number for number, character in enumerate([*characters, "\u0120t"])}
-    plain = {
-        "version": "1.0",
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u0120", "t"]]},
-    }
-    (tmp_path / "gpt.json").write_text(json.dumps(plain))
-    read = tokenizer.load(tmp_path / "gpt.json")
-    order = [*printable, *(byte for byte in range(256) if byte not in printable)]
-    assert read.decode(torch.arange(257)) == bytes(order) + b" t"
-    assert read.encode(of(b"a t\n\xff").data).tolist() == [
-        order.index(ord("a")),
-        256,
-        order.index(10),
-        order.index(255),
-    ]

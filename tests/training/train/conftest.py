@@ -20,21 +20,8 @@ def some_text():
 @pytest.fixture(scope="session")
 def tiny(some_text):
     """A config of 12 steps of four windows, with changes."""
-    base = TrainConfig(
-        steps=12,
-        batch=4,
-        context=16,
-        d_model=16,
-        layers=2,
-        heads=2,
-        d_ff=32,
-        log_every=2,
-        eval_every=4,
-        eval_windows=16,
-        device="cpu",
-        l1=0.01,
-        text=some_text,
-    )
+    sizes = dict(steps=12, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, l1=0.01)
+    base = TrainConfig(**sizes, log_every=2, eval_every=4, eval_windows=16, device="cpu", text=some_text)
     return lambda **changes: dataclasses.replace(base, **changes)
 
 

@@ -21,8 +21,8 @@ def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: 
     assert said.count(f"twell-lab: stopped after step {state.step} of {steps}") == 1 and f"with --resume {out}" in said
 
 
-def wait_for_rows(started: subprocess.Popen, out: Path) -> None:
-    deadline = time.monotonic() + 600
-    while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
-        assert started.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for_rows(started: subprocess.Popen, out: Path, rows: int = 4) -> None:
+    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 600
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= rows):
+        assert started.poll() is None and time.monotonic() < deadline, started.stderr.read()
+        time.sleep(0.02)

@@ -3,6 +3,7 @@ crashed, so that it does not get to save itself."""
 
 import pytest
 
+from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 
 # The smallest model, whatever it is trained on.
@@ -29,6 +30,11 @@ def broken_off(config, folder, step):
         train(config, out=folder, progress=False, on_step=until(step))
 
 
-def options(config, *names):
-    """The options of `twell-lab train` that give these fields their values."""
-    return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
+def options(config):
+    """The options of `twell-lab train` for all but the text that differs from its defaults."""
+    usual = vars(TrainConfig())
+    return [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(config).items()
+        if value != usual[name] and name != "text"
+    ]

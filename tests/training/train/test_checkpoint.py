@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.train.harming import full_at, killed_at
+from tests.training.train.interrupting import wait_for_rows
 from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
 from twell_lab.analysis import switching
 from twell_lab.app import cli
@@ -99,24 +99,13 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
     text, out = tmp_path / "text.py", tmp_path / "out"
     text.write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=text, steps=100_000, checkpoint_every=5)
-    sizes = options(
-        config,
-        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
-        *("eval_windows", "device", "l1", "checkpoint_every"),
-    )
     step = 0
-    for number, asked in [(signal.SIGKILL, ["--text", text, "--out", out, *sizes])] + [
-        (number, ["--resume", out]) for number in SIGNALS
-    ]:
+    pipes = dict(env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for number in (signal.SIGKILL, *SIGNALS):
+        asked = ["--resume", out] if step else ["--text", text, "--out", out, *options(config)]
         (out / "metrics.jsonl").unlink(missing_ok=True)
-        with subprocess.Popen(
-            [sys.executable, "-m", "twell_lab", "train", *asked],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            wait_for_rows(out, step // 2 + 20, process)
+        with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", *asked], **pipes) as process:
+            wait_for_rows(process, out, step // 2 + 20)
             process.send_signal(number)
             printed, told = process.communicate(timeout=600)
         if number != signal.SIGKILL:
@@ -125,34 +114,6 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
             assert checkpoint.load(out).step > step and LanguageModel.load(out)
         step = checkpoint.load(out).step
         same_as_unbroken(config, out, step, curve)
-
-
-@pytest.mark.filterwarnings("ignore:100000 steps")
-def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_text):
-    """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    out = tmp_path / "out"
-    sizes = options(tiny(), "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")
-    with subprocess.Popen(
-        [sys.executable, "-m", "twell_lab", "train", "--text", tmp_path / "text.py", "--out", out, *sizes]
-        + ["--steps=100000"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as stopped:
-        wait_for_rows(out, 20, stopped)
-        stopped.stdout.close()
-        stopped.send_signal(signal.SIGINT)
-        assert stopped.wait() == 130
-    assert checkpoint.load(out).step >= 20
-
-
-def wait_for_rows(out: Path, rows: int, process) -> None:
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 600
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-        time.sleep(0.01)
 
 
 def same_as_unbroken(config, folder, step, curve) -> None:
@@ -231,22 +192,6 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
         assert [layer.module.learning for layer in run.layers] == paths
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_processes_agree_whether_to_measure_again(tiny, saved, other):
-    """One of them is on another kind of device: all measure again, since it could not alone."""
-
-    class Two(parallel.World):
-        def any(self, flag):
-            return flag or other
-
-    config = tiny(kernels="auto")
-    run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
-    state = checkpoint.load(saved)
-    state.paths["below"] = {"layers.0.mlp": 3.0, "layers.1.mlp": 3.0}
-    run.restore(state)
-    assert run.switch.below == (None if other else state.paths["below"])
-
-
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
     monkeypatch.chdir(tmp_path)
@@ -254,12 +199,6 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["train", "--resume", "../out", "--steps", "3"]) == 0
-
-
-def test_a_tokenizer_that_a_run_left_before_it_saved_anything_is_not_read(tiny, tmp_path):
-    (tmp_path / "tokenizer.json").write_text("of a run that was killed")
-    train(tiny(), out=tmp_path, progress=False)
-    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
@@ -398,12 +337,10 @@ def test_folders_that_cannot_be_used_are_named(tiny, saved, some_text, tmp_path)
 def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
     """What is saved there would be read as text when the run is to go on."""
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    for out in (tmp_path / "out", tmp_path, tmp_path / "sub" / "out"):
+    for out in (tmp_path / "out", tmp_path, tmp_path / "sub" / "out", tmp_path / ".out"):
         with pytest.raises(InputError, match="is inside of the text .*accepted: a folder outside of it"):
             train(tiny(text=tmp_path), out=out, progress=False)
     assert names(tmp_path) == ["text.py"]
-    broken_off(tiny(text=tmp_path, checkpoint_every=2), tmp_path / ".out", 4)
-    assert train(tiny(text=tmp_path), resume=tmp_path / ".out", progress=False).history[-1]["step"] == 12
 
 
 # A loss that is no number

@@ -20,6 +20,8 @@ from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning
 # rate high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
 CLOSE = dict(rel=1e-4, abs=1e-6)
@@ -42,11 +44,7 @@ def runs(tiny, some_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
-    shared = options(
-        config,
-        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
-        *("eval_windows", "device", "text", *EVERYTHING),
-    )
+    shared = [*options(config), f"--text={config.text}"]
     (folder / "file").write_text("in the way")  # only the first process finds out, and none is to wait for it
     asked = [([*shared, f"--out={folder / 'file'}"], 2)]
     asked += [
@@ -54,22 +52,8 @@ def runs(tiny, some_text, tmp_path_factory):
         for several, status in ((RUNS, 0), (STOPPED, 130))
         for name, how in several.items()
     ]
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            SEVERAL,
-            "cpu",
-            json.dumps(asked),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    command = [*TORCHRUN, SEVERAL, "cpu", json.dumps(asked)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert ran.returncode == 0, ran.stderr
     return {name: folder / name for name in (*RUNS, *STOPPED)}, config, ran.stdout, ran.stderr
 
@@ -120,28 +104,9 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
 
 def started(out, *more):
     """Two processes that train for a long time."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            "-m",
-            "twell_lab",
-            "train",
-            "--steps=100000",
-            *SMALL,
-            "--out",
-            out,
-            *more,
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    command = [*TORCHRUN, "-m", "twell_lab", "train", "--steps=100000", *SMALL, "--out", out, *more]
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, start_new_session=True, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -17,19 +17,8 @@ from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_ac
 from twell_lab.training.schedule import learning_rate
 from twell_lab.training.text.source import Text, random_windows
 
-TINY = TrainConfig(
-    steps=6,
-    batch=2,
-    context=16,
-    d_model=16,
-    layers=2,
-    heads=2,
-    d_ff=32,
-    log_every=2,
-    eval_every=4,
-    eval_windows=16,
-    device="cpu",
-)
+SIZES = dict(steps=6, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32)
+TINY = TrainConfig(**SIZES, log_every=2, eval_every=4, eval_windows=16, device="cpu")
 
 
 def tiny(**changes):

@@ -201,10 +201,10 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
     [] without a GPU, and, with a printed reason, if the GPU cannot do it.
     """
-    from ...bench import inference
+    from ...bench import forward
 
     def rows(nnz: float) -> list[dict]:
-        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz, dtype=sixteen_bits("cuda"))
+        layer, inputs, _ = forward.drawn(tokens, D_MODEL, D_FF, nnz, dtype=sixteen_bits("cuda"))
         return step_rows(layer, inputs, nnz)
 
     return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])

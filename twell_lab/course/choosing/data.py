@@ -6,10 +6,8 @@ says."""
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,29 +19,18 @@ from ...analysis.costs import by_choice
 from ...bench import comparison, methods
 from ...bench import predictors as chosen_neurons
 from ...bench import rows as bench_rows
-from ...bench.comparison import SCATTERED, TALL, Method, Shape
-from ...bench.methods import (
-    DENSE,
-    HEIGHT,
-    INEXACT,
-    PACKED,
-    PREDICTED,
-    RANK,
-    SHARES,
-    SPLIT,
-    TILES,
-    sizes_for,
-)
+from ...bench.comparison import SCATTERED, TALL, Shape, quantile
+from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
 from ...layers.choice import Choice
 from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import experts, microtiles, padding, routed
+from ...sparsities import microtiles, routed
 from ...sparsities.core_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
-from ..recorded import LOGNORMAL, device_and_day, newest
+from ..recorded import LOGNORMAL, newest, sourced
 
 # ---- a small model, and what fires in it ----
 
@@ -138,18 +125,12 @@ def occupied_sentence(rows: list[dict], layer: int = 1, height: int = HEIGHT) ->
     return f"{share:.0%}, fewer in {fewer} of {len(mine)} layers"
 
 
-TILED = Method(TILES, lambda a: microtiles.find_microtiles(a, HEIGHT), microtiles.product, (SCATTERED, TALL))
-
-
 def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
     """Rows of comparison.product_rows for micro-tiles, on scattered zeros and on tiles of 32 x 1, with `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(512, 1024, 256, torch.float32, "cpu", 0.2)
-    made = [
-        row
-        for pattern in (SCATTERED, TALL)
-        for sparsity in sparsities
-        for row in comparison.product_rows(pattern, sparsity, shape, [TILED])
-    ]
+    tiled = [method for method in comparison.METHODS if method.name == TILES]
+    cases = [(pattern, sparsity) for pattern in (SCATTERED, TALL) for sparsity in sparsities]
+    made = [row for case in cases for row in comparison.product_rows(*case, shape, tiled)]
     return [row | {"where": _here(device)} for row in made]
 
 
@@ -170,29 +151,17 @@ def products_sentence(rows: list[dict]) -> str:
 def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
     """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, on its real rows, and on as many
     rows that were never apart."""
-    sizes = sizes_for(device)
-    layer, x = methods.drawn(0.05, device)
-    x = x.view(8, -1, sizes.d_model)
-    calls: dict[object, Callable] = {"padded": lambda: layer(x)}
-    for share in shares:
-        lengths = torch.full((8,), round(share * x.shape[1]), device=device)
-        real = torch.arange(x.shape[1], device=device) < lengths[:, None]
-        call = functools.partial(padding.unpadded, layer, x, real)
-        methods.hold("padding removed", call(), layer(x) * real[..., None])
-        at = float(real.double().mean())
-        calls[at, comparison.REMOVED] = call
-        calls[at, comparison.ALONE] = functools.partial(layer, padding.remove_padding(x, real)[0])
-    took = _clock(calls, device, 1.0)
-    dense = took.pop("padded")
-    took = {(real, "padded"): dense for real, _ in took} | took
-    return [{"real": real, "path": path, "ms": ms, "where": _here(device)} for (real, path), ms in took.items()]
+    timed = [row for share in shares for row in methods.padding_rows(share, 1, sizes_for(device))]
+    made = [{"real": row["real"] / row["tokens"], "ms": row["ms"], "path": row["path"]} for row in timed]
+    padded = {bench_rows.DENSE: "padded"}
+    return [row | {"path": padded.get(row["path"], row["path"]), "where": _here(device)} for row in made]
 
 
 def padding_sentence(rows: list[dict]) -> str:
     """Return how much faster the fewest real rows are without the padding."""
     least = min(row["real"] for row in rows)
     took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
-    return f"Without padding, {least:.0%} real: {took['padded'] / took[comparison.REMOVED]:.1f} times."
+    return f"Without padding, {least:.0%} real: {took['padded'] / took[methods.REMOVED]:.1f} times."
 
 
 def proportion_sentence(recorded: Iterable[dict]) -> str:
@@ -203,7 +172,7 @@ def proportion_sentence(recorded: Iterable[dict]) -> str:
     if not rows:
         return ""
     said = []
-    for each in comparison.proportions(rows):
+    for each in methods.proportions(rows):
         own = "" if each.own is None else f" (as many tokens alone {each.own:+.0%})"
         said.append(f"{each.layers} layer{'s' * (each.layers > 1)} {each.beside_dense:+.0%}{own}")
     return f"{rows[0]['where']},<br>beside proportion: {', '.join(said)}"
@@ -241,20 +210,20 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
     computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
     `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
     sizes = sizes_for(device)
-    layer, x = methods.drawn(share, device, sizes.many // 2)
+    layer, x = methods.drawn(share, sizes, sizes.tokens[-1] // 2)
     step = max(1, sizes.d_ff // 8 // STEP) * STEP
-    calls: dict[object, Callable] = {DENSE: lambda: layer(x)}
-    for hot in range(0, sizes.d_ff, step):
+    calls: bench_rows.Calls = {DENSE: bench_rows.over(layer, [x])}
+    hots = range(0, sizes.d_ff, step)
+    for hot in hots:
         swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
         methods.hold(f"hot {hot}", swapped(x), layer(x))
-        calls[hot] = functools.partial(swapped, x)
-    took = _samples(calls, device, 1.0)
+        calls[str(hot)] = bench_rows.over(swapped, [x])
+    took, _ = comparison.clocked(calls, x.device, 1.0, rounds=10)
     shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
-    for hot in calls.keys() - {DENSE}:
-        turns = [dense / mine for dense, mine in zip(took[DENSE], took[hot])]
-        low, middle, high = _quantiles(turns, (0.1, 0.5, 0.9))
+    for hot in hots:
+        turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]
+        low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
-    made.sort(key=lambda row: row["hot"])
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
     near = [row for row in near if not row.get("whole")]
     for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
@@ -295,31 +264,15 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
     """{experts, routing, way, ms, where}: as many weights in more and smaller experts, two to a token, with tokens
     spread evenly and all to the same two, computed in each way of sparsities.experts."""
     d_model, total, tokens = (2048, 65536, 4096) if device == "cuda" else (128, 4096, 256)
-    dtype, made = dtype_for(device), []
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, d_model, generator=generator).to(device, dtype)
-    weights = torch.full((tokens, 2), 0.5, device=device)
+    made, sizes = [], replace(sizes_for(device), d_model=d_model, tokens=(tokens,))
     for count in counts:
-        layer = experts.Experts(d_model, total // count, count, "relu", device=device, dtype=dtype)
-        spread = torch.rand(tokens, count, generator=generator).topk(2).indices.to(device)
-        for routing, chosen in (("spread", spread), ("all to the same two", torch.zeros_like(spread) + _two(device))):
-            layer.way = "loop"
-            wanted = layer(x, chosen, weights)
-            calls = {way: functools.partial(_expert_way, layer, way, x, chosen, weights) for way in experts.WAYS}
-            for way, call in calls.items():
-                methods.hold(way, call(), wanted)
+        for routing in ("spread", "all to the same two"):
+            here = replace(sizes, expert_d_ff=total // count)
+            rows = methods.experts_rows(count, here, crowded=routing != "spread")
             shared = {"experts": count, "routing": routing, "where": _here(device)}
-            made += [{**shared, "way": way, "ms": ms} for way, ms in _clock(calls, device, 0.15).items()]
+            ways = {row["path"]: row["ms"] for row in rows if row["path"] != methods.WHOLE}
+            made += [shared | {"way": "loop" if way == bench_rows.DENSE else way, "ms": ms} for way, ms in ways.items()]
     return made
-
-
-def _two(device: str) -> Tensor:
-    return torch.tensor([0, 1], device=device)
-
-
-def _expert_way(layer: experts.Experts, way: str, *given: Tensor) -> Tensor:
-    layer.way = way
-    return layer(*given)
 
 
 def expert_sentence(rows: list[dict]) -> str:
@@ -401,13 +354,8 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     """{method, tokens, share, ms, x_dense, exact, where}: a gated layer at each share of firing neurons and number of
     tokens, by each method. Experts compute the same share of as many weights, and are another layer. The predictor is
     at its best: it chooses no more neurons than fire, and is not trained."""
-    sizes, made = sizes_for(device), []
-    for share in shares:
-        for tokens, calls in methods.held(*methods.drawn(share, device, max(sizes.tokens)), share, sizes.tokens):
-            took = _clock(calls, device)
-            for method, ms in took.items():
-                said = {"method": method, "tokens": tokens, "share": share, "where": _here(device)}
-                made.append({**said, "ms": ms, "exact": method not in INEXACT})
+    sizes, where = sizes_for(device), _here(device)
+    made = [_of_map(row | {"where": where}) for share in shares for row in methods.map_rows(share, sizes)]
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
         dense = clock.quartiles([row["ms"] for row in mine if row["method"] == DENSE])[0]
@@ -441,11 +389,17 @@ def recorded_map(device: str = records.TOLD) -> list[dict]:
             made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
     made = [row for row in made if (row["share"], row["tokens"]) in beside]
-    for row in next((rows for gpu, rows in _whole_maps().items() if device in gpu), []):
-        method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
-        said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where", "share")}
-        made.append({**said, "method": method, "exact": method not in INEXACT, "whole": True})
-    return made
+    whole = next((rows for gpu, rows in _whole_maps().items() if device in gpu), [])
+    return made + [_of_map(row) | {"whole": True} for row in whole]
+
+
+def _of_map(row: dict) -> dict:
+    """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, where what else runs only adds to a time, with
+    the lower quartile."""
+    method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
+    ms = quantile(row["samples"], 0.25) if row["device"] == "CPU" else row["ms"]
+    said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}
+    return {**said, "ms": ms, "method": method, "exact": method not in INEXACT}
 
 
 def _whole_maps() -> dict[str, list[dict]]:
@@ -454,10 +408,8 @@ def _whole_maps() -> dict[str, list[dict]]:
     first."""
     found: dict[str, list[dict]] = {}
     for record in records.load_all():
-        rows = [row for row in record.rows if row.get("kind") == "map"] if record.name == "comparison" else []
-        for gpu in {row["device"] for row in rows}:
-            where = f"recorded on {device_and_day(gpu, record.date, records.stale(record))}"
-            found[gpu] = [row | {"where": where} for row in rows if row["device"] == gpu]
+        rows = [row for row in sourced(record) if row["kind"] == "map"] if record.name == "comparison" else []
+        found |= {gpu: [row for row in rows if row["device"] == gpu] for gpu in {row["device"] for row in rows}}
     return {gpu: found[gpu] for gpu in sorted(found, key=lambda gpu: (records.TOLD not in gpu, gpu))}
 
 
@@ -486,10 +438,7 @@ def recorded(name: str) -> list[dict]:
     there is none."""
     named = [record for record in records.load_all() if record.name == name]
     record = records.newest([each for each in named if any(row["device"] != "CPU" for row in each.rows)], name)
-    if record is None:
-        return []
-    old, rows = records.stale(record), [row for row in record.rows if row["device"] != "CPU"]
-    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+    return [row for row in sourced(record) if row["device"] != "CPU"] if record else []
 
 
 def predicted_sentence(
@@ -536,34 +485,6 @@ def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> lis
 
 def _short(method: str) -> str:
     return method.removesuffix(" 32 x 1").removesuffix(" (TwELL)")
-
-
-# ---- layers and clocks ----
-
-
-def _samples(calls: dict, device: str, seconds: float = 0.3) -> dict[object, list[float]]:
-    """Milliseconds of each call without arguments: of the device on a GPU; on the wall on a CPU, where short calls are
-    timed many in a row."""
-    turned = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
-    if device == "cuda":
-        return clock.time_cuda(turned, rounds=10)
-    start = time.perf_counter()
-    for call in calls.values():
-        call()
-    short = time.perf_counter() - start < 0.02
-    return clock.time_cpu(turned, 2 * seconds) if short else bench_rows.clock_cpu(turned, seconds)[0]
-
-
-def _quantiles(samples: Sequence[float], shares: Sequence[float]) -> list[float]:
-    each = torch.tensor(shares, dtype=torch.float64)
-    return torch.tensor(samples, dtype=torch.float64).quantile(each).tolist()
-
-
-def _clock(calls: dict, device: str, seconds: float = 0.3) -> dict:
-    """Milliseconds of each call: on a GPU the median; on a CPU, where what else runs only adds to it, the lower
-    quartile."""
-    share = 0.5 if device == "cuda" else 0.25
-    return {name: _quantiles(each, [share])[0] for name, each in _samples(calls, device, seconds).items()}
 
 
 def _here(device: str) -> str:

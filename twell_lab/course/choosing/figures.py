@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -40,6 +41,20 @@ _KINDS = (  # what works() tells apart
 )
 
 
+def _line(figure: go.Figure, rows: list[dict], x, y, name: str, colour: str, mark: int, hover: str, **looks) -> None:
+    """Add a line with a mark at each row to a figure. x, y: from a row to a number. looks: of the line's trace."""
+    line = {"color": colour, "dash": looks.pop("dash", "solid")}
+    figure.add_scatter(
+        x=[x(row) for row in rows],
+        y=[y(row) for row in rows],
+        name=name,
+        line=line,
+        marker={"size": 8, "symbol": _MARKS[mark % len(_MARKS)]},
+        hovertemplate=f"{hover}<extra></extra>",
+        **{"mode": "lines+markers"} | looks,
+    )
+
+
 def works(kinds: dict) -> go.Figure:
     """Return what each method computes, a panel a method. kinds: as `data.works` returns them."""
     shares = {
@@ -73,16 +88,11 @@ def occupied(rows: list[dict]) -> go.Figure:
     for i, layer in enumerate(dict.fromkeys(row["layer"] for row in rows)):
         mine = [row for row in rows if row["layer"] == layer]
         for key, dash in (("measured", "solid"), ("expected", "dot")):
-            figure.add_scatter(
-                x=[row["height"] for row in mine],
-                y=[100 * row[key] for row in mine],
-                mode="lines+markers" if key == "measured" else "lines",
-                name=f"layer {layer}, {mine[0]['density']:.1%} fire" + ", if at random" * (key == "expected"),
-                showlegend=key == "measured",
-                line={"color": plots.COLOURS[i % len(plots.COLOURS)], "dash": dash},
-                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
-                hovertemplate="%{x} tokens: %{y:.1f}%<extra></extra>",
-            )
+            counted, percent = key == "measured", lambda row, key=key: 100 * row[key]
+            name = f"layer {layer}, {mine[0]['density']:.1%} fire" + ", if at random" * (not counted)
+            looks = {"dash": dash, "showlegend": counted, "mode": "lines+markers" if counted else "lines"}
+            colour = plots.COLOURS[i % len(plots.COLOURS)]
+            _line(figure, mine, itemgetter("height"), percent, name, colour, i, "%{x} tokens: %{y:.1f}%", **looks)
     figure.update_xaxes(
         type="log", tickvals=sorted({row["height"] for row in rows}), title_text="height of a tile, tokens (log scale)"
     )
@@ -111,17 +121,11 @@ def products(rows: list[dict]) -> go.Figure:
         for found in (False, True):
             if found and not all(part(row) in finding for row in mine):
                 continue
-            took = [row["ms"] + (finding[part(row)] if found else 0) for row in mine]
-            figure.add_scatter(
-                x=[row["density"] for row in mine],
-                y=[row["dense_ms"] / ms for row, ms in zip(mine, took)],
-                customdata=[1 - row["density"] for row in mine],
-                mode="lines+markers",
-                name=name + ", with finding them" * found,
-                line={"color": plots.COLOURS[i % len(plots.COLOURS)], "dash": "dot" if found else "solid"},
-                marker={"size": 8, "symbol": _MARKS[i % len(_MARKS)]},
-                hovertemplate="%{customdata:.1%} zeros: %{y:.2f} times as fast<extra></extra>",
-            )
+            faster = lambda row, found=found: row["dense_ms"] / (row["ms"] + (finding[part(row)] if found else 0))
+            looks = {"dash": "dot" if found else "solid", "customdata": [1 - row["density"] for row in mine]}
+            colour, called = plots.COLOURS[i % len(plots.COLOURS)], name + ", with finding them" * found
+            hover = "%{customdata:.1%} zeros: %{y:.2f} times as fast"
+            _line(figure, mine, itemgetter("density"), faster, called, colour, i, hover, **looks)
     ticks = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
     figure.update_xaxes(type="log", autorange="reversed", title_text="zeros (log scale)")
     figure.update_xaxes(tickvals=ticks, ticktext=[f"{100 * (1 - each):g}%" for each in ticks])
@@ -138,15 +142,9 @@ def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
     figure = go.Figure()
     for i, path in enumerate(dict.fromkeys(row["path"] for row in rows)):
         mine = [row for row in rows if row["path"] == path]
-        figure.add_scatter(
-            x=[100 * row["real"] for row in mine],
-            y=[row["ms"] for row in mine],
-            mode="lines+markers",
-            name=path,
-            line={"color": (plots.GREY, plots.GREEN, plots.BLUE)[i], "dash": ("solid", "solid", "dash")[i]},
-            marker={"size": 8, "symbol": _MARKS[i]},
-            hovertemplate="%{x:.0f}% real: %{y:.3g} ms<extra></extra>",
-        )
+        colour, dash = (plots.GREY, plots.GREEN, plots.BLUE)[i], ("solid", "solid", "dash")[i]
+        share, hover = lambda row: 100 * row["real"], "%{x:.0f}% real: %{y:.3g} ms"
+        _line(figure, mine, share, itemgetter("ms"), path, colour, i, hover, dash=dash)
     whole = next(row for row in rows if row["path"] == "padded" and row["real"] == 1)
     line = {"color": plots.INK, "dash": "dot", "width": 1}
     figure.add_scatter(x=[0, 100], y=[0, whole["ms"]], mode="lines", name="in proportion", line=line, hoverinfo="skip")
@@ -229,19 +227,9 @@ def experts(rows: list[dict]) -> go.Figure:
     for i, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
         for at, routing in enumerate(routings, start=1):
             mine = [row for row in rows if (row["way"], row["routing"]) == (way, routing)]
-            figure.add_scatter(
-                x=[row["experts"] for row in mine],
-                y=[row["ms"] for row in mine],
-                mode="lines+markers",
-                name=way,
-                legendgroup=way,
-                showlegend=at == 1,
-                line={"color": plots.COLOURS[i]},
-                marker={"size": 8, "symbol": _MARKS[i]},
-                hovertemplate=way + ", %{x} experts: %{y:.3g} ms<extra></extra>",
-                row=1,
-                col=at,
-            )
+            looks = {"legendgroup": way, "showlegend": at == 1, "row": 1, "col": at}
+            hover = way + ", %{x} experts: %{y:.3g} ms"
+            _line(figure, mine, itemgetter("experts"), itemgetter("ms"), way, plots.COLOURS[i], i, hover, **looks)
     figure.update_xaxes(
         type="log",
         tickvals=sorted({row["experts"] for row in rows}),
@@ -282,15 +270,13 @@ def one_token(rows: list[dict]) -> go.Figure:
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         for key, dash, said in (("x_dense", "solid", "timed"), ("bytes_x", "dot", "by bytes")):
-            figure.add_scatter(
-                x=[100 * row["share"] for row in mine],
-                y=[row[key] for row in mine],
-                mode="lines+markers" if key == "x_dense" else "lines",
-                name=f"{method}, {said}",
-                line={"color": COLOUR[method], "dash": dash},
-                marker={"size": 8, "symbol": _MARKS[METHODS.index(method)]},
-                hovertemplate="%{x:.2g}%: %{y:.2f} times as fast<extra></extra>",
+            looks = {"dash": dash, "mode": "lines+markers" if key == "x_dense" else "lines"}
+            share, hover, mark = (
+                lambda row: 100 * row["share"],
+                "%{x:.2g}%: %{y:.2f} times as fast",
+                METHODS.index(method),
             )
+            _line(figure, mine, share, itemgetter(key), f"{method}, {said}", COLOUR[method], mark, hover, **looks)
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
     figure.update_xaxes(type="log", title_text="neurons that fire, or are chosen, % (log scale)", **_percents(rows))
     figure.update_yaxes(type="log", tickvals=[0.5, 1, 2, 5, 10, 20, 50])
@@ -379,29 +365,3 @@ def winners(rows: list[dict]) -> go.Figure:
         legend={"y": -0.2 / len(gpus), "yanchor": "top"},
         title={"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 20}},
     )
-
-
-def chosen_neurons(rows: list[dict]) -> go.Figure:
-    """Recorded decoding with chosen neurons: times as fast as dense over the change of the loss. rows: of the record
-    "predictors"; empty where there is none."""
-    timed = [row for row in rows if row.get("x_dense") and row.get("loss_change") and " (" not in row["path"]]
-    if not timed:
-        return nothing("Decoding with predicted and core neurons on a GPU")
-    figure = go.Figure()
-    families = {row["path"].partition(",")[0].removeprefix("lossy: ").rstrip(" 0123456789%") for row in timed}
-    for i, family in enumerate(sorted(families)):
-        mine = [row for row in timed if row["path"].removeprefix("lossy: ").startswith(family)]
-        figure.add_scatter(
-            x=[row["loss_change"][1] for row in mine],
-            y=[row["x_dense"] for row in mine],
-            text=[row["path"] for row in mine],
-            mode="markers",
-            name=family,
-            marker={"size": 10, "color": plots.COLOURS[i % len(plots.COLOURS)], "symbol": _MARKS[i % len(_MARKS)]},
-            hovertemplate="%{text}: %{x:+.3f} nats, %{y:.2f} times as fast<extra></extra>",
-        )
-    figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text="change of the loss, nats a token")
-    figure.update_yaxes(title_text="times as fast as dense, one token", rangemode="tozero")
-    figure = plots.styled(figure, f"Decoding with chosen neurons<br><sup>{sources(timed)}</sup>", height=400)
-    return figure.update_layout(margin={"t": 70, "b": 90}, legend={"y": -0.2, "yanchor": "top"})

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...bench.density import Samples, scattered
+from ...bench.comparison import quantile, scattered
 from ...core import InputError
 from ...formats.classic import CSR
 from ...formats.matrix import rows_of
-from ...ops.clock import quartiles, time_bursts, time_cuda
-from ..measure.data import as_fast, median, ms, relative_error
+from ...ops.clock import time_bursts, time_cuda
+from ..measure.data import Samples, as_fast, median, ms, relative_error
 
 SIZES = {"cpu": (2048, 2048, 256), "cuda": (4096, 4096, 1024)}  # outputs, inputs, tokens of the layer that is timed
 SPARSITY = 0.95
@@ -276,8 +276,7 @@ def calls_sentence(rows: list[dict]) -> str:
         timed = [row for row in rows if row["where"] == where and row.get("wall_ms")]
         if timed:
             row = min(timed, key=lambda row: row["tokens"])
-            at = torch.tensor([0.25, 0.75], dtype=torch.float64)
-            low, high = torch.tensor(row["wall_samples"], dtype=torch.float64).quantile(at).tolist()
+            low, high = (quantile(row["wall_samples"], share) for share in (0.25, 0.75))
             named = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
             unit = ms(high).split()[1]
             middle = f"{ms(low).removesuffix(f' {unit}')} to {ms(high)}"
@@ -438,10 +437,8 @@ def verdict(
 
 def apart(one: list[float], other: list[float]) -> bool:
     """Return whether the middle halves of two lists of samples do not overlap."""
-    low, high = sorted((one, other), key=lambda samples: quartiles(samples)[0])
-    at = torch.tensor([0.25, 0.75], dtype=torch.float64)
-    (_, below), (above, _) = (torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (low, high))
-    return below < above
+    low, high = sorted((one, other), key=median)
+    return quantile(low, 0.75) < quantile(high, 0.25)
 
 
 def three_lines(claims: Claims, found: Verdict, effects: dict[str, str]) -> list[str]:

@@ -13,6 +13,8 @@ from ... import simulator
 from ...core import CompileError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...simulator.program import Run
+from ..puzzles.cases import Case
+from ..puzzles.data import in_words
 from ..verdicts import UNWRITTEN, NotYet, added_to, not_met, number, said, same, same_list
 
 
@@ -62,19 +64,26 @@ def _teams(answer) -> str:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Faults that the simulator finds, and reasons why it cannot run a file, as NotYet."""
+    """Reasons why the simulator cannot run a file, as NotYet."""
     try:
         yield
-    except simulator.Fault as fault:
-        kind = type(fault).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        if isinstance(fault, simulator.faults.SharedRace):  # within a block: where its two threads stand says enough
-            at = f"line {fault.line.number} (thread {fault.thread})"
-            other = f"line {fault.other_line.number} (thread {fault.other_thread})"
-            raise NotYet(f"{article} {kind} on {fault.array}: {at}, {other}.") from None
-        raise NotYet(f"the simulator found {article} {kind}: {fault}") from None
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         raise NotYet(str(error)) from None
+
+
+def _launched(program: simulator.Program, kernel: str, grid, block: int, arguments: tuple, **options) -> Run:
+    """Return what `Program.launch` does; faults are NotYet."""
+    try:
+        return program.launch(kernel, grid, block, arguments, **options)
+    except simulator.faults.SharedRace as fault:  # within a block: where its two threads stand says enough
+        at = f"line {fault.line.number} (thread {fault.thread})"
+        other = f"line {fault.other_line.number} (thread {fault.other_thread})"
+        raise NotYet(f"a SharedRace on {fault.array}: {at}, {other}.") from None
+    except simulator.Fault as fault:
+        names = (parameter.name for parameter in program.kernels[kernel].parameters)
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        case = Case("", grid, (block,), dict(zip(names, arguments, strict=True)), {})
+        raise NotYet(in_words(fault, case)) from None
 
 
 def _drawn(rows: int, columns: int, share: float) -> Tensor:
@@ -114,7 +123,7 @@ def _tile_counts(file) -> str:
             want = TwELL.from_gate(gate).counts.int()
             got = torch.full_like(want, UNWRITTEN)
             grid, last = tuple(reversed(want.shape)), want.shape[1] - 1  # the last tile of a row is the narrow one
-            run = program.launch("tile_counts", grid, 32, (gate, got, columns), watch="counts", trace=last)
+            run = _launched(program, "tile_counts", grid, 32, (gate, got, columns), watch="counts", trace=last)
             _counted(run, got, want, columns)
             _read_once(run.counts, columns)
     return "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
@@ -127,7 +136,7 @@ def _row_counts(file) -> str:
             gate = _drawn(rows, columns, share)
             want = (~(gate <= 0)).sum(1).int()
             got = torch.full_like(want, UNWRITTEN)
-            run = program.launch("row_counts", rows, 128, (gate, got, columns), watch="counts", trace=0)
+            run = _launched(program, "row_counts", rows, 128, (gate, got, columns), watch="counts", trace=0)
             _counted(run, got, want, columns)
             _read_once(run.counts, columns)
     return "thread 0 adds up when all four warps have written, and each sector is still touched once."
@@ -149,7 +158,7 @@ def _unpack(file) -> str:
             words[torch.arange(WORDS) > stored.counts[..., None]] = 7 << 16 | 3  # past the count anything may lie
             got, want = torch.zeros_like(gate), torch.where(gate <= 0, 0, gate)
             grid = tuple(reversed(stored.counts.shape))
-            counts = program.launch("unpack", grid, 32, (words, got, columns), watch="counts").counts
+            counts = _launched(program, "unpack", grid, 32, (words, got, columns), watch="counts").counts
             if not torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0)):
                 row, column = (got.nan_to_num(9.0) != want.nan_to_num(9.0)).nonzero()[0].tolist()
                 raise NotYet(

@@ -19,6 +19,7 @@ from ... import plots
 from ...core import InputError
 from ...plots import decode
 from ...simulator.counts import SECTOR, Counts
+from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
 from ..drawing import frames, squares
 
@@ -28,7 +29,7 @@ CELLS = 256  # of one array, at most
 MOST_CODE = 100  # characters of a source line
 UNTOUCHED, PALE_READ, PALE_WRITTEN = "#F2F2F2", "#CFE4F3", "#FBE0BD"
 # All that step_view colours with: the scale of its squares, the same at each step, so that a move need not change it.
-STEP_COLOURS = (UNTOUCHED, PALE_READ, PALE_WRITTEN, plots.BLUE, plots.ORANGE, plots.GREY)
+STEP_COLOURS = (UNTOUCHED, PALE_READ, PALE_WRITTEN, plots.BLUE, plots.ORANGE, plots.GREY, plots.RED)
 SHARED_BY_MANY = "#BDBDBD"
 # From dark to light in grey too, one half-warp dark and one light: on a middle grey, plotly's white and its ink #444444
 # are hard to read.
@@ -89,8 +90,8 @@ def step_view(
 ) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
-    Blue is read, orange is written, and a frame marks elements that have been written. Above the arrays: each lane of
-    the warp, whether it takes part, its value and the watched expressions.
+    Blue is read, orange is written, and a frame marks elements that have been written; the place of a fault is red.
+    Above the arrays: each lane of the warp, whether it takes part, its value and the watched expressions.
 
     arrays: names (None: all that were touched). page: how many elements of an array are drawn; the page that was
     touched last is shown. text: array -> a function of (element, value) that gives the text of a cell, such as
@@ -360,6 +361,8 @@ class _Panel:
             caption += f": elements {here[0]:,} to {here[-1]:,} of {total:,}"
         panel = cls(caption, -(-shown // across), across, 32 if text else 22, 9)
         now = set(step.covered) if step.array == name else set()
+        if step.kind == "fault" and trace.fault.array == name:
+            now = {trace.fault.element}
         for line in range(-(-len(here) // across)):
             panel.labels[line] = _coordinates(array, start + line * across)
         for place, element in enumerate(here):
@@ -496,6 +499,8 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
     """
     places, _, steps, _ = trace.touches[name]
     size = max(across, size - size % across)
+    if trace.fault and trace.fault.array == name and trace.fault.element in range(trace.size(name)):
+        places, steps = np.append(places, trace.fault.element), np.append(steps, len(trace) - 1)
     start = int(places.min()) - int(places.min()) % across
     if places.min() // size == places.max() // size:
         return start, -(-(int(places.max()) + 1 - start) // across) * across
@@ -505,6 +510,12 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
 
 
 def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
+    if step.kind == "fault":
+        both = [f"thread {trace.fault.thread}: {_source(step.line)}"]
+        if trace.fault.other_line:
+            other = next(line for line in str(trace.fault).split("\n") if line.startswith("and thread"))
+            both.append(f"{other}: {_source(trace.fault.other_line)}")
+        return f"<b>{_escaped(step.name)}</b><br><sup>{'<br>'.join(both)}</sup>"
     code = step.line.text if len(step.line.text) <= MOST_CODE else step.line.text[:MOST_CODE] + " …"
     source = (
         f"<b>{step.line.file}:{step.line.number}</b>  "
@@ -519,8 +530,13 @@ def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
     return f"{source}<br><sup>{said}<br>{legend}</sup>"
 
 
+def _source(line: Line | None) -> str:
+    return _escaped(f"{line.file}:{line.number}  {line.text[:MOST_CODE]}") if line else "nobody knows where"
+
+
 def _now(step: Step) -> str:
-    return {"read": plots.BLUE, "write": plots.ORANGE, "atomic": plots.ORANGE}.get(step.kind, plots.GREY)
+    colours = {"read": plots.BLUE, "write": plots.ORANGE, "atomic": plots.ORANGE, "fault": plots.RED}
+    return colours.get(step.kind, plots.GREY)
 
 
 def _colour(who: set[int], by: str) -> str:

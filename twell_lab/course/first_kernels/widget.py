@@ -13,7 +13,8 @@ from . import figures
 class StepExplorer(Explorer):
     """A slider through the steps of a trace, above the arrays as they are after the chosen step (figures.step_view).
 
-    steps: indices of the steps where the slider stops, ascending, such as those of one warp (None: all). The other
+    steps: indices of the steps where the slider stops, ascending, such as those of one warp, or `trace.of_thread(5)`
+    (None: all). It begins at the fault that stopped the block, if one did, otherwise at the first stop. The other
     options are those of step_view. `.index` is the number of the slider's stop, `.step` the trace's step that is shown;
     `.next_barrier()` does what the button does.
     """
@@ -34,6 +35,8 @@ class StepExplorer(Explorer):
             [(f"{stop} of {len(trace) - 1}", stop) for stop in stops],
             "step",
         )
+        if trace.fault and stops[-1] == len(trace) - 1:
+            self.slider.index = len(stops) - 1
         self.button.on_click(lambda _: self.next_barrier())
         self.children = (ipywidgets.HBox([self.slider, self.button]), *self.children[1:])
 

@@ -1,6 +1,6 @@
 """Times for notebook 09: read from one record, and measured on the reader's GPU.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.forward), each with
 `where`: "recorded on <device>, <day>", or "yours, now, on <device>". The notebook's roofline is in course/roofline,
 what a call costs the host in `calls`, the tile that is stepped through in `tile`.
 """
@@ -72,7 +72,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
     ops.clock.time_cuda does. The row of the dense path says by `fuses` whether this GPU has the kernels for it.
     """
-    from ...bench import inference
+    from ...bench.rows import check
     from ...layers.choice import Choice, LayerPlan
     from ...layers.sparse_ffn import SparseFFN
     from ...models.swap import sparsify
@@ -92,7 +92,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     }
     for name, call in calls.items():
         if name != TORCH:
-            inference.check(layer, call, inputs)
+            check(layer, call, inputs)
     samples = clock({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
     rows = rows_of(samples, NAME, tokens, d_model, d_ff, nnz)
     dtype = str(layer.gate_proj.weight.dtype).removeprefix("torch.")

@@ -1,13 +1,15 @@
 """Notebooks 00 and 01: times of sparse and dense products on this machine."""
 
-from ...bench.density import DENSITIES, DENSITY, SIZES, against_density, clock, multipliers, scattered
+from ...bench.comparison import DENSITIES, DENSITY, SIZES, against_density, scattered
 from . import figures
 from .data import (
     as_fast,
+    clock,
     compare,
     cut_trained,
     median,
     ms,
+    multipliers,
     plain_calls,
     recorded,
     recorded_calls,

@@ -5,22 +5,37 @@ Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ... import core
-from ...bench.density import Samples, clock, runs_here
-from ...core import InputError
+from ...bench.comparison import FORMATS, quantile
 from ...formats.classic import CSR
 from ...models.thresholds import calibrate
 from ...models.tiny import LanguageModel
 from ...ops import clock as clocks
 from ...records import flat_rows, is_cpu, load_all
+from ...sparsities.magnitude import magnitude_mask
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
 
+Samples = dict[str, list[float]]
+
 # ---- what a clock says ----
+
+
+def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 0.5) -> Samples:
+    """Milliseconds of each call, the calls in turn: device events with a cold cache on a GPU, wall time on a CPU.
+
+    seconds: how long to measure altogether, on a CPU; each call is made at least 40 times.
+    """
+    timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
+    with torch.inference_mode():
+        return clocks.time_cuda(timed) if device == "cuda" else clocks.time_cpu(timed, seconds)
 
 
 def median(samples: list[float]) -> float:
@@ -50,11 +65,8 @@ def as_fast(samples: Samples, name: str, base: str) -> str:
 def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
     """Old over new: of the medians, and from quartile to quartile. Above 1 at its lowest: new is faster, and the middle
     halves of the samples lie apart."""
-    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    (fast, middle, slow), (early, half, late) = (
-        torch.tensor(each, dtype=torch.float64).quantile(at).tolist() for each in (new, old)
-    )
-    return half / middle, early / slow, late / fast
+    middle, low, high = (quantile(old, 1 - share) / quantile(new, share) for share in (0.5, 0.75, 0.25))
+    return middle, low, high
 
 
 def ms(value: float) -> str:
@@ -76,6 +88,28 @@ def relative_error(y: Tensor, exact: Tensor) -> float:
 # ---- where sparse begins to win ----
 
 
+def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Ways to compute a @ b, as calls without arguments; the conversion of `a` is done before, once.
+
+    a: [rows, columns], mostly zeros; b: [columns, width]. COO and CSR go through torch.sparse, which calls cuSPARSE
+    on a GPU and MKL on a CPU; ELL goes through embedding_bag, which gathers rows of b, scales and adds them. A way that
+    torch does not have for this dtype on this device is left out.
+    """
+    calls = {form.name: partial(form.multiply, form.convert(a), b) for form in FORMATS[:3]}
+    return {"dense": lambda: a @ b} | {name: call for name, call in calls.items() if runs_here(call)}
+
+
+def runs_here(call: Callable[[], Tensor]) -> bool:
+    """Return whether torch has what this call needs. Too little memory is an error nevertheless."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
+
+
 def recorded(kind: str) -> list[dict]:
     """Rows of this kind from the newest record of each GPU in this checkout, with the record's date. May be empty.
 
@@ -90,24 +124,27 @@ def recorded(kind: str) -> list[dict]:
     return [row for rows in newest.values() for row in rows]
 
 
+def _is_layer(row: dict, d_model: int, d_ff: int, nnz: float) -> bool:
+    """Return whether a row times the TwELL path of a layer of this size and about this mean nnz on a GPU."""
+    return (
+        (row.get("kind"), row.get("path")) in (("ffn_forward", "twell"), ("inference", "forced twell"))
+        and not is_cpu(row["device"])
+        and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
+        and 0.8 * nnz < row["nnz"] < 1.25 * nnz
+        and "lognormal" in (row["workload"] or "")
+    )
+
+
 def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz, from few tokens to many.
 
     Where several records timed the same number of tokens, the newest; no stale ones of a GPU and dtype that has others.
     `path` is "twell" in all. May be empty.
     """
-    found = [
-        {**row, "path": "twell"}
-        for row in flat_rows(load_all())  # oldest first
-        if (row["kind"], row["path"]) in (("ffn_forward", "twell"), ("inference", "forced twell"))
-        and not is_cpu(row["device"])
-        and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
-        and 0.8 * nnz < row["nnz"] < 1.25 * nnz
-        and "lognormal" in (row["workload"] or "")
-    ]
-    fresh = {(row["device"], row["dtype"]) for row in found if not row["stale"]}
-    found = [row for row in found if not row["stale"] or (row["device"], row["dtype"]) not in fresh]
-    newest_of = {(row["device"], row["dtype"], row["tokens"]): row for row in found}
+    rows = [row | {"path": "twell"} for row in flat_rows(load_all()) if _is_layer(row, d_model, d_ff, nnz)]
+    fresh = {(row["device"], row["dtype"]) for row in rows if not row["stale"]}
+    rows = [row for row in rows if not row["stale"] or (row["device"], row["dtype"]) not in fresh]
+    newest_of = {(row["device"], row["dtype"], row["tokens"]): row for row in rows}  # they come oldest first
     return sorted(newest_of.values(), key=lambda row: row["tokens"])
 
 
@@ -117,13 +154,7 @@ def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     plain calls. Each has `where`. May be empty."""
 
     def wanted(row: dict) -> bool:
-        return (
-            (row.get("kind"), row.get("path")) == ("inference", "forced twell")
-            and not is_cpu(row["device"])
-            and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
-            and 0.8 * nnz < row["nnz"] < 1.25 * nnz
-            and row["workload"] == LOGNORMAL
-        )
+        return row.get("workload") == LOGNORMAL and _is_layer(row, d_model, d_ff, nnz)
 
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])
 
@@ -184,17 +215,6 @@ def _percent(share: float) -> str:
 # ---- one token: zeros in the weights, or in the activations ----
 
 
-def prune(weight: Tensor, share: float) -> Tensor:
-    """The weight with its `share` smallest magnitudes set to zero."""
-    if not 0 <= share < 1:
-        raise InputError(f"share is {share}; 0 up to, not including, 1 is accepted")
-    count = round(share * weight.numel())
-    if count == 0:
-        return weight.clone()
-    limit = weight.float().abs().flatten().kthvalue(count).values
-    return torch.where(weight.float().abs() <= limit, torch.zeros_like(weight), weight)
-
-
 def weights_or_activations(
     hidden: Tensor, down: Tensor, shares: list[float], device: str, seconds: float = 1.0
 ) -> tuple[list[dict], Samples]:
@@ -209,15 +229,11 @@ def weights_or_activations(
     calls = {"dense": lambda: hidden @ down_t}
     about = {"dense": (0.0, down.numel() * down.element_size())}
     for share in shares:
-        pruned = prune(down, share)
-        form = CSR.from_dense(pruned)
-        stored = torch.sparse_csr_tensor(
-            form.pointer, form.column.long(), form.value, form.shape, check_invariants=True
-        )
-        column = hidden.t().contiguous()
+        pruned = torch.where(magnitude_mask(down, share), down, 0)
+        stored, column = pruned.to_sparse_csr(), hidden.t().contiguous()
         name = f"weights {share:.0%} zero, as CSR"
         calls[name] = lambda stored=stored, column=column: (stored @ column).t()
-        about[name] = (share, form.nbytes)
+        about[name] = (share, CSR.from_dense(pruned).nbytes)
     name = f"silent neurons skipped ({1 - firing.numel() / hidden.shape[1]:.1%} zero)"
     calls[name] = lambda: hidden[:, firing] @ down_t[firing]
     about[name] = (1 - firing.numel() / hidden.shape[1], firing.numel() * down.shape[0] * down.element_size())

@@ -42,6 +42,10 @@ class Seen:
     def __init__(self, run: Run) -> None:
         self.counts, self.trace = run.counts, run.trace
 
+    def elements(self, array: str) -> Counter[int]:
+        """Thread -> how many different elements of an array it read."""
+        return Counter(thread for threads in self.trace.reads(array).values() for thread in threads)
+
     def reads(self, array: str | None = None) -> Counter[int]:
         """Thread -> how many elements of an array it read; None: of all arrays together."""
         found: Counter[int] = Counter()
@@ -206,7 +210,7 @@ def _ballot() -> list[Case]:
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.reads("x"))
+    thread, reads = _busiest(seen.elements("x"))
     if reads > 1:
         return f"lane {thread} reads {reads} values; one for each lane is asked."
     if seen.counts.atomics.accesses:
@@ -339,7 +343,7 @@ def _pack_words() -> list[Case]:
 
 
 def _packed_by_all(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.reads("gate"))
+    thread, reads = _busiest(seen.elements("gate"))
     if reads > TILE // 32:
         return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
     if not seen.operations():

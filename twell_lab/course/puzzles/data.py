@@ -61,7 +61,9 @@ def judge(name: str, file: str | Path) -> Verdict:
             if missed := not_met(run.trace) or puzzle.point(case, Seen(run)):
                 return Verdict(False, f"the result is right. But with {case.said}, {missed}")
     except Fault as fault:
-        return Verdict(False, f"with {case.said}: {in_words(fault, case)}")
+        return Verdict(
+            False, f"with {case.said}: {in_words(fault, case, '__syncthreads' in program.sources[program.file])}"
+        )
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Verdict(False, _own_lines(str(error)))
     if not torch.cuda.is_available():
@@ -85,19 +87,21 @@ def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
     return Verdict(True, f"{right} The {here} gives the same.")
 
 
-def trace_of(name: str, file: str | Path) -> Trace | Fault | None:
-    """The steps of one block of a reader's kernel, on the first of the puzzle's launches; the fault that stopped it;
-    None where nothing can be run: no compiler, or a source that it refuses."""
-    case = PUZZLES[name].cases()[0]
+def trace_of(name: str, file: str | Path) -> Trace | None:
+    """Return the steps of one block of a reader's kernel: of the first of the puzzle's launches that a fault stops, up
+    to there, or else of the first of all; None where nothing can be run: no compiler, or a source that it refuses."""
+    traces = []
     try:
         program = simulator.compile(Path(file))
-        return program.launch(
-            name, case.grid, case.block, list(case.arguments.values()), trace=case.look, seconds=SECONDS
-        ).trace
-    except Fault as fault:
-        return fault
+        for case in PUZZLES[name].cases():
+            given = list(case.arguments.values())
+            trace = simulator.step(program, name, case.grid, case.block, given, look=case.look, seconds=SECONDS)
+            if trace.fault:
+                return trace
+            traces.append(trace)
     except (CompileError, InputError, StackError, simulator.Unsupported):
         return None
+    return traces[0]
 
 
 def standing(folder: str | Path) -> str:
@@ -136,8 +140,8 @@ def _own_lines(said: str) -> str:
     return own if "error:" in own else said
 
 
-def in_words(fault: Fault, case: Case) -> str:
-    """Return what a kernel did wrong, by which thread and in which line."""
+def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
+    """Return what a kernel did wrong, by which thread and in which line. has_barriers: whether its source has any."""
     line = fault.line
     where = f"\n  {line.file}:{line.number}: {line.text}" if line else ""
     thread, other = _thread(fault.thread, fault.block, case), _thread(fault.other_thread, fault.other_block, case)
@@ -153,13 +157,15 @@ def in_words(fault: Fault, case: Case) -> str:
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
         names = list(PUZZLES)
-        early = names.index(fault.kernel) < names.index("neuron_counts")  # which is about atomics
+        early = fault.kernel not in names[names.index("neuron_counts") :]  # which is about atomics
         if verb == "wrote" and " writes it" in str(fault):
             asked = " without an atomic."
             if early:
                 asked = "; each place is one thread's."
                 if fault.block != fault.other_block and "n" in case.arguments:
                     asked += " Is i the number in the whole grid?"
+                if fault.block == fault.other_block:
+                    asked += " Is the index each thread's own? Or one alone has to write, within an `if`."
             return f"{thread} and {other} both write {place}{asked}{where}"
         what = f"one of them writes, and {'' if early else 'without an atomic '}nothing says which comes first"
         return f"{thread} and {other} use {place}, {what}.{where}"
@@ -167,6 +173,9 @@ def in_words(fault: Fault, case: Case) -> str:
         verb = "writes" if verb == "wrote" else "reads"
         does = "writes" if " writes it" in str(fault) else "reads"
         what = f"{thread} {verb} {place} and {other} {does} it"
+        if has_barriers:
+            asked = "Is one missing, or does it stand within an `if` that only one of them takes?"
+            return f"{what}, and no barrier that both come to lies in between. {asked}{where}"
         return f"a barrier is missing: {what}, and none that both come to lies in between.{where}"
     if isinstance(fault, faults.UninitialisedRead):
         return f"{thread} read {place} before anybody wrote it: write first, then a barrier, then read.{where}"

@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...simulator import Fault
 from ..drawing import frames, squares, text_on
 from ..first_kernels.figures import LANE_COLOURS, UNTOUCHED, who_touches_what
 from . import pictures
@@ -107,13 +106,18 @@ def asked(name: str) -> go.Figure:
     return _titled(figure, f"Asked: {title}<br><sup>{NOTES.get(name, NOTE)}</sup>")
 
 
-def yours(name: str, file: str | Path) -> go.Figure | None:
+def yours(name: str, file: str | Path, step: bool = False):
     """Who touches what in the reader's kernel: one block of the puzzle's first launch.
 
-    None, where nothing was touched, nothing can be run, or a fault stopped the launch (the check names it).
+    None, where nothing was touched, nothing can be run, or a fault stopped the launch (the check names it). With `step`
+    a slider through the block's steps (StepExplorer), up to the fault if there is one; None where it makes none.
     """
     trace = trace_of(name, file)
-    if trace is None or isinstance(trace, Fault) or not any(map(trace.touching, trace.arrays)):
+    if step and trace:
+        from ..first_kernels.widget import StepExplorer  # which needs ipywidgets
+
+        return StepExplorer(trace, page=CELLS)
+    if not trace or trace.fault or not any(map(trace.touching, trace.arrays)):
         return None
     case = PUZZLES[name].cases()[0]
     figure = who_touches_what(trace, cells=FEWER_CELLS.get(name, CELLS))

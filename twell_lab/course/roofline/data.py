@@ -1,7 +1,7 @@
 """The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, the versions of the gate kernel,
 tiles and turns, the pool.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.forward) with `where`, as
 `course.hopper.recorded` returns them.
 """
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ... import core, records
 from ...bench import comparison
-from ...bench.comparison import APART, BLOCKS, FUSED, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
-from ...bench.density import runs_here
+from ...bench.comparison import BLOCKS, DENSE, PIECES, SCATTERED, TALL, TWO_FOUR, WIDE, Shape
 from ...core import InputError
 from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
@@ -29,13 +28,12 @@ from ...ops import clock
 from ...ops.clock import dtype_for
 from ...sparsities import blocks, magnitude, prune, quantised, two_four, two_four_bound
 from ...training.text import source
-from ..measure.data import ratios
-from ..recorded import device_and_day
+from ..measure.data import ratios, runs_here
+from ..recorded import sourced
 
 BLOCK_SIZES = (16, 32)
 SEEN = 64  # rows and columns of a pattern that are drawn: whole blocks
 DRAWN = (SCATTERED, TWO_FOUR, BLOCKS, TALL, WIDE)
-_DENSE = "dense eager"
 _CPU = (1024, 1024, 256)  # m, k, n of the products that a CPU times
 
 
@@ -73,18 +71,12 @@ def recorded() -> list[dict]:
     """Products of the newest record of the comparison (records.newest), each with `where`, a kernel by the version that
     is taken; none where this checkout has none."""
     found = records.newest(records.load_all(), "comparison")
-    if found is None:
-        return []
-    old = records.stale(found)
-    return [
-        row | {"where": f"recorded on {device_and_day(row['device'], found.date, old)}"}
-        for row in comparison.leading(row for row in found.rows if row["kind"] == comparison.KIND)
-    ]
+    return comparison.leading(row for row in sourced(found) if row["kind"] == comparison.KIND) if found else []
 
 
 def products(rows: Iterable[dict]) -> list[dict]:
     """The rows of whole products: without conversions, and without the dense one."""
-    return [row for row in rows if row["path"] != _DENSE and not row["path"].startswith("part: ")]
+    return [row for row in rows if row["path"] != DENSE and not row["path"].startswith("part: ")]
 
 
 def conversions(rows: Iterable[dict]) -> list[dict]:
@@ -126,7 +118,7 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 
     Faster means that the middle halves of the samples lie apart."""
     rows = list(rows)
-    dense = {(row["pattern"], row["density"]): row["samples"] for row in rows if row["path"] == _DENSE}
+    dense = {(row["pattern"], row["density"]): row["samples"] for row in rows if row["path"] == DENSE}
     made: dict[str, tuple[float, float | None]] = {}
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         there = [row for row in products(rows) if row["pattern"] == pattern]
@@ -142,14 +134,11 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 
 def begins_sentence(rows: Sequence[dict]) -> str:
     """At which measured shares of zeros a first method of each pattern wins, and where none does yet, in a sentence.
-    Of 2:4, which has one share, each method's times as fast as dense, slowest first, without what is measured for
-    the gain of fusing (`FUSED`, `APART`)."""
+    Of 2:4, which has one share, each method's times as fast as dense, slowest first."""
     grouped: dict[str, list[str]] = {}
     for pattern, (since, above) in begins(rows).items():
         at = _zeros(since) + (f", not {_zeros(above)}" if above else "")
-        ways = [
-            row for row in products(rows) if row["pattern"] == pattern == TWO_FOUR and row["path"] not in (FUSED, APART)
-        ]
+        ways = [row for row in products(rows) if row["pattern"] == pattern == TWO_FOUR]
         told = [f"{_way(row['path'])} {row['x_dense']:.2f}x" for row in sorted(ways, key=lambda row: row["x_dense"])]
         grouped.setdefault(at, []).append(pattern + (f" ({', '.join(told)})" if told else ""))
     said = "; ".join(f"at {at}: {', '.join(names)}" for at, names in grouped.items())
@@ -257,12 +246,11 @@ def retrained() -> list[dict]:
     """Rows of the newest record of pruning, each with `where`, and `before` and `after`: how many bits a byte more than
     the dense model of the same seed it needs, pruned and trained on. None where this checkout has no record."""
     found = [record for record in records.load_all() if record.name == "pruning"]
-    rows = [row for record in found[-1:] for row in record.rows if row["kind"] == "pruning"]
+    rows = [row for record in found[-1:] for row in sourced(record) if row["kind"] == "pruning"]
     dense = {row["seed"]: row for row in rows if row["path"] == "dense"}
     return [
         row
         | {
-            "where": f"recorded on {device_and_day(row['device'], found[-1].date, records.stale(found[-1]))}",
             "before": row["bits_before"] - dense[row["seed"]]["bits_before"],
             "after": row["bits_after"] - dense[row["seed"]]["bits_after"],
         }

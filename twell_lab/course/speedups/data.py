@@ -40,7 +40,7 @@ _SPARSE = {path for _, paths, _ in WAYS.values() for path in paths}
 _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the model that it stands for
 ALONE = "No layer like those of the model is recorded; on a GPU, `twell-lab record inference` makes a record."
 DRAWN = "drawn Llama"
-NOTHING = "No whole model is recorded in this checkout; on a GPU, `twell-lab record model` makes a record."
+NOTHING = "No whole model is recorded in this checkout; on a GPU, `twell-lab record bench-2B` makes a record."
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
 _ON_GPU = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
 _ON_CPU = ModelConfig(vocabulary=4096, d_model=512, layers=2, heads=8, d_ff=3072, context=32)
@@ -428,11 +428,11 @@ def measured(config: ModelConfig, device: str, seconds: float = 1.5) -> tuple[li
     """As `yours`, for a model of these sizes: a forward of its context, and a step of decoding behind as many tokens.
     seconds: for how long each is timed on a CPU."""
     length, place = config.context, torch.device(device)
-    dense = Causal(drawn.fired(drawn.shape_of(config, device), dtype_for(device)))
+    dense = Causal(drawn.fired(config, device, dtype_for(device)))
     tokens = workloads.Tokens(config.vocabulary, place)
     models = workloads.Models(dense, tokens, DRAWN, length)
     models.plan({1, length})
-    works = [workloads.forward(tokens, 1, length, head) for head in ("all", "none")]
+    works = [workloads.forward(tokens, 1, length, head) for head in (True, False)]
     found: list[dict] = []
     layers: list[dict] = []
     for work in (*works, *workloads.decode(tokens, dense, 1, length)):

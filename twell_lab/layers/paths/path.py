@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .cost import Rates, Work
 
 
-class Path(ABC):
+class Path:
     """One way through a layer. It has no state.
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
@@ -76,9 +76,10 @@ class Path(ABC):
 
         return dispatch.prepare(x, weights, self.name, hot, layer.tile, layer.words, layer.acts)
 
-    @abstractmethod
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float] | None:
+        """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost; None
+        where that is not predicted, so that only a clock can say it."""
+        return None
 
 
 class Converted(Path):

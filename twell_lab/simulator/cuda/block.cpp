@@ -25,7 +25,7 @@ static void end_with(Worker& w, const SimFault& fault) {
     w.fault = w.unwritten.kind ? w.unwritten : fault;
     w.fault_found = true;
     for (Thread& t : w.threads)  // frees what an endless loop has logged
-        if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log);
+        if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log), t.unread_write = -1;
 }
 
 // Ends the block with a fault; the threads of the block are not continued.
@@ -307,7 +307,7 @@ static void start(Worker& worker) {
     }
 }
 
-void run_block(Worker& worker, int64_t block) {
+static void run_threads(Worker& worker, int64_t block) {
     worker.block = block;
     worker.is_counting = worker.launch->watch & COUNTS || worker.tracing();
     start(worker);
@@ -331,4 +331,10 @@ void run_block(Worker& worker, int64_t block) {
         }
     }
     if (worker.unwritten.kind) worker.fault = worker.unwritten, worker.fault_found = true;
+}
+
+void run_block(Worker& worker, int64_t block) {
+    run_threads(worker, block);
+    if (worker.fault_found && worker.tracing())  // the steps up to the fault
+        for (Warp& w : worker.warps) count_warp(worker, w);
 }

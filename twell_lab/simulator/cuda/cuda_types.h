@@ -11,6 +11,7 @@
 //   GPU's may differ in the last bits, and its fast ones by more. fmaxf(-0, +0) may be either zero; max gives +0.
 // - A float that does not fit the integer type it is cast to is undefined here and clamped on a GPU; __float2int_rz is
 //   clamped in both.
+// - A shift by the width of its type or more is undefined here; a GPU shifts out every bit.
 #pragma once
 #include <math.h>
 

@@ -106,6 +106,11 @@ static void check_global(Thread& me, int buffer, uint64_t address, uint32_t size
 
 // ---- accesses ----
 
+// Whether an address is on the stack that runs: a local variable, a register of the GPU.
+static inline bool is_own(uint64_t address) {
+    return !((address ^ (uint64_t)__builtin_frame_address(0)) & ~(SIM_STACK - 1));
+}
+
 // A thread that has logged this much without meeting others is taken to loop for ever; each event takes memory.
 constexpr size_t MOST_EVENTS = 1 << 24;
 
@@ -122,8 +127,8 @@ static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int
 
 static void access(const void* pointer, uint32_t size, int how, uint32_t aligned, uint64_t pc, bool is_volatile = false) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
-    const uint64_t address = (uint64_t)pointer, stack = (uint64_t)__builtin_frame_address(0) & ~(SIM_STACK - 1);
-    if ((address & ~(SIM_STACK - 1)) == stack) return;  // a local variable: a register of the GPU
+    const uint64_t address = (uint64_t)pointer;
+    if (is_own(address)) return;
     Thread& me = *self();
     if (!me.in_kernel) return;
     Worker& w = *me.worker;
@@ -186,7 +191,7 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
     const SimLaunch& l = *w.launch;
     auto inside = [&](uint64_t begin, uint64_t bytes) { return address - begin < bytes && n <= bytes - (address - begin); };
     bool fits = false;
-    if ((address & ~(SIM_STACK - 1)) == stack) {  // no variable reaches across a call's return address
+    if (is_own(address)) {  // no variable reaches across a call's return address
         fits = n <= room && inside(stack, SIM_STACK);
         for (const void* start : me.frames) {
             const uint64_t frame = (uint64_t)start;
@@ -201,7 +206,7 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
     if (fits) return;
     SimFault f = fault_at(me, OUT_OF_BOUNDS, address, 0, how, pc);
     f.size = n;
-    if ((address & ~(SIM_STACK - 1)) == stack) f.shared_offset = OWN_MEMORY;
+    if (is_own(address)) f.shared_offset = OWN_MEMORY;
     stop(me, f);
 }
 
@@ -259,6 +264,15 @@ HOOK void __ubsan_handle_out_of_bounds(const BadIndex* bad, uint64_t index) {
     if (unused > 0) index = bad->index->info & 1 ? (uint64_t)((int64_t)(index << unused) >> unused) : index << unused >> unused;
     f.text = bad->array->name, f.lane_or_mask = index;
     stop(me, f);
+}
+
+// A load or store of a type at an address that is no multiple of its alignment: before the access, and also where the
+// compiler says "unaligned" of it (-fsanitize=alignment). A member of a misaligned struct may be aligned.
+struct Mismatch { const char* file; uint32_t line, column; const TypeName* type; uint8_t log_alignment, kind; };
+HOOK void __ubsan_handle_type_mismatch_v1(const Mismatch* bad, uint64_t address) {
+    if (!sim_running.load(std::memory_order_relaxed) || bad->kind > 1 || is_own(address)) return;
+    Thread& me = *self();
+    if (me.in_kernel) stop_at(me, MISALIGNED, address, 1u << bad->log_alignment, bad->kind ? WRITE : READ, HERE);
 }
 
 // Integer divisions that no processor can do: here they would end the process (-fsanitize=integer-divide-by-zero).

@@ -8,9 +8,9 @@ from pathlib import Path
 from ...core import InputError
 from . import datasets, fields, prepared
 from .prepared import PreparedText
-from .source import BYTES, Text, Tokenizer, load
+from .source import Text, load
+from .tokenizer import BYTES, Tokenizer, named, train
 from .tokenizer import load as load_tokenizer
-from .tokenizer import named, train
 
 
 def load_any(
@@ -19,18 +19,13 @@ def load_any(
     """Return the text that a command line or a config names, with the tokenizer to read it through.
 
     Args:
-        spec: None (Python's standard library), a path of a file or folder, or of one that
-            twell_lab.training.text.prepared made, "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face
-            dataset, see twell_lab.training.text.datasets), or a text.
+        spec: None (Python's standard library), a path of a file or folder, or of one that `prepare` made,
+            "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see datasets.parse), or a text.
         tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the
-            part of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
+            training part of the text), a path of a tokenizer's JSON, or a tokenizer.
 
-    Raises:
-        TextError: for a text, dataset or tokenizer that can't be read.
-        InputError: for a vocabulary that is not a whole number from 256 to 2**20, and for another tokenizer than the
-            one that a text was prepared with.
-        StackError: for an optional package that is missing.
-    """
+    TextError for what can't be read, StackError for an optional package that is missing, and InputError for a wrong
+    vocabulary, and another tokenizer than the one that a text was prepared with."""
     if isinstance(spec, (Text, PreparedText)):
         text = spec
     elif spec is not None and prepared.is_prepared(spec):
@@ -53,11 +48,11 @@ def load_any(
 
 
 def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
-    """Return the tokenizer that a saved model's folder holds, or else bytes. InputError unless it has the
-    vocabulary."""
+    """Return the tokenizer that a model's folder holds, or else bytes. InputError where it does not go with a model of
+    this vocabulary, which may be larger than that of a BPE."""
     own = Path(folder) / "tokenizer.json"
     found = load_tokenizer(own) if own.is_file() else BYTES
-    if found.vocabulary != vocabulary:
+    if found.vocabulary > vocabulary or found == BYTES and vocabulary != BYTES.vocabulary:
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(
             f"the model has a vocabulary of {vocabulary}, and {found.vocabulary} would be read: {read}; accepted: a "

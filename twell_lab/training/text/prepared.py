@@ -1,13 +1,9 @@
 """A text of any length, prepared once: a folder with all of its tokens in one file, which training maps into memory.
 
-    twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
-    twell-lab train --config 0.5B --text texts/edu --out build/edu
-
-A Text is held in memory as a whole. Here documents are read, encoded and written one after the other, long files in
-pieces, so that only the disk limits the length, and all processes of a run map the same file. In the folder are
-`tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the
-manifest. Until all of it is written the tokens are called `tokens.bin.part`, and the next preparation begins anew.
-"""
+Documents are read, encoded and written one after the other, long files in pieces, so that only the disk limits the
+length. In the folder are `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and
+`twell-lab-text.json`, the manifest. Until all of it is written the tokens are called `tokens.bin.part`, and the next
+preparation begins anew."""
 
 from __future__ import annotations
 
@@ -25,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ...core import LOCK, InputError, TextError, locked_folder
-from .datasets import Documents, parse
-from .source import LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
+from . import datasets
+from .source import Readable, Text, check_apart, files_of, of_pieces, pieces_of
 from .source import load as load_text
-from .tokenizer import batches, named, pieces
+from .tokenizer import Tokenizer, named, pieces
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 
@@ -42,15 +38,11 @@ CHUNK = 16 * 2**20  # bytes that are encoded at a time
 
 @dataclass(frozen=True, eq=False)
 class PreparedText(Readable):
-    """A text in a folder that `prepare` made, or a part of it, for everything that takes a Text to train on or to
-    profile with.
+    """A text in a folder that `prepare` made, or a part of it, to train on or to profile with, as a Text is.
 
-    Attributes:
-        name, sha256, size, source: of the text's bytes, as in Text.
-        tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory.
-        tokenizer: what the text was encoded with.
-        cut: bytes and tokens of the training part, which comes first, between two documents or pieces.
-    """
+    name, sha256, size, source: of the text's bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file:
+    what is not read takes no memory. tokenizer: what the text was encoded with. cut: bytes and tokens of the training
+    part, which comes first."""
 
     name: str
     sha256: str
@@ -96,82 +88,69 @@ def prepare(
     tokenizer: str | os.PathLike | Tokenizer | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> PreparedText:
-    """Read a text, encode it, and keep it in the folder `out`.
-
-    The end of the text becomes the validation part: 64 MiB, or a tenth of a shorter text. What a preparation that fails
-    or is killed has written is no text, and the next one writes over it.
+    """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
+    of a shorter text. What a preparation that fails or is killed has written is no text, and the next one writes over
+    it.
 
     Args:
         spec: as for load.load_any, but files may have any size, and a dataset, "hf:owner/name", is read to its end
             unless its "bytes" says how much.
         out: a new or empty folder.
-        tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB, or four fifths of a text of less than
-            100 MB), a file, or a tokenizer.
-        on_bytes: called again and again with the number of bytes of the text that were encoded so far.
+        tokenizer: as for load.load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of a shorter text.
+        on_bytes: called time after time with the number of bytes of the text that were encoded so far.
 
-    Raises:
-        TextError: for a text that can't be read, or has no document that begins where the validation part may.
-        InputError: for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
-            vocabulary.
-        StackError: for an optional package that is missing.
-    """
-    out, stream, wanted = Path(out), _stream(spec), named(tokenizer)
-    check_apart(out, stream.folder)
+    TextError for a text that can't be read, or has no document that begins where the validation part may. InputError
+    for an `out` that is not empty, can't be written or lies in the text's folder."""
+    out, (name, documents, origin), wanted = Path(out), _stream(spec), named(tokenizer)
+    check_apart(out, spec)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked_folder(out, "preparation"):
-            found = {path.name for path in out.iterdir()} - {LOCK}
-            if found and not (UNFINISHED in found and found <= {UNFINISHED, TOKENIZER, MANIFEST}):
+            there = {path.name for path in out.iterdir()} - {LOCK}
+            if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
                 raise InputError(
-                    f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is "
+                    f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new folder, or this one once it is "
                     "empty"
                 )
-            _write(stream, out, wanted, on_bytes or (lambda size: None))
+            fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes or (lambda size: None))
+            fields["source"] = origin(fields["pieces"])
+            (out / TOKENIZER).write_text(content, encoding="utf-8")
+            (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
             os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     return load(out)
 
 
-def _write(stream: _Files | Documents, out: Path, wanted: Tokenizer | int, on_bytes: Callable[[int], None]) -> None:
-    """Encode the documents of a stream, and write the tokens as UNFINISHED, the tokenizer and the manifest.
-
-    wanted: the tokenizer, or the vocabulary of one to be trained."""
-    documents = iter(stream)
+def _encode(name: str, documents: Iterator[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
+    """Encode documents and write the tokens to `path`. Returns the manifest, without the source, and what the
+    tokenizer's file holds. wanted: the tokenizer, or the vocabulary of one to be trained."""
     if isinstance(wanted, int):
-        first = next(batches(documents, SAMPLE), [])
-        wanted = train_tokenizer(_sample(first, stream.name), wanted)
+        first = next(_batches(documents, SAMPLE), [])
+        sums = [*accumulate(map(len, first))]
+        # Even if these are all documents, so many belong to the training part.
+        some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
+        wanted = train_tokenizer(of_pieces(f"the beginning of {name}", some), wanted)
         documents = chain(first, documents)
-    digest, ends, kind = hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
-    with open(out / UNFINISHED, "wb") as file:
-        for chunk in batches(documents, CHUNK):
-            raw, begun = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk), initial=0)])
-            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(begun[:-1].tolist()))
-            kind = tokens.dtype
+    digest, counts, size, kind = hashlib.sha256(), [torch.empty(0, 2, dtype=torch.int64)], 0, None
+    with open(path, "wb") as file:
+        for chunk in _batches(documents, CHUNK):
+            raw, ends = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk))])
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), (0, *ends[:-1].tolist()))
+            kind = str(tokens.dtype).removeprefix("torch.")
             file.write(tokens.numpy().tobytes())
             digest.update(raw)
             # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
-            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
-            ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
-            on_bytes(int(ends[-1][-1, 0]))
-    ends = torch.cat(ends)[1:]
+            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), ends) + 1
+            counts.append(torch.stack([ends, places], 1).diff(dim=0, prepend=torch.zeros(1, 2, dtype=torch.int64)))
+            on_bytes(size := size + len(raw))
+    ends = torch.cat(counts).cumsum(0)
     if not len(ends):
-        raise TextError(f"{stream.name} holds no text")
-    cut, (size, count) = _cut(ends, stream.name), ends[-1].tolist()
-    fields = {
-        "format": FORMAT,
-        "name": stream.name,
-        "sha256": digest.hexdigest(),
-        "size": size,
-        "dtype": str(kind).removeprefix("torch."),
-        "count": count,
-        "pieces": len(ends),
-        "cut": {"bytes": cut[0], "tokens": cut[1]},
-        "tokenizer": wanted.sha256,
-        "source": stream.source(len(ends)),
-    }
-    (out / TOKENIZER).write_text(wanted.content, encoding="utf-8")
-    (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        raise TextError(f"{name} holds no text")
+    cut = _cut(ends, name)
+    fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
+    fields |= {"count": int(ends[-1, 1]), "pieces": len(ends), "tokenizer": wanted.sha256}
+    return {**fields, "cut": {"bytes": cut[0], "tokens": cut[1]}}, wanted.content
 
 
 def _cut(ends: Tensor, name: str) -> tuple[int, int]:
@@ -185,64 +164,36 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
         cut = ends[:-1][(ends[:-1, 0] - (size - share)).abs().argmin()].tolist()
         if share / 2 <= size - cut[0] <= 2 * share:
             return tuple(cut)
-    itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
     raise TextError(
         f"{name} has {size} bytes in {len(ends)} documents or pieces, and no cut between two of them holds out about "
-        f"{share} bytes for validation; accepted: more and shorter documents{itself}"
+        f"{share} bytes for validation; accepted: more and shorter documents, or up to 1 GiB the text itself"
     )
 
 
-def _sample(documents: list[bytes], name: str) -> Text:
-    """Return a text of the first four fifths of these documents, at least of one. Even if these are all documents, so
-    many belong to the training part."""
-    ends = [*accumulate(map(len, documents))]
-    some = [document for document, end in zip(documents, ends, strict=True) if end <= 0.8 * ends[-1]] or documents[:1]
-    if not some:
-        raise TextError(f"{name} holds no text")
-    return of_pieces(f"the beginning of {name}", some)
+def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    """Yield the documents in lists of at least `size` bytes each, and last what is left."""
+    batch, length = [], 0
+    for document in documents:
+        batch.append(document)
+        length += len(document)
+        if length >= size:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
-# ---- where documents come from: a stream, to iterate over, with a name, a source and, if it is on disk, a folder ----
-
-
-def _stream(spec) -> _Files | Documents:
-    """Return the documents of the text that `spec` names (see `prepare`)."""
+def _stream(spec) -> tuple[str, Iterator[bytes], Callable[[int], dict | None]]:
+    """Return the text that `spec` names (see `prepare`): its name, its documents, those of files in pieces, and what
+    says where so many of them come from."""
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
         raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
     if isinstance(spec, str) and spec.startswith("hf:"):
-        return Documents(**parse(spec))
+        parts = datasets.parse(spec)
+        return datasets.name_of(parts), datasets.documents(parts), lambda count: datasets.origin(parts, count)
     if isinstance(spec, (str, os.PathLike)):
-        paths, name = files_of(Path(spec))
-        return _Files(name, map(_pieces_of, paths), folder=spec)
+        paths, name = files_of(spec)
+        return name, chain.from_iterable(map(pieces_of, paths)), lambda count: None
     text = spec if isinstance(spec, Text) else load_text(spec)
     files = (pieces(io.BytesIO(file.numpy().tobytes())) for file in text.data.tensor_split(text.starts[1:]))
-    return _Files(text.name, files, of=text.source)
-
-
-@dataclass
-class _Files:
-    """The files that source.read would join, one after the other, and long ones in pieces. None is held in memory.
-
-    files: the pieces of each file. of: the source of the text that they are from."""
-
-    name: str
-    files: Iterator[Iterable[bytes]]
-    folder: str | os.PathLike | None = None
-    of: dict | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(self.files)
-
-    def source(self, documents: int) -> dict | None:
-        return self.of
-
-
-def _pieces_of(path: Path) -> Iterator[bytes]:
-    """Yield the pieces of a file, none of a binary one."""
-    try:
-        with open(path, "rb") as file:
-            if not any(b"\0" in piece for piece in pieces(file)):
-                file.seek(0)
-                yield from pieces(file)
-    except OSError as error:
-        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+    return text.name, chain.from_iterable(files), lambda count: text.source

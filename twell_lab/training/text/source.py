@@ -1,21 +1,16 @@
 """The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
 
-Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes, so there is nothing to
-train, ship or trust. The default text is the source of Python's own standard library (PSF licence), which is on every
-machine that runs this; it differs by Python version, so its SHA-256 goes into every record. A command line may also
-name a dataset or a prepared text: twell_lab.training.text.load knows those."""
+Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes. The default text is the
+source of Python's own standard library (PSF licence), which is on every machine that runs this; it differs by Python
+version, so its SHA-256 goes into every record."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import json
 import os
 import platform
-import stat
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,80 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...core import InputError, RecordError, StackError, TextError, write_atomically
+from ...core import InputError, TextError
+from .tokenizer import BYTES, Tokenizer, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
-FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's file is the tokenizers library's own
-
-
-class Tokenizer(ABC):
-    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.training.text.tokenizer).
-
-    Two are equal if their files are."""
-
-    name: str  # for records
-    unit = "tokens"  # what its tokens are called in messages
-    vocabulary: int  # how many token numbers there are
-    content: str  # what its file holds, JSON
-    sha256: str | None = None  # of the content; None for bytes, which need none
-
-    @abstractmethod
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token
-        reaches from one file into the next."""
-
-    @abstractmethod
-    def decode(self, tokens: Tensor) -> bytes:
-        """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> Tensor:
-        """Return the bytes that each token stands for: int32 [vocabulary], on the CPU."""
-
-    def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
-        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write its file, whole or not at all, for tokenizer.load to read. InputError where it can't be written."""
-        try:
-            write_atomically(path, self.content, make_folder=False)
-        except RecordError as error:
-            raise InputError(str(error)) from None
-        return Path(path)
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Tokenizer) and other.content == self.content
-
-    def __hash__(self) -> int:
-        return hash(self.content)
-
-
-class Bytes(Tokenizer):
-    """The 256 byte values: token number = byte value. It needs no training and no package."""
-
-    name = unit = "bytes"
-    vocabulary = 256
-    content = json.dumps({"format": FORMAT}) + "\n"
-
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """The uint8 tensor itself, not a copy."""
-        return data
-
-    def decode(self, tokens: Tensor) -> bytes:
-        return tokens.to(torch.uint8).cpu().numpy().tobytes()
-
-    @property
-    def lengths(self) -> Tensor:
-        return torch.ones(256, dtype=torch.int32)
-
-
-BYTES = Bytes()
 
 
 class Readable:
@@ -116,8 +45,8 @@ class Readable:
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """Return what a record keeps of a text: its name, SHA-256 and size in bytes, what its tokenizer says of itself
-        unless it is Bytes, and the source of a dataset."""
+        """Return what a record keeps: name, SHA-256, size in bytes, the tokenizer unless it is bytes, the source of a
+        dataset."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
         if self.tokenizer != BYTES:
             fields["tokenizer"] = self.tokenizer.describe()
@@ -128,13 +57,9 @@ class Readable:
 class Text(Readable):
     """A text as bytes, with where its files begin.
 
-    Attributes:
-        name: what to call it in a record; never a path of this machine.
-        sha256: hexadecimal digest of the bytes in `data`, uint8 [size] on the CPU.
-        starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
-        tokenizer: what a model reads the text as.
-        source: for a dataset, where it comes from (twell_lab.training.text.datasets), ready for JSON.
-    """
+    name: what to call it in a record; never a path of this machine. sha256: hexadecimal digest of the bytes in `data`,
+    uint8 [size] on the CPU. starts: position of the first byte of each file, ascending. tokenizer: what a model reads
+    the text as. source: for a dataset, where it comes from, ready for JSON."""
 
     name: str
     sha256: str
@@ -145,7 +70,7 @@ class Text(Readable):
 
     @property
     def size(self) -> int:  # type: ignore[override]  # a field of the others, here read off the data
-        """Length in bytes."""
+        """Return the length in bytes."""
         return self.data.numel()
 
     @cached_property
@@ -164,8 +89,7 @@ class Text(Readable):
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
         than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
-        share. Raises TextError where either part would be empty.
-        """
+        share. Raises TextError where either part would be empty."""
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
         wanted, share = fraction * self.size, (1 - fraction) * self.size
@@ -181,11 +105,11 @@ class Text(Readable):
         return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
 
 
-def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Text:
-    """The Text whose files are these pieces, none of which is empty."""
-    content = bytearray().join(pieces)
+def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text:
+    """Return the Text of these files, none of which is empty."""
+    content = bytearray().join(files)
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
+    return Text(name, digest(data), data, tuple(accumulate(map(len, files[:-1]), initial=0)), source=source)
 
 
 def load(path: str | os.PathLike | None) -> Text:
@@ -196,11 +120,8 @@ def load(path: str | os.PathLike | None) -> Text:
 def standard_library() -> Text:
     """Return the source of this Python's standard library, without tests and installed packages (about 10 MB).
     TextError where this Python came without its source."""
-    name = f"Python {platform.python_version()} standard library"
-    try:
-        files = [path for path in _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY) if path.suffix == ".py"]
-    except OSError:
-        files = []
+    folder, name = Path(sysconfig.get_path("stdlib")), f"Python {platform.python_version()} standard library"
+    files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
     if not files:
         raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
     return _join(name, files)
@@ -210,32 +131,74 @@ def read(path: str | os.PathLike) -> Text:
     """Return the text of one file, or of every text file below a folder.
 
     The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
-    parts), with nothing between them: for a folder of plain text files, `find . -type f | LC_ALL=C sort | xargs cat |
-    sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL byte,
-    which UTF-16 text does too) and links that lead nowhere. Links are followed; each real file is used once.
-
-    Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB.
-    """
-    files, name = files_of(Path(path))
+    parts), with nothing between them: `find . -type f | LC_ALL=C sort | xargs cat | sha256sum` gives the same digest.
+    Left out are names that begin with a dot, binary files (they hold a NUL byte, which UTF-16 text does too) and links
+    to folders. Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB."""
+    files, name = files_of(path)
     text = _join(name, files)
     if not text.size:
         raise TextError(f"{os.fspath(path)!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
     return text
 
 
-def files_of(path: Path) -> tuple[list[Path], str]:
+def files_of(path: str | os.PathLike) -> tuple[list[Path], str]:
     """Return the files that make up the text at a path, in their order, and the name of the text: the last part of the
-    path, in which what is no UTF-8 or not printable becomes an escape, whatever this system's encoding is. TextError
-    for a path that can't be read, or is neither a file nor a folder."""
+    path, or its escapes where it is not printable. TextError for what can't be read, or is neither file nor folder."""
+    path = Path(path)
     try:
-        name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
-        kind = path.stat().st_mode
-        files = _files(path) if stat.S_ISDIR(kind) else [path]
+        path.stat()  # says why there is nothing
+        files = _files(path) if path.is_dir() else [path]
     except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):  # a pipe would be waited for, and a device need not end
+    if not (path.is_dir() or path.is_file()):  # a pipe would be waited for, and a device need not end
         raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
-    return files, name if name.isprintable() else repr(name)[1:-1]
+    name = os.path.basename(os.path.abspath(path)) or "text"
+    return files, name if name.isprintable() else ascii(name)[1:-1]
+
+
+def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
+    """Return the files below `folder`, ordered by the bytes of their relative paths, without the folders called as in
+    `skip`. OSError where that fails."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    paths: list[Path] = []
+    for here, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in skip and name[0] != "."]
+        paths += [path for name in names if name[0] != "." and (path := Path(here, name)).is_file()]
+    return sorted(paths, key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """Yield a file in pieces; none of a binary one. TextError, with its name, where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            if not any(b"\0" in piece for piece in pieces(file)):
+                file.seek(0)
+                yield from pieces(file)
+    except OSError as error:
+        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+
+
+def _join(name: str, paths: Iterable[Path]) -> Text:
+    files, size = [], 0
+    for path in paths:
+        if (size := size + path.stat().st_size) > LARGEST:
+            raise TextError(
+                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
+                "makes of it"
+            )
+        files.append(b"".join(pieces_of(path)))
+    return of_pieces(name, [*filter(None, files)])
+
+
+def digest(data: Tensor) -> str:
+    """Return the SHA-256 of uint8 `data` on the CPU, hexadecimal."""
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+
+
+# ---- what a run checks, and the windows that it reads ----
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
@@ -243,19 +206,16 @@ def check_apart(folder: str | os.PathLike, text) -> None:
     text. text: as in a config; whatever is not the path of a folder passes."""
     if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
         return
-    inner, outer = (Path(os.path.realpath(path)) for path in (folder, text))  # resolve() raises for a loop of links
-    if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(text)):  # resolve() raises for a loop of links
         raise InputError(
             f"{str(folder)!r} is inside of the text {str(text)!r}: what is saved there would change the text; "
-            "accepted: a folder outside of it, or one whose name begins with a dot"
+            "accepted: a folder outside of it"
         )
 
 
 def check_enough(training: Readable, validation: Readable, batch: int, context: int) -> None:
-    """Raise TextError unless a batch fits into the training text and one window into the validation text.
-
-    A window is `context` tokens and the one that follows them.
-    """
+    """Raise TextError unless a batch of windows of `context` tokens, and the one that follows them, fits into the
+    training text and one window into the validation text."""
     for part, windows in ((training, batch), (validation, 1)):
         if len(part.tokens) <= windows * context:
             raise TextError(
@@ -265,17 +225,16 @@ def check_enough(training: Readable, validation: Readable, batch: int, context: 
 
 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """`count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
+    """Return `count` windows that begin anywhere in `data`: int64 [count, context + 1] on its device.
 
-    data: bytes or tokens, any integer dtype [n]. generator: draws the positions, on the CPU, so that every device
-    trains on the same windows.
-    """
+    data: bytes or tokens, any integer dtype [n]. generator: draws the positions on the CPU, the same for every
+    device."""
     starts = torch.randint(data.numel() - context, (count, 1), generator=generator)
     return _windows(data, starts, context)
 
 
 def spread_windows(data: Tensor, count: int, context: int) -> Tensor:
-    """At most `count` windows, evenly spread over `data`, no token predicted twice: int64 [n, context + 1]."""
+    """Return at most `count` windows, evenly spread over `data`, no token predicted twice: int64 [n, context + 1]."""
     whole = (data.numel() - 1) // context
     count = min(count, whole)
     picked = torch.arange(count)[:, None] * whole // count
@@ -287,58 +246,3 @@ def _windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
         starts = starts.pin_memory()  # so that the copy does not wait for the device
     starts = starts.to(data.device, non_blocking=True)
     return data[starts + torch.arange(context + 1, device=data.device)].long()
-
-
-def _files(folder: Path, skip: Iterable[str] = ()) -> list[Path]:
-    """Return every regular file below `folder` once, ordered by the bytes of its relative path. OSError where it fails.
-
-    skip: names of folders to leave out."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    entered, found = set(), []
-    for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        if (real := os.path.realpath(here)) in entered:  # a loop of links
-            folders.clear()
-            continue
-        entered.add(real)
-        folders[:] = sorted((name for name in folders if name not in skip and name[0] != "."), key=os.fsencode)
-        found += [path for name in names if name[0] != "." and (path := Path(here, name)).is_file()]
-    found.sort(key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
-    unique: dict[str, Path] = {}
-    for path in found:
-        unique.setdefault(os.path.realpath(path), path)
-    return [*unique.values()]
-
-
-def _join(name: str, paths: Iterable[Path]) -> Text:
-    """The contents of the files that are text, joined. TextError names a file that can't be read."""
-    pieces, size = [], 0
-    for path in paths:
-        try:
-            if size + path.stat().st_size > LARGEST:
-                raise TextError(
-                    f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
-                    "twell-lab prepare makes of it"
-                )
-            content = path.read_bytes()
-        except OSError as error:
-            raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-        if content and b"\0" not in content:
-            pieces.append(content)
-            size += len(content)
-    return of_pieces(name, pieces)
-
-
-def digest(data: Tensor) -> str:
-    """The SHA-256 of uint8 `data` on the CPU, hexadecimal."""
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
-
-
-def optional(package: str, what: str):
-    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise StackError(f"{what} needs the {package} library: pip install {package}") from None

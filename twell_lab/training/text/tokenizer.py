@@ -1,41 +1,90 @@
-"""A byte-level BPE, through which a model may read a text instead of byte by byte (source.Bytes).
+"""Tokenizers: what a model reads a text as, its bytes or the tokens of a byte-level BPE. Both decode any bytes exactly.
 
-Both encode any bytes and decode them exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
-trained and run by the `tokenizers` library, an optional package; bytes need none. Tokens stand for different numbers of
-bytes, so losses are compared in bits a byte.
-"""
+The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is trained and run by the `tokenizers` library, an
+optional package. Tokens stand for different numbers of bytes, so losses are compared in bits a byte."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from typing import IO
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, read_file
+from ...core import InputError, RecordError, StackError, TextError, read_file, write_atomically
 from ...models.llama import bytes_tokenizer
-from .source import BYTES, FORMAT, Text, Tokenizer, optional
+
+if TYPE_CHECKING:
+    from .source import Text
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
+FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's file is the tokenizers library's own
+_BATCH = 128  # pieces handed to the library at a time
 _LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
 _MOST = 2**22  # token numbers; usual tokenizers have up to a million
-_BATCH = 2**23  # bytes handed to the library at a time
+
+
+class Tokenizer:
+    """What a model reads a text as: here its bytes, token number = byte value, which needs no training and no package.
+    Two are equal if their files are.
+
+    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: what its
+    file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token stands for, int32 [vocabulary]
+    on the CPU."""
+
+    name = unit = "bytes"
+    vocabulary = 256
+    content = json.dumps({"format": FORMAT}) + "\n"
+    sha256: str | None = None
+    lengths = torch.ones(256, dtype=torch.int32, device="cpu")
+
+    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
+        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU; bytes are `data` itself, not a copy.
+        starts: where its files begin; no token reaches from one file into the next."""
+        return data
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
+        return tokens.to(torch.uint8).cpu().numpy().tobytes()
+
+    def describe(self) -> dict:
+        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
+        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write its file, whole or not at all, for `load` to read. InputError where it can't be written."""
+        try:
+            write_atomically(path, self.content, make_folder=False)
+        except RecordError as error:
+            raise InputError(str(error)) from None
+        return Path(path)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Tokenizer) and other.content == self.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+
+BYTES = Tokenizer()
 
 
 class BPE(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
-    content: its JSON, as `train` makes it and tokenizer.json files hold it (such as GPT-2's). name: for records.
-    Raises StackError without the library, and TextError for JSON that the library does not take.
-    """
+    content: its JSON, as tokenizer.json files hold it (such as GPT-2's). name: for records. StackError without the
+    library, and TextError for JSON that the library does not take."""
+
+    unit = "tokens"
 
     def __init__(self, content: str, name: str = "BPE") -> None:
         library = _library()
@@ -44,71 +93,50 @@ class BPE(Tokenizer):
         except BaseException as error:  # the library raises Exception, or PanicException, which is none
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TextError(
-                f"{name!r:.200} is no tokenizer that the tokenizers library takes: {str(error):.300}"
-            ) from None
+            raise TextError(f"{name!r:.200} is no tokenizer of the tokenizers library: {error!s:.300}") from None
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
-        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocabulary = max(numbers, default=-1) + 1  # not len(numbers): some files skip numbers
+        own = self._tokenizer.get_vocab(with_added_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.vocabulary = max([*own.values(), *added], default=-1) + 1  # some files skip numbers
         if not 1 <= self.vocabulary <= _MOST:
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
+        byte_of = {character: byte for byte, character in _alphabet().items()}
+        self._bytes = [b""] * self.vocabulary  # of each token, by its number
+        for token, number in own.items():
+            if byte_of.keys() >= {*token}:
+                self._bytes[number] = bytes(byte_of[character] for character in token)
+        for number, token in added.items():
+            self._bytes[number] = token.content.encode()
+        self._numbers = {piece: number for number, piece in enumerate(self._bytes)}
+        self.lengths = torch.tensor([*map(len, self._bytes)], dtype=torch.int32)
 
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
         """Return the tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
 
-        starts: where its files begin. No token reaches from one file into the next, nor from one piece of a long file
-        into the next (see `pieces`). Each byte that is no UTF-8 becomes a token of its own. Raises TextError for a
-        tokenizer whose tokens do not stand for every byte.
-        """
-        kind = np.int16 if self.vocabulary <= 2**15 else np.int32
-        raw = data.cpu().numpy().tobytes()
-        found = [np.empty(0, kind)]
-        for batch in batches(_strings(raw, starts), _BATCH):
-            texts = [piece for piece in batch if isinstance(piece, str)]
+        No token reaches from one file, or one piece of a long file (see `pieces`), into the next. Each byte that is no
+        UTF-8 becomes a token of its own. TextError for a tokenizer whose tokens do not stand for every byte."""
+        kind, raw = np.int16 if self.vocabulary <= 2**15 else np.int32, data.cpu().numpy().tobytes()
+        parts, tokens = [*_strings(raw, starts)], [np.empty(0, kind)]
+        for at in range(0, len(parts), _BATCH):
+            batch = parts[at : at + _BATCH]
+            texts = [part for part in batch if isinstance(part, str)]
             encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            for piece in batch:
-                tokens = next(encoded).ids if isinstance(piece, str) else [self._of_bytes[byte] for byte in piece]
-                found.append(np.array(tokens, kind))
-        tokens = torch.from_numpy(np.concatenate(found))
-        stands_for = self.lengths[tokens.long()].sum().item()
-        if stands_for != len(raw):
+            for part in batch:
+                tokens.append(np.array(next(encoded).ids if isinstance(part, str) else self._of_bytes(part), kind))
+        found = torch.from_numpy(np.concatenate(tokens))
+        if (bytes_read := self.lengths[found.long()].sum().item()) != len(raw):
             raise TextError(
-                f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
-                "accepted: a byte-level tokenizer without normalisation, which loses nothing"
+                f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {len(raw)}; accepted: a "
+                "byte-level tokenizer without normalisation, which loses nothing"
             )
-        return tokens
+        return found
+
+    def _of_bytes(self, broken: bytes) -> list[int]:
+        return [number for byte in broken if (number := self._numbers.get(bytes([byte]))) is not None]
 
     def decode(self, tokens: Tensor) -> bytes:
         return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        return torch.tensor([len(piece) for piece in self._bytes], dtype=torch.int32)
-
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        """The bytes of each token, by its number; nothing for numbers that no token has."""
-        values = {character: byte for byte, character in _alphabet().items()}
-        found = [b""] * self.vocabulary
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            if values.keys() >= {*token}:
-                found[number] = bytes(values[character] for character in token)
-        for number, added in self._tokenizer.get_added_tokens_decoder().items():
-            found[number] = added.content.encode()
-        return found
-
-    @cached_property
-    def _of_bytes(self) -> list[int]:
-        """The number of the token of each single byte."""
-        numbers = {piece: number for number, piece in enumerate(self._bytes)}
-        missing = [byte for byte in range(256) if bytes([byte]) not in numbers]
-        if missing:
-            raise TextError(
-                f"{self.name} has no token for {len(missing)} of the 256 bytes, {missing[0]} the first; "
-                "accepted: a byte-level tokenizer that has them all"
-            )
-        return [numbers[bytes([byte])] for byte in range(256)]
 
     def __reduce__(self):
         return BPE, (self.content, self.name)
@@ -117,9 +145,7 @@ class BPE(Tokenizer):
 def train(text: Text, vocabulary: int) -> BPE:
     """Return a byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
 
-    text: only the training part (Text.split), so that nothing is learned from what is held out.
-    vocabulary: 256 bytes and vocabulary - 256 merges; fewer where a short text has no more pairs to merge.
-    """
+    text: the training part alone. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -129,9 +155,9 @@ def train(text: Text, vocabulary: int) -> BPE:
     )
     strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
-    made = BPE(tokenizer.to_str())
-    made.name = f"BPE of {made.vocabulary}, from {text.name}"
-    return made
+    trained = BPE(tokenizer.to_str())
+    trained.name = f"BPE of {trained.vocabulary}, from {text.name}"
+    return trained
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
@@ -151,12 +177,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
-
-    tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
-    InputError for a vocabulary that is no whole number from 256 to 2**20, StackError for one without the tokenizers
-    library, and TextError as `load`.
-    """
+    """Return the tokenizer that a command line or a config means (see load.load_any), or the vocabulary of one that is
+    yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is None or tokenizer == "bytes":
@@ -179,19 +201,6 @@ def pieces(file: IO[bytes]) -> Iterator[bytes]:
         yield piece + file.readline(CHUNK)
 
 
-def batches(parts: Iterable[str | bytes], size: int) -> Iterator[list]:
-    """Yield the parts in lists: each has at least `size` characters or bytes in sum, and the last one what is left."""
-    batch, length = [], 0
-    for part in parts:
-        batch.append(part)
-        length += len(part)
-        if length >= size:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
-
-
 def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
     """Yield the files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
     for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
@@ -203,6 +212,7 @@ def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
                     yield part.encode("utf-8", "surrogateescape") if broken else part
 
 
+@cache
 def _alphabet() -> dict[int, str]:
     """Return the character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable
     ones, and for the others, in order, the characters from U+0100 on."""
@@ -212,3 +222,13 @@ def _alphabet() -> dict[int, str]:
 
 def _library():
     return optional("tokenizers", "a BPE tokenizer")
+
+
+def optional(module: str, what: str, package: str | None = None):
+    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed.
+    package: its name on the index, unless that is the module's."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = package or module
+        raise StackError(f"{what} needs the {package} library: pip install {package}") from None

@@ -20,29 +20,19 @@ FOLDER = core.data_dir() / "checkpoints"
 NAMES = ("l1-free", "sparse")
 
 # From "The Woman in White" (Wilkie Collins, 1860), one of the novels held out; lines end as in the text trained on.
-PASSAGE = "\r\n".join(
-    [
-        "It was the last day of July. The long hot summer was drawing to a close; and we, the weary pilgrims of the "
-        "London "
-        "pavement, were beginning to think of the cloud-shadows on the corn-fields, and the autumn breezes on the "
-        "sea-shore.",
-        "",
-        "For my own poor part, the fading summer left me out of health, out of spirits, and, if the truth must be "
-        "told, out of "
-        "money as well. During the past year I had not managed my professional resources as carefully as usual; and my "
-        "extravagance now limited me to the prospect of spending the autumn economically between my mother's cottage "
-        "at "
-        "Hampstead and my own chambers in town.",
-        "",
-        "The evening, I remember, was still and cloudy; the London air was at its heaviest; the distant hum of the "
-        "street-traffic was at its faintest; the small pulse of the life within me, and the great heart of the city "
-        "around me, "
-        "seemed to be sinking in unison, languidly and more languidly, with the sinking sun. I roused myself from the "
-        "book "
-        "which I was dreaming over rather than reading, and left my chambers to meet the cool night air in the "
-        "suburbs.",
-    ]
-)
+PASSAGE = """It was the last day of July. The long hot summer was drawing to a close; and we, the weary pilgrims of the \
+London pavement, were beginning to think of the cloud-shadows on the corn-fields, and the autumn breezes on the sea-shore.
+
+For my own poor part, the fading summer left me out of health, out of spirits, and, if the truth must be told, out of \
+money as well. During the past year I had not managed my professional resources as carefully as usual; and my \
+extravagance now limited me to the prospect of spending the autumn economically between my mother's cottage at \
+Hampstead and my own chambers in town.
+
+The evening, I remember, was still and cloudy; the London air was at its heaviest; the distant hum of the \
+street-traffic was at its faintest; the small pulse of the life within me, and the great heart of the city around me, \
+seemed to be sinking in unison, languidly and more languidly, with the sinking sun. I roused myself from the book \
+which I was dreaming over rather than reading, and left my chambers to meet the cool night air in the suburbs.\
+""".replace("\n", "\r\n")
 WINDOWS = torch.tensor(list(PASSAGE.encode())[:1026]).view(2, 513)
 
 

@@ -1,0 +1,124 @@
+"""The records of drawn models and of paths, tiny and on the CPU; and how a GPU's clocks are asked, without one."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from twell_lab.analysis.predict import rates_of
+from twell_lab.analysis.profile import profile
+from twell_lab.app import tables
+from twell_lab.bench import drawn, energy, models, paths, sizes, workloads
+from twell_lab.bench.causal import Causal
+from twell_lab.layers.choice import Choice
+from twell_lab.layers.find import feed_forwards
+from twell_lab.models.tiny import ModelConfig
+from twell_lab.ops import clock as clocks
+from twell_lab.records import Record
+
+pytest.importorskip("transformers")
+SIZES = ModelConfig(vocabulary=64, d_model=32, layers=3, heads=2, d_ff=256, context=24)
+CPU = {"device": "cpu", "seconds": 0.0}
+
+
+def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
+    model = drawn.llama(SIZES, "cpu")
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 64, (16, 24))
+    drawn.fire(model, tokens, [3.0, 10.0, 40.0])
+    nnzs = [layer.mean_nnz for layer in profile(model, [tokens]).layers]
+    assert nnzs == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
+    assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
+
+
+def test_the_papers_sizes_are_built_in():
+    assert drawn.NAMES[-4:] == sizes.SIZES == ("0.5B", "1B", "1.5B", "2B")
+    papers = [drawn.sizes_of(name) for name in sizes.SIZES]
+    assert [size.layers for size in papers] == [8, 18, 28, 38]
+    for size in papers:
+        assert (size.d_model, size.d_ff, size.heads, size.context) == (2048, 5632, 32, 2048)
+        nnzs = drawn.nnzs_of(size)
+        assert sum(nnzs) / size.layers == pytest.approx(29, abs=1e-6) and nnzs[0] == 2 and nnzs[-1] == 109
+    assert drawn.sizes_of("1M").vocabulary == 256
+    assert drawn.nnzs_of(ModelConfig(layers=1, d_ff=5632)) == [pytest.approx(29)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU's clock and meter that count, graphs that call what they were made of, and models that are not compiled."""
+
+    def time_cuda(calls, rounds=0):
+        return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
+
+    monkeypatch.setattr(clocks, "time_cuda", time_cuda)
+    monkeypatch.setattr(clocks, "time_bursts", lambda calls, *_, **__: {name: ([0.5], [2.0]) for name in calls})
+    monkeypatch.setattr(clocks, "graphed", lambda call, inputs=2: call)
+    monkeypatch.setattr(clocks, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0.0, ""))
+    monkeypatch.setattr(energy, "millijoules", lambda read, call, wait: 600.0)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
+    monkeypatch.setattr(workloads.costs, "measure_rates", lambda *_: rates)
+
+    monkeypatch.setattr(workloads.Models, "planned", lambda *_: (Choice("twell"), 1.5))
+
+
+def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
+    bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
+    bench.models.plan({2, 24}, for_graphs=True)
+    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True, watched=True)
+    plain = ["dense eager", "planned", "planned for graphs"]
+    compiled = ["dense compiled", "planned for graphs compiled"]
+    rows = bench.rows("model_decode", 2)
+    assert [row["path"] for row in rows] == [*plain, *compiled, *(f"{path} (graph)" for path in plain + compiled)]
+    for row in rows:
+        graph = row["path"].endswith("(graph)")
+        assert ("mj_per_token" in row) == graph and ("peak_bytes" in row) == ("gpu_ms" in row) == (not graph)
+        assert row.get("mj_per_token", 300) == 300 and row.get("gpu_ms", 1.5) == 1.5 and row["head"]
+        assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and ("x_compiled" in row) == (not graph)
+        assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
+    headless = bench.rows("model_decode", 2, False, compiled=False)
+    assert [row["path"] for row in headless] == [*plain, *(f"{path} (graph)" for path in plain)]
+    assert not any("mj_per_token" in row for row in headless)
+    monkeypatch.setattr(workloads.rows, "LARGE", 40)  # with more tokens nothing is captured
+    many = bench.rows("model_forward", 48)
+    assert [row["path"] for row in many] == ["dense eager", "planned", "dense compiled", "planned compiled"]
+    assert all(row["mj_per_token"] == 600 / 48 for row in many)
+    assert [row["path"] for row in bench.plan_rows()] == ["plan", "plan for graphs"]
+    wrong = copy.deepcopy(bench.models.dense.model)
+    wrong.lm_head.weight.data *= 1.01
+    bench.models.sparse["planned"] = Causal(wrong)
+    with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits are off by"):
+        bench.rows("model_forward", 24)
+
+
+def test_the_record_of_a_size_measures_what_says_most_first(gpu):
+    left_out = {}
+    sections = sizes.sections("1M", left_out, 2, compiled=False, cached=16, **CPU)
+    assert [*sections][:2] == ["decode, one sequence", "many sequences"]
+    made = [
+        row for name in ("decode, one sequence", "plan", "training step") for step in sections[name] for row in step()
+    ]
+    assert [row["kind"] for row in made] == 2 * ["model_decode"] + ["model_plan"] + 2 * ["model_training"]
+    assert all(row["workload"].startswith("drawn 1M Llama, ") for row in made) and "CUDA graphs" in left_out
+    largest = [{**row, "workload": row["workload"].replace("1M", "2B")} for row in made]
+    lines = tables.model([Record.new(sizes.RECORD, "a test's own", largest)]).splitlines()
+    assert lines[2].startswith("| decode step, batch 1 | ") and lines[3].startswith("| plan of 4 token classes |  | ")
+
+
+def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
+    sections = paths.sections({}, "1M", (64,), 2, **CPU | {"paths": ("int8", "predicted"), "batches": (1,)})
+    found = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
+    lossy = ["forced int8 (lossy)", "forced predicted (lossy)"]
+    ways = {"trained small model": ["dense eager", "forced twell", *lossy]}
+    ways["drawn 1M Llama"] = ["dense eager", "forced twell", "forced hot_cold", *lossy]
+    for rows in found.values():
+        name = rows[0]["workload"].partition(",")[0]
+        assert [row["path"] for row in rows] == len(rows) // len(ways[name]) * ways[name]
+        for row in rows:
+            whole = row["kind"] == "model_forward" and name.startswith("trained")
+            assert row["head"] and ("loss" in row) == whole and ("layer_error" in row) == (row["path"] != "dense eager")
+            assert (row["error"] > 1e-6) == ("lossy" in row["path"])
+    lines = tables.model_paths([Record.new("model-paths", "a test's own", [*sum(found.values(), [])])]).splitlines()
+    assert len(lines) == 2 + 3 + 4 and " (dense 1." in lines[2]
