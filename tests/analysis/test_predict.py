@@ -48,6 +48,16 @@ def test_a_datasheet_becomes_rates_by_the_shares_that_an_h100_reached():
         assert shares[0] == pytest.approx(shares[1])
     assert all(predict.rates_of(name).matmul > 1e13 for name in known)
     assert predict.rates_of("T4").dtype == "float16"
+    for words, name in (
+        ("4090", "RTX 4090"),
+        ("rtx 3090", "RTX 3090"),
+        ("5070", "RTX 5070"),
+        ("pcie h100", "H100 PCIe"),
+    ):
+        assert predict.rates_of(words).device == name
+    for words in ("", "H100", "RTX 6090", "a100 80"):  # none, or several
+        with pytest.raises(InputError, match="accepted: "):
+            predict.rates_of(words)
 
 
 def test_sparse_wins_where_weights_come_from_memory_and_loses_where_too_many_neurons_fire():

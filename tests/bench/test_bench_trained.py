@@ -22,7 +22,7 @@ def record():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained, "small", lambda: TINY)
         patch.setattr("torch.cuda.is_available", lambda: False)
-        return recordings.trained(seconds=1000.0)
+        return recordings.make("trained", seconds=1000.0)
 
 
 def test_both_are_trained_alike_but_for_l1(record):

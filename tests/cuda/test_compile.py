@@ -191,7 +191,7 @@ def test_without_cupy_the_command_is_named(monkeypatch, tmp_path):
         lambda: compiler.architecture((9, 0)),
     )
     for call in calls:
-        with pytest.raises(StackError, match=r"pip install 'twell-lab\[cu12\]'.*pip install 'twell-lab\[compile\]'"):
+        with pytest.raises(StackError, match=r"pip install 'cupy-cuda12x\[ctk\]'.*pip install cupy-cuda12x nvidia"):
             call()
 
 

@@ -8,14 +8,14 @@ from twell_lab.app import recordings
 from twell_lab.core import InputError
 
 OPTIONS = """def pytest_addoption(parser):
-    for name in ("cases", "seed", "seconds"):
+    for name in ("seed", "seconds"):
         parser.addoption(f"--attack-{name}", type=float)
     parser.addoption("--attack-report")
 """
 SUITE = """def test_layers(request):
     option = request.config.getoption
     import json
-    said = {"attack": "own", **{name: option(f"--attack-{name}") for name in ("cases", "seed", "seconds")}}
+    said = {"attack": "own", **{name: option(f"--attack-{name}") for name in ("seed", "seconds")}}
     open(option("--attack-report"), "w").write(json.dumps([said | {"kernels": ["smxx_pack"] * bool(said["seconds"])}]))
 """
 
@@ -38,22 +38,20 @@ def checkout(tmp_path, monkeypatch):
 def test_without_a_gpu_all_attacks_run_and_their_counts_are_kept(checkout, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     record = recordings.attack(seed=3)
-    assert record.rows[0] == {"attack": "own", "cases": None, "seed": 3, "seconds": None}
+    assert record.rows[0] == {"attack": "own", "seed": 3, "seconds": None}
     assert record.rows[1]["passed"] == 2 and record.kernels == {}
     assert record.notes["attack"] == {"script": "tests/nightly/attack", "seed": 3} and not records.stale(record)
     assert records.flat_rows([record]) == []  # no timing
-    assert recordings.attack(cases=2).rows[0]["cases"] == 2
-    with pytest.raises(InputError, match="seconds is 3.0 and there is no GPU here; cases is accepted"):
+    with pytest.raises(InputError, match="seconds is 3.0 and there is no GPU here; accepted: with one"):
         recordings.attack(seconds=3.0)
 
 
 def test_on_a_gpu_the_layers_are_attacked_for_some_minutes(checkout, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     record = recordings.attack(seed=2)
-    assert record.rows[0] == {"attack": "own", "cases": None, "seed": 2, "seconds": 420.0}
+    assert record.rows[0] == {"attack": "own", "seed": 2, "seconds": 420.0}
     assert record.rows[1]["passed"] == 1 and record.kernels == {"smxx_pack": "0" * 64} and "kernels" not in record.notes
     assert recordings.attack(seconds=5.0).rows[0]["seconds"] == 5.0
-    assert recordings.attack(cases=3).rows[0] == {"attack": "own", "cases": 3, "seed": 0, "seconds": None}
 
 
 def test_a_failure_leaves_no_record(checkout):

@@ -79,13 +79,12 @@ WRONG = [
     *(("schema", value) for value in (3, True)),
     *(("name", value) for value in ("", "Two Words", "../up")),
     *(("date", value) for value in ("yesterday", None)),
-    *(("commit", 7), ("dirty", "no"), ("kernels", None), ("kernels", {"smxx_pack": "abc"})),
-    *(("machine", None), ("notes", []), ("rows", {}), ("rows", [1]), ("purpose", " ")),
+    *(("kernels", None), ("machine", None), ("notes", []), ("rows", {}), ("rows", [1]), ("purpose", 3)),
 ]
 WRONG_ROW = [
     *(("ms", value) for value in (0, None, True, "fast", 10**400, float("nan"))),
     *(("device", ""), ("path", None), ("kind", 3), ("tokens", "4"), ("d_ff", [8]), ("nnz", float("inf"))),
-    *(("x_dense", 2**63), ("spread", True), ("dtype", 16), ("workload", {})),
+    *(("x_dense", 2**63), ("spread", True), ("dtype", 16)),
 ]
 
 

@@ -41,7 +41,7 @@ def on(monkeypatch):
 def test_this_machine_is_examined():
     findings = doctor.examine()
     topics = [finding.topic for finding in findings]
-    assert len(set(topics)) == len(topics) == 11
+    assert len(set(topics)) == len(topics) == 12
     for finding in findings:
         assert finding.state in doctor.STATES and finding.text and "could not be examined" not in finding.text
     by_topic = {finding.topic: finding for finding in findings}
@@ -51,9 +51,7 @@ def test_this_machine_is_examined():
 
 def test_a_whole_gpu_machine_is_ok(on):
     found = on()
-    assert {topic: finding.state for topic, finding in found.items() if topic != "notebooks"} == dict.fromkeys(
-        [topic for topic in found if topic != "notebooks"], "ok"
-    )
+    assert {finding.state for topic, finding in found.items() if topic not in ("notebooks", "other packages")} == {"ok"}
     assert "sm_90" in found["GPU"].text and "580.82.07" in found["GPU"].text
 
 
@@ -68,7 +66,11 @@ def test_a_whole_gpu_machine_is_ok(on):
 )  # fmt: skip
 def test_what_is_missing_limits_what_needs_it_and_nothing_else(on, changes, limited):
     found = on(**changes)
-    assert {topic for topic, finding in found.items() if finding.state != "ok"} - {"notebooks", "simulator"} == limited
+    assert {topic for topic, finding in found.items() if finding.state != "ok"} - {
+        "notebooks",
+        "other packages",
+        "simulator",
+    } == limited
     if changes["gpus"]:
         assert "Tesla P100" in found["GPU"].text and "sm_75" in found["GPU"].text
 
@@ -87,7 +89,7 @@ def test_a_gpu_that_torch_cannot_use_says_why(on, torch_build, driver, says, get
     assert says in found["GPU"].text
     assert (found["GPU"].command is not None) == gets_command
     if gets_command:
-        assert "cu12" in found["GPU"].command
+        assert "cu12" in found["GPU"].command or "cupy-cuda12x" in found["GPU"].command
 
 
 def test_mixed_majors_are_reported_with_the_command_where_there_is_a_gpu(on):
@@ -111,7 +113,9 @@ def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, change
     found = on(cupy=None, cupy_package=None, nvrtc=None, **changes)
     for topic in ("CuPy", "NVRTC", "kernel compilation"):
         assert found[topic].state == "missing"
-        assert found[topic].command in (f"pip install 'twell-lab[{extra}]'", f"pip install -e '.[{extra}]'")
+        command = found[topic].command
+        assert "pip install" in command and "twell-lab" not in command
+        assert "cupy-cuda" in command and ("[ctk]" in command) == (extra != "compile") or f".[{extra}]" in command
     assert found["GPU kernels"].state == "limited"
 
 
@@ -127,7 +131,7 @@ def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tm
     monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
     with pytest.warns(UserWarning, match="not used as a cache"):
         assert core.cache_dir() == core.private_folder()
-    monkeypatch.setattr(doctor, "_installed", lambda package: True)
+    monkeypatch.setattr(doctor, "_version", lambda package: "1.0")
     monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(Path, "home", lambda: a_file)
     found = on()
@@ -135,6 +139,21 @@ def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tm
     assert found["kernel cache"].command and "JUPYTER_RUNTIME_DIR" in found["notebooks"].command
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "new" / "folder"))
     assert on()["notebooks"].state == "ok"
+
+
+def test_packages_that_are_used_where_they_are_there_are_named_with_what_installs_them(on, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "nvidia-ml-py" else "1.2")
+    found = on()["other packages"]
+    assert found.state == "missing" and found.command == "pip install nvidia-ml-py"
+    assert "transformers 1.2" in found.text and "tokenizers 1.2" in found.text and "datasets 1.2" in found.text
+    assert on(usable=False, gpus=[])["other packages"].state == "ok"  # there is no energy to read
+
+
+@pytest.mark.parametrize("installed, opens", [(True, "twell-lab course"), (False, "make lab")])
+def test_what_opens_the_course_is_there(on, monkeypatch, installed, opens):
+    monkeypatch.setattr(doctor, "_version", lambda package: "1.0")
+    monkeypatch.setattr(core, "is_installed", lambda: installed)
+    assert f"`{opens}` opens the course" in on()["notebooks"].text
 
 
 def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):

@@ -70,4 +70,4 @@ def test_the_commands_for_a_model_of_ones_own_run(own_model, capsys):
             == 0
         )
     shown = capsys.readouterr().out
-    assert "the same text" in shown and "bench: " in shown
+    assert "tokens a second" in shown and "bench: " in shown

@@ -73,13 +73,18 @@ def datasheets() -> list[dict]:
 
 
 def rates_of(gpu: str) -> Rates:
-    """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name. InputError for
-    another name, and for a GPU that is too old for the kernels."""
-    sheets = {sheet["name"]: sheet for sheet in datasheets()}
-    by_driver = {name: sheet for sheet in sheets.values() for name in sheet["driver_names"]}
-    sheet = {name.lower(): sheet for name, sheet in {**by_driver, **sheets}.items()}.get(str(gpu).lower())
-    if sheet is None:
-        raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(sheets)}")
+    """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name, or words of it that
+    no other one has. InputError for another name, and for a GPU that is too old for the kernels."""
+    sheets, asked = {sheet["name"]: sheet for sheet in datasheets()}, str(gpu).lower()
+    alike = [sheet for sheet in sheets.values() if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
+    alike = alike or [sheet for name, sheet in sheets.items() if {*asked.split()} <= {*name.lower().split()}]
+    shortest = min((len(sheet["name"].split()) for sheet in alike), default=0)  # "5070" is no "RTX 5070 Ti"
+    alike = [sheet for sheet in alike if len(sheet["name"].split()) == shortest]
+    if len(alike) != 1 or not asked.strip():
+        raise InputError(
+            f"gpu is {gpu!r:.80}; accepted: {', '.join(sheet['name'] for sheet in alike or sheets.values())}"
+        )
+    (sheet,) = alike
     capability = tuple(map(int, sheet["capability"].split(".")))
     if capability < PACK.oldest:
         oldest = ".".join(map(str, PACK.oldest))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core import InputError, check_target
+from ..core import InputError, StackError, check_target, write_atomically
 from .inputs import model_and_windows
 from .terminal import Answer
 
@@ -22,8 +23,9 @@ def profile(options: argparse.Namespace) -> Answer:
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 
-    if options.out is not None:
-        check_target(options.out)
+    for target in (options.out, options.html, options.plot):
+        if target is not None:
+            check_target(target)
     other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
     spell = str
     if options.model.is_file():
@@ -38,6 +40,7 @@ def profile(options: argparse.Namespace) -> Answer:
     compared = None if other is None else firing.compare(other)
     if options.out is not None:
         firing.save(options.out)
+    _draw(firing, options.html, options.plot)
     said = verdict(firing)
     value = {
         "tokens": firing.tokens,
@@ -57,6 +60,24 @@ def profile(options: argparse.Namespace) -> Answer:
         *([] if compared is None else [f"\nbeside {options.against}", str(compared)]),
     ]
     return Answer(value, "\n".join(lines))
+
+
+def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> None:
+    """Write figures of a profile into a page that needs no network, and one of its layers as a picture."""
+    from .. import plots
+
+    if html is not None:
+        busiest = max(range(len(firing.layers)), key=lambda i: firing.layers[i].density)
+        figures = [plots.firing_by_layer(firing), plots.neuron_frequency(firing, busiest)]
+        figures += [plots.firing_by_position(firing)] if firing.by_position() else []
+        parts = [figure.to_html(full_html=False, include_plotlyjs=not i) for i, figure in enumerate(figures)]
+        write_atomically(html, "\n".join(["<!DOCTYPE html><meta charset='utf-8'><title>Who fires</title>", *parts]))
+    if picture is not None:
+        try:
+            drawn = plots.firing_by_layer(firing).to_image(format=picture.suffix.removeprefix(".") or "png")
+        except (ImportError, RuntimeError, ValueError):  # which fill a screen
+            raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
+        write_atomically(picture, drawn)
 
 
 def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
@@ -150,8 +171,8 @@ def thresholds(options: argparse.Namespace) -> Answer:
         },
         f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
         + (
-            f"; the thresholds are in {options.out}; in Python: "
-            f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
+            f"; the thresholds are in {options.out}; in Python:\n"
+            f"  tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
             if options.out
             else ""
         ),

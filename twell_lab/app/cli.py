@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from .. import __version__
 from ..core import TwellError
@@ -135,6 +135,8 @@ COMMANDS = {
         (
             *_model("how many windows", "counts", "; or a profile that --out saved"),
             option("--against", "FILE", "compare with the profile that --out saved here"),
+            option("--html", "FILE", "draw it into a page that needs no network"),
+            option("--plot", "FILE", "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"),
         ),
     ),
     "plan": Command(
@@ -278,7 +280,6 @@ COMMANDS = {
             option("--out", "DIR", "where the record goes [data/records of a checkout, else the working folder]"),
             option("--seed", "N", "for attack only: draw other cases", type=whole),
             option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
-            option("--cases", "N", "for attack only: how many cases"),
             option("--at-once", "N", "for course only: how many notebooks run at once [1]"),
         ),
     ),
@@ -294,8 +295,9 @@ COMMANDS = {
     ),
     "records": Command(
         "commands:list_records",
-        "List every recorded measurement.",
+        "List the records that there are, or the rows of one kind.",
         (
+            option("kind", "KIND", "list the rows of these", nargs="?"),
             option("--folder", "DIR", "another folder than data/records"),
             option("--verify", None, "only check that each kernel was tested on a GPU, or is named as untested"),
         ),
@@ -303,10 +305,18 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors begin as all others do."""
+
+    def error(self, message: str) -> NoReturn:
+        terminal.tell(f"twell-lab: {message}; {self.prog} --help says more")
+        raise SystemExit(2)
+
+
 def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
     because they are the fields of a class whose import needs torch."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
     )
     parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
@@ -336,7 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
         _share_cores(arguments)
     try:
         terminal.set_up()
-        return _run(arguments)
+        with terminal.warnings_in_one_line():
+            return _run(arguments)
     except TwellError as error:
         number = os.environ.get("RANK", "0")  # under torchrun each process reports its own error
         terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")
@@ -360,15 +371,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _share_cores(arguments: Sequence[str]) -> None:
-    """Have torch's threads sleep while they wait, in a training on a machine that others keep busy. To be called before
-    torch is loaded.
+    """Have torch's threads sleep while they wait, in a tour, and in a training on a machine that others keep busy. To
+    be called before torch is loaded.
 
     Threads that spin take the core from the thread that they wait for: a step of 35 ms took from 300 ms to seconds
     beside other programs, and 90 ms where they sleep. On an idle machine it takes 52 ms where they sleep, so there they
     spin."""
-    if arguments[:1] not in (["train"], ["tour"]) or not hasattr(os, "getloadavg"):
-        return
-    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+    if arguments[:1] == ["tour"] or arguments[:1] == ["train"] and busy:  # of a tour all machines are to time alike
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -3,7 +3,6 @@ Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import shutil
 import signal
@@ -18,19 +17,17 @@ from tqdm import tqdm
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
 from .options import TourOptions, given
-from .terminal import Answer, tell, terminated_like_interrupted
+from .terminal import Answer, folded, tell, terminated_like_interrupted
 
 
 def doctor(options: Namespace) -> Answer:
     from .doctor import examine
 
-    findings = examine()
-    width = max(len(finding.topic) for finding in findings)
-    lines = []
+    findings, lines = examine(), []
     for finding in findings:
-        lines.append(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
+        lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
         if finding.command:
-            lines.append(f"{'':<8} {'':<{width}}  -> {finding.command}")
+            lines.append(f"{'':<26} -> {finding.command}")
     return Answer([asdict(finding) for finding in findings], "\n".join(lines))
 
 
@@ -112,35 +109,35 @@ def submit(options: Namespace) -> Answer:
 
 
 def record(options: Namespace) -> Answer:
-    from .recordings import RECORDINGS
+    from .recordings import RECORDINGS, make, options_of
 
     names = sorted(RECORDINGS)
     if options.name is None:
         return Answer(names, "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    takes = {name: inspect.signature(recording).parameters for name, recording in RECORDINGS.items()}
-    asked = {key: getattr(options, key) for key in ("seed", "seconds", "cases", "at_once")}
+    asked = {key: getattr(options, key) for key in ("seed", "seconds", "at_once")}
     asked = {key: value for key, value in asked.items() if value is not None}
-    for key in asked.keys() - takes[options.name].keys():
-        takers = ", ".join(name for name in names if key in takes[name])
+    for key in asked.keys() - options_of(options.name):
+        takers = ", ".join(name for name in names if key in options_of(name))
         raise InputError(f"{options.name} takes no --{key.replace('_', '-')}; accepted: with {takers}")
-    where = options.out or core.new_records_dir()
+    where, saved = options.out or core.new_records_dir(), None
     check_folder(where)
-    unfinished = records.Unfinished(where)
-    if "keep" in takes[options.name]:
-        asked["keep"] = unfinished.write
+
+    def keep(record: records.Record) -> None:
+        nonlocal saved
+        saved = saved or record.free_path(where)
+        core.write_atomically(saved, record.to_json())
+
     try:
         with terminated_like_interrupted():  # what was measured is saved (recordings)
-            measured = RECORDINGS[options.name](**asked)
-        saved = f"record: saved {measured.save(where)}"
+            measured = make(options.name, keep, **asked)
+        keep(measured)
     except BaseException:
-        if unfinished.path is not None:
-            tell(f"record: what it has so far is in {unfinished.path}")
+        if saved is not None:
+            tell(f"record: what it has so far is in {saved}")
         raise
-    unfinished.remove()
-    rows = records.flat_rows([measured])
-    return Answer(measured.to_json(), f"{records.table(rows, records.COLUMNS)}\n{saved}" if rows else saved)
+    return Answer(measured.to_json(), f"{measured}\nrecord: saved {saved}")
 
 
 def compile_kernels(options: Namespace) -> Answer:
@@ -173,11 +170,28 @@ def list_records(options: Namespace) -> Answer:
         return Answer(value, f"records: {why}", int(not holds))
     if options.folder is not None and not options.folder.is_dir():
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
-    rows = records.flat_rows(records.load_all(options.folder))
-    table = records.table(rows, {"record": "record", **records.COLUMNS, "date": "date", "stale": "stale"})
-    none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
-    cut = [
-        f"unfinished: {path.name!r}, of a recording that was cut off or goes on; without .unfinished it is a record"
-        for path in records.unfinished(options.folder)
-    ]
-    return Answer(rows, "\n".join([table if rows else none, *cut]))
+    recorded = records.load_all(options.folder)
+    kinds = sorted({record.name for record in recorded})
+    if options.kind is None:
+        rows = [_summary(record) for record in sorted(recorded, key=lambda record: record.name)]
+        table = records.table(rows, {key: key for key in ("kind", "device", "date", "rows", "state")})
+        none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
+        return Answer(rows, f"{table}\ntwell-lab records KIND lists the rows of one" if rows else none)
+    if options.kind not in kinds:
+        raise InputError(f"there is no record {options.kind!r:.200}; accepted: {', '.join(kinds)}")
+    chosen = [record for record in recorded if record.name == options.kind]
+    return Answer(records.flat_rows(chosen), "\n\n".join(map(str, chosen)))
+
+
+def _summary(record: records.Record) -> dict:
+    """Return what there is of a record: its kind, where and when it was made, how many rows it has, its state."""
+    devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
+    devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
+    part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
+    return {
+        "kind": record.name,
+        "device": ", ".join(sorted(devices)),
+        "date": record.date[:10],
+        "rows": len(record.rows),
+        "state": f"{'stale' if records.stale(record) else 'current'}{part}",
+    }

@@ -6,6 +6,7 @@ Each finding is made on its own: if looking at one thing fails, that finding say
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 import warnings
@@ -60,6 +61,7 @@ def examine() -> list[Finding]:
         "kernel compilation": _compilation,
         "simulator": _simulator,
         "notebooks": _notebooks,
+        "other packages": _others,
     }
     return [_examined(topic, probe, facts) for topic, probe in probes.items()]
 
@@ -76,12 +78,15 @@ def _unexamined(error: Exception) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip."""
+    """Return the command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip, with
+    the packages by name, because an index may have this package's name from somebody else."""
     if Path(sys.prefix).resolve() == _CHECKOUT / ".venv":
         return f"make setup STACK={extra}" if extra in ("cu12", "cu13") else "make setup"
-    if _installed("twell-lab"):
-        return f"pip install 'twell-lab[{extra}]'"
-    return f"pip install -e '.[{extra}]'"  # in a checkout that is not installed
+    if not _version("twell-lab"):  # in a checkout that is not installed
+        return f"pip install -e '.[{extra}]'"
+    needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
+    names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
+    return f"pip install {shlex.join(names)}"
 
 
 # ---- what the machine has ----
@@ -236,7 +241,7 @@ def _simulator(facts: dict) -> tuple:
 def _notebooks(facts: dict) -> tuple:
     # In a running notebook kernel (Colab, an editor) JupyterLab is not needed: something else shows the notebook.
     needed = [name for name in COURSE if name != "jupyterlab" or "ipykernel" not in sys.modules]
-    if absent := [name for name in needed if not _installed(name)]:
+    if absent := [name for name in needed if not _version(name)]:
         return "missing", f"not installed: {', '.join(absent)}", install_command("course")
     if not _writable(Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())):
         return (
@@ -244,15 +249,30 @@ def _notebooks(facts: dict) -> tuple:
             "Jupyter keeps its runtime files in the home folder, which cannot be written",
             "export JUPYTER_RUNTIME_DIR=$(mktemp -d)",
         )
-    return "ok", f"{', '.join(needed)} are installed; `make lab` opens the course"
+    opens = "twell-lab course" if core.is_installed() else "make lab"
+    return "ok", f"{', '.join(needed)} are installed; `{opens}` opens the course"
 
 
-def _installed(package: str) -> bool:
+def _others(facts: dict) -> tuple:
+    packages = {
+        "transformers": "models of the Hub",
+        "tokenizers": "BPE",
+        "datasets": "texts of the Hub",
+        "nvidia-ml-py": "energy of a GPU",
+    }
+    versions = {name: _version(name) for name in packages}
+    said = [f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in packages.items()]
+    absent = [name for name in packages if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
+    if absent:
+        return "missing", ", ".join(said), f"pip install {shlex.join(absent)}"
+    return "ok", ", ".join(said)
+
+
+def _version(package: str) -> str | None:
     try:
-        metadata.version(package)
-        return True
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 def _writable(folder: Path) -> bool:

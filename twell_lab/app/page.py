@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import jinja2
@@ -22,7 +23,7 @@ from .charts import Axis, Line, chart
 FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
 
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
-RECORDED_NNZ = (8, 29, 60, 120, 300)  # how many neurons fire, roughly, in the recorded times that are drawn
+_RECORDED = ("planned", "dense eager", "dense compiled")  # paths that are drawn of a record
 _HOW = {"graph)": "in a CUDA graph", "cold)": "weights cold"}
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
@@ -36,16 +37,11 @@ _PAGES = jinja2.Environment(
 _PAGES.filters.update(number=format, share=share, json=json.dumps)
 
 
-def render(record: records.Record, recorded: list[dict] | None = None) -> str:
-    """The page as HTML text.
+def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> str:
+    """Return the page as HTML text.
 
-    Args:
-        record: what `tour.run` returned, or `records.load("tour.json")`.
-        recorded: rows of `records.flat_rows` to show beside the tour's own. Those that `comparable` picks are drawn.
-
-    Raises:
-        RecordError: for a record that is not a tour's.
-    """
+    record: what `tour.run` returned, or `records.load("tour.json")`. recorded: records to show a part of beside the
+    tour's own times (`comparable`). Raises RecordError for a record that is not a tour's."""
     tour = record.notes.get("tour")
     if not isinstance(tour, dict) or tour.get("format") != FORMAT:
         raise RecordError(
@@ -53,16 +49,15 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
             f"notes.tour.format {FORMAT}; twell-lab tour makes such a record"
         )
     try:
-        return _page(record, tour, recorded or [])
+        return _page(record, tour, comparable(recorded))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, jinja2.TemplateError) as error:
         raise RecordError(
             f"record {record.name!r}: notes.tour or a row is not as a tour writes it ({type(error).__name__}: {error})"
         ) from error
 
 
-def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
+def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     own, large = split_rows(record.rows)
-    beside = comparable(recorded, large)
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
     names = layer_names([layer["name"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
@@ -92,8 +87,7 @@ def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
         wide=wide,
         see={
             "training": see_training(tour["runs"][WITHOUT], tour["runs"][WITH]),
-            "wide": see_wide(large),
-            "own": see_speed(alone) + see_size(alone),
+            "own": see_speed(alone),
             "large": see_speed(large),
             "recorded": see_recorded(beside),
         },
@@ -121,7 +115,7 @@ def _most_of(frequency: list[float]) -> int:
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
     """Draw the page of a saved tour.json into a folder, with the project's records beside it. Returns its path."""
-    text = render(records.load(path), records.flat_rows(records.load_all()))
+    text = render(records.load(path), records.load_all())
     target = Path(folder) / "index.html"
     write_atomically(target, text)
     return target
@@ -132,25 +126,19 @@ def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
 
 
-def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
-    """The recorded times to draw beside those of the tour's large layer: times on GPUs of a layer of 2,048 x 5,632 on
-    the same workload, with few neurons firing and with many, near one of RECORDED_NNZ.
+def comparable(recorded: Iterable[records.Record]) -> list[dict]:
+    """Return the recorded times to draw beside those of the tour's large layer: of the newest record of inference that
+    is current, plain calls on a GPU of a gated layer of 2,048 x 5,632, planned and dense."""
+    current = [record for record in records.told(recorded, "inference") if not records.stale(record)]
 
-    Args:
-        recorded: rows of `records.flat_rows`, oldest first. Of several rows for the same, the newest is taken.
-        large: the tour's own rows.
-    """
-    workloads = {row["workload"] for row in large}
-    latest = {}
-    for row in recorded:
-        if row["kind"] != "ffn_forward" or (row["d_model"], row["d_ff"]) != (2048, 5632):
-            continue
-        if row["workload"] not in workloads or not row["nnz"] or records.is_cpu(row["device"]):
-            continue
-        near = min(RECORDED_NNZ, key=lambda nnz: abs(math.log(row["nnz"] / nnz)))
-        if near / 1.5 < row["nnz"] < near * 1.5:
-            latest[row["device"], row["dtype"], row["path"], row["tokens"], near] = row
-    return list(latest.values())
+    def is_alike(row: dict) -> bool:
+        sizes = (row.get("d_model"), row.get("d_ff"), row.get("gated", True), row.get("workload"))
+        return sizes == (2048, 5632, True, "independent, lognormal") and row["path"] in _RECORDED
+
+    rows = [
+        {**row, "date": record.date} for record in current[-1:] for row in record.rows if row.get("kind") == record.name
+    ]
+    return [row for row in rows if not records.is_cpu(row["device"]) and is_alike(row)]
 
 
 # ---- what is drawn ----
@@ -211,7 +199,6 @@ def speed_lines(rows: list[dict]) -> list[Line]:
     ]
     devices, dtypes = ({key[i] for key in groups} for i in (1, 2))
     kernels = {key[3].partition(" (")[0] for key in groups if not key[3].startswith("dense")}
-    mixed = len({bool(points[0].get("stale")) for _, points in parts}) > 1
     drawn = []
     for (label, device, dtype, path), points in parts:
         points = sorted({row["tokens"]: row for row in points}.values(), key=lambda row: row["tokens"])
@@ -224,7 +211,6 @@ def speed_lines(rows: list[dict]) -> list[Line]:
             "torch.compile, dense" if _is_dense(last) else f"{last['nnz']:.0f} of {last['d_ff']:,} fire",
             kernel if len(kernels) > 1 and not _is_dense(last) else None,
             _HOW.get(how),
-            "stale" if mixed and last.get("stale") else None,
         ]
         drawn.append(
             Line(", ".join(part for part in said if part), [(row["tokens"], row["x_dense"]) for row in points])
@@ -274,25 +260,6 @@ def tile_cells(tile: dict) -> dict:
 # ---- sentences that depend on how the numbers compare ----
 
 
-def see_wide(rows: list[dict]) -> str:
-    """The best and the worst point of the wide layer, in one sentence."""
-    rows = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
-    if not rows:
-        return "No layer of a large model's width was timed."
-    worst, best = rows[0], rows[-1]
-    text = (
-        f"A layer of {best['d_model']:,} x {best['d_ff']:,}, its weights drawn at random so that "
-        f"{_counts(rows)} neurons fire, ran at best {best['x_dense']:.2f} times as fast as torch's own ({_at(best)})"
-    )
-    return text + (f" and at worst {worst['x_dense']:.2f} times as fast ({_at(worst)})." if worst is not best else ".")
-
-
-def _counts(rows: list[dict]) -> str:
-    """Return how many neurons fire in these rows, roughly, in words."""
-    groups = [max(group, key=lambda row: row["tokens"]) for group in alike(rows)]
-    return "about " + " or ".join(f"{row['nnz']:.0f}" for row in groups)
-
-
 def see_training(without: dict, sparse: dict) -> str:
     before, after = without["mean_nnz"], sparse["mean_nnz"]
     d_ff = sparse["config"]["d_ff"]
@@ -311,56 +278,44 @@ def see_training(without: dict, sparse: dict) -> str:
 
 
 def see_speed(rows: list[dict]) -> str:
-    """Where the sparse layer is faster than the dense one, and where it is slower."""
-    rows = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
-    if not rows:
+    """Return where the sparse layer is faster than the dense one, and where slower; nothing of what lies within the
+    spread of the samples."""
+    timed = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
+    if not timed:
         return "No sparse path was timed."
-    worst, best = rows[0], rows[-1]
-    slower = sum(row["x_dense"] < 1 for row in rows)
-    if slower == len(rows):
-        return (
-            f"The sparse layer was slower than torch's dense one at all {slower} points, by "
-            f"{1 / best['x_dense']:.1f} to {1 / worst['x_dense']:.1f} times; closest: {_at(best)}."
+    sure = [row for row in timed if _apart(row, rows)]
+    slower, faster = ([row for row in sure if (row["x_dense"] > 1) == is_faster] for is_faster in (False, True))
+    said = []
+    if faster:
+        best = faster[-1]
+        times = f"{best['ms']:.3g} ms, spread {best.get('spread') or 0:.2g}, against {best['dense_ms']:.3g} ms"
+        said.append(f"faster at {len(faster)}, at best {best['x_dense']:.2f} times as fast ({_at(best)}: {times})")
+    if slower:
+        said.append(
+            f"slower at {len(slower)}, at worst {1 / slower[0]['x_dense']:.2f} times the time ({_at(slower[0])})"
         )
-    text = (
-        f"At {_at(best)} the sparse layer took {best['ms']:.3g} ms against {best['dense_ms']:.3g} ms "
-        f"dense: {best['x_dense']:.2f} times as fast, the best of {len(rows)} points."
-    )
-    if not slower:
-        return f"{text} None was slower than dense; the least gain, at {_at(worst)}: {worst['x_dense']:.2f}x."
-    were = "was" if slower == 1 else "were"
-    return (
-        f"{text} {slower} of them {were} slower than dense, at worst {_at(worst)}: "
-        f"{1 / worst['x_dense']:.2f} times the dense time."
-    )
+    if len(sure) < len(timed):
+        said.append(f"neither at {len(timed) - len(sure)}, where the difference lies within the spread of the samples")
+    points = f"{len(timed)} point{'s' * (len(timed) > 1)}"
+    return f"Of {points} the sparse layer was, beside torch's dense one, {'; '.join(said)}."
 
 
-def see_size(rows: list[dict]) -> str:
-    """Return why a small layer gains nothing, if most of these points were slower; else ""."""
-    rows = [row for row in rows if _is_sparse(row)]
-    slower = sum(row["x_dense"] < 1 for row in rows)
-    if 2 * slower <= len(rows):
-        return ""
-    dense = min(row["dense_ms"] for row in rows)
-    return (
-        f" A dense layer this small takes as little as {1000 * dense:.0f} microseconds: finding the "
-        "zeros costs more than skipping them saves."
-    )
+def _apart(row: dict, rows: list[dict]) -> bool:
+    """Return whether a row's time and its dense layer's differ by more than the quartiles of both are from them."""
+    keys = ("label", "device", "dtype", "tokens", "nnz")
+    same = [other for other in rows if all(other.get(key) == row.get(key) for key in keys) and _how(other) == _how(row)]
+    dense = next((other for other in same if other["path"].startswith("dense eager")), {})
+    return abs(row["dense_ms"] - row["ms"]) > ((row.get("spread") or 0) + (dense.get("spread") or 0)) / 2
 
 
 def see_recorded(rows: list[dict]) -> str:
-    rows = [row for row in rows if _is_sparse(row)]
-    if not rows:
-        return "No GPU measurement of such a layer is recorded in this checkout yet, so none is drawn here."
-    devices = sorted({row["device"] for row in rows})
-    days = sorted({row["date"][:10] for row in rows})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    text = f"Recorded on {', '.join(devices)} ({when}), not here. {see_speed(rows)}"
-    if all(row["stale"] for row in rows):
-        return text + " All of it ran code that has changed since."
-    if any(row["stale"] for row in rows):
-        text += " Lines marked stale ran code that has changed since."
-    return text
+    timed = [row for row in rows if _is_sparse(row)]
+    if not timed:
+        return (
+            "No measurement of such a layer on a GPU is recorded with the kernels as they are, so none is drawn here."
+        )
+    where = f"{', '.join(sorted({row['device'] for row in timed}))} ({timed[0]['date'][:10]})"
+    return f"Recorded on {where}, not here; the layer takes the path that a plan chose. {see_speed(rows)}"
 
 
 def _is_dense(row: dict) -> bool:
@@ -384,6 +339,13 @@ def _at(row: dict) -> str:
 
 
 def said_fast(texts: dict) -> str:
-    """How fast the model with L1 spoke on its planned layers, and on dense ones (notes["tour"]["texts"])."""
+    """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
+
+    texts: tokens_per_s, dense_tokens_per_s, same, layers (rows of a report) and, where known, ratios: of each turn."""
+    speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
+    if all(layer["choice"] == "dense" for layer in texts["layers"]):
+        return f"{speed}; the plan left all layers dense, so there is nothing to compare"
     same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
-    return f"{texts['tokens_per_s']:,.0f} tokens a second, {texts['dense_tokens_per_s']:,.0f} with dense layers, {same}"
+    low, high = (end(texts.get("ratios") or [1.0]) for end in (min, max))
+    turns = f"{low:.2f} to {high:.2f} times as fast from turn to turn" if low < high else "spread unknown"
+    return f"{speed}, {texts['dense_tokens_per_s']:,.0f} with dense layers ({turns}), {same}"

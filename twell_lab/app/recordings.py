@@ -1,12 +1,13 @@
 """The recordings that `twell-lab record NAME` makes: the course's figures and the project's evidence come from them.
 
-Each checks results before it times anything, and returns one Record. Most need a GPU, and say so. RECORDINGS, at the
-end of this file, has them all by name.
-"""
+RECORDINGS has them all by name: a Recording, which `make` runs in sections, or a function that returns its Record. Each
+checks results before it times anything."""
 
 from __future__ import annotations
 
-import itertools
+import copy
+import functools
+import inspect
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,104 +36,77 @@ from ..ops import kernels
 from ..records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-SECONDS = 180.0  # that a recording of the large tables may take
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
 _AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
-Keep = Callable[[Record], None]  # is given what a recording has, again and again while it goes on
+Keep = Callable[[Record], None]
 
 
 class TestsFailed(TwellError, RuntimeError):
     """Tests that a recording runs did not pass, so there is nothing to record."""
 
 
-# ---- recordings in sections, which may be cut short ----
+class Recording(NamedTuple):
+    """A record in sections, which may be cut short. sections: the module of `bench` that has them, or a function that
+    returns them, given a dict for the record's notes and the seconds that it may take. name: of the record."""
+
+    name: str
+    purpose: str
+    sections: str | Callable[[dict, float], Sections]
+    seconds: float = 180.0  # unless told otherwise
+    gpu: bool = True  # whether it needs one
 
 
-def _in_sections(
-    name: str,
-    purpose: str,
-    module: str,
-    sections: Callable[[Any, dict[str, str]], Sections] = lambda tables, refused: tables.sections(),
-    limit: float = SECONDS,
-    gpu: bool = True,
-    after: Callable[[Any, Record], None] = lambda tables, record: None,
-) -> Callable[..., Record]:
-    """Return a function that makes a record of steps in sections.
-
-    Args:
-        name, purpose: of the record.
-        module: of `bench` that measures it.
-        sections: of that module, and of a dict that takes what did not run, and why: the notes' "refused".
-        limit: how many seconds it takes unless told otherwise.
-        gpu: whether it needs one.
-        after: completes the record, given the module and it.
-    """
-
-    def recording(seconds: float = limit, keep: Keep | None = None) -> Record:
-        """seconds: it is cut short where it would take longer; the notes say what was left out. keep: is given, after
-        each step, a record of what there is."""
-        if gpu:
-            need_gpu()
-        tables, refused = import_module(f"..bench.{module}", __package__), dict[str, str]()
-        record = _recorded(name, purpose, sections(tables, refused), seconds, keep, lambda: _refused(refused))
-        after(tables, record)
-        return record
-
-    return recording
+def options_of(name: str) -> set[str]:
+    """Return the options that a recording takes."""
+    recording = RECORDINGS[name]
+    return {"seconds"} if isinstance(recording, Recording) else {*inspect.signature(recording).parameters}
 
 
-def _refused(why: dict[str, str]) -> dict[str, dict]:
-    """The note of what did not run, if there is any."""
-    return {"refused": {**why}} if why else {}
+def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
+    """Make a recording and return its record. keep: is given, after each step of a section, a record of what there is.
 
+    Raises DeviceError where it needs a GPU, and StackError where nothing could be measured."""
+    recording = RECORDINGS[name]
+    if not isinstance(recording, Recording):
+        return recording(**options)
+    if recording.gpu:
+        need_gpu()
+    limit = options.get("seconds", recording.seconds)
+    more: dict[str, Any] = {"refused": {}}  # what did not run, and why
+    sections = recording.sections
 
-def _shaped(tables: Any, refused: dict[str, str] | None = None) -> Sections:
-    """Its sections, of a larger shape on a GPU than on a CPU, where it takes some minutes."""
-    return tables.sections(tables.Shape() if torch.cuda.is_available() else tables.small())
-
-
-def _recorded(
-    name: str, purpose: str, sections: Sections, limit: float, keep: Keep | None, more: Callable[[], dict] = dict
-) -> Record:
-    """A record of the rows and notes of `_sections`, with the notes of `more`, too. `keep` is given, after each step,
-    what there would be of it if it were cut off now."""
-    described: dict | None = None
+    def record(rows: list[dict], notes: dict) -> Record:
+        notes = {key: value for key, value in copy.deepcopy(notes | more).items() if value != {}}
+        return Record.new(recording.name, recording.purpose, [*rows], notes)
 
     def keep_rows(rows: list[dict], notes: dict) -> None:
-        nonlocal described
         try:
-            if keep is not None:
-                record = Record.new(name, purpose, [*rows], notes | more(), described=described)
-                described = record.machine
-                keep(record)
+            keep(record(rows, {"unfinished": "the recording was cut off, or goes on"} | notes))
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
-    rows, notes = _sections(sections, limit, keep_rows)
-    return Record.new(name, purpose, rows, notes | more())
+    found = _sections(_bench(sections), more) if isinstance(sections, str) else sections(more, limit)
+    rows, notes = run(found, limit, keep_rows)
+    if not rows:
+        raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
+    return record(rows, notes)
 
 
-def _sections(
+def run(
     sections: Sections, limit: float, keep: Callable[[list[dict], dict], None] = lambda rows, notes: None
 ) -> tuple[list[dict], dict[str, dict]]:
-    """The rows of all sections, each a list of steps, and the record's notes.
+    """Return the rows of all sections, each a list of steps, and notes: the `seconds` that each section took, and in
+    `left_out` which of its steps were left out, and why.
 
-    A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. The notes
-    hold the `seconds` that each section took; and `left_out`, where something was, the steps left out of each section,
-    and why: no time, or the error of torch that ended the section (too little memory, say). Any other error is raised.
-    An interruption (Ctrl-C, or SIGTERM, as `timeout` sends it) ends the recording and leaves out the rest; without any
-    row it is raised. `keep` is called after each step with what there would be if the recording were cut off now.
+    A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. An error
+    of torch (too little memory, say) ends its section, any other error is raised. An interruption (Ctrl-C, or SIGTERM)
+    leaves out the rest; without any row it is raised. keep: called after each step with what there is.
     """
     rows: list[dict] = []
-    seconds: dict[str, float] = {}
-    left_out: dict[str, str] = {}
+    left_out = {name: f"{len(steps)} of {len(steps)} steps: cut off" for name, steps in sections.items()}
+    notes: dict[str, dict] = {"seconds": {}, "left_out": left_out}
     begin, interrupted = time.perf_counter(), ""
-
-    def notes(missing: dict[str, str]) -> dict[str, dict]:
-        cut = left_out | missing
-        return {"seconds": {**seconds}, **({"left_out": cut} if cut else {})}
-
     for name, steps in sections.items():
         start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
         while not why and done < len(steps):
@@ -145,9 +119,9 @@ def _sections(
                 done += 1
                 last = time.perf_counter() - before
                 print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                missing = {other: (len(some), len(some)) for other, some in sections.items() if other not in seconds}
-                missing[name] = len(steps) - done, len(steps)
-                keep(rows, notes({other: f"{n} of {of} steps: cut off" for other, (n, of) in missing.items() if n}))
+                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: cut off"
+                if done < len(steps):
+                    keep(rows, notes)
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
@@ -158,86 +132,21 @@ def _sections(
                 why = interrupted = "interrupted"
             with suppress(RuntimeError):  # of a step that broke the GPU's context
                 torch.cuda.empty_cache()
+        del left_out[name]
         if done < len(steps):
-            left_out |= _left_out(name, f"{len(steps) - done} of {len(steps)} steps", why)
-        seconds[name] = round(time.perf_counter() - start, 1)
-    return rows, notes({})
+            left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
+            print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+        notes["seconds"][name] = round(time.perf_counter() - start, 1)
+        if rows:
+            keep(rows, notes)
+    return rows, notes
 
 
-def _left_out(name: str, what: str, why: str) -> dict[str, str]:
-    """The note of what was left out of the part of a recording with this name, which stderr is told, too."""
-    print(f"{name}: left out {what}: {why}", file=sys.stderr, flush=True)
-    return {name: f"{what}: {why}"}
-
-
-_FIRST_CALL = """
-import time, torch
-torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
-w = torch.randn(5632, 2048, device="cuda", dtype=torch.bfloat16)
-x = w[:{tokens}].clone() - 1
-torch.cuda.synchronize()
-start = time.perf_counter()
-import twell_lab
-twell_lab.ffn(x, w, w.t(), w)
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
-"""
-
-
-def _startup() -> dict:
-    """Return seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the
-    cache; and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
-    found = {}
-    for tokens in (1, 4096):
-        command = [sys.executable, "-c", _FIRST_CALL.format(tokens=tokens)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[f"first call, {tokens} tokens"] = round(float(done.stdout.split()[-1]), 3)
-    major, minor = torch.cuda.get_device_capability()
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        cubins = kernels.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
-        found[f"compiling {len(cubins)} cubins"] = round(time.perf_counter() - start, 2)
-    return found
-
-
-def _compared(tables: Any, refused: dict[str, str]) -> Sections:
-    """Products and activations; padding, experts and the map of notebook 10; and layers with weights of few bits."""
-    from ..bench import few_bits, methods
-
-    return tables.sections() | methods.sections(methods.sizes_for("cuda")) | few_bits.sections()
-
-
-inference = _in_sections(
-    "inference",
-    "each path of a feed-forward layer beside the dense layer, and versions of kernels",
-    "forward",
-    lambda tables, _: tables.SECTIONS,
-    after=lambda _, record: record.notes.update(startup_seconds=_startup()),
-)
-trained = _in_sections(
-    "trained",
-    "a model trained with L1 and its dense twin, from the first step to speed, energy and loss",
-    "trained",
-    lambda tables, refused: tables.sections(refused, tables.Shape() if torch.cuda.is_available() else tables.small()),
-    570.0,
-    gpu=False,
-    after=lambda tables, record: record.notes.update(tables.notes()),
-)
-
-
-# ---- recordings of one piece ----
-
-
-def cpu() -> Record:
-    """The CPU path, float32 and bfloat16, d_model 2048, d_ff 5632, 99.5% zeros, at 1, 8 and 64 tokens."""
-    cases = itertools.product((torch.float32, torch.bfloat16), (1, 8, 64))
-    made = [forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5) for dtype, tokens in cases]
-    rows = [row for record in made for row in record.rows]
-    return Record.new("cpu", "the CPU path beside torch's dense layer", rows, {"threads": torch.get_num_threads()})
+# ---- tests that are run
 
 
 def gpu_tests() -> Record:
-    """A report of tests/gpu, and of its reduced set under each compute-sanitizer tool where that is installed.
+    """Return a report of tests/gpu, and of its reduced set under each compute-sanitizer tool where that is installed.
 
     TWELL_LAB_CUBINS, if set, names a folder of cubins that another machine compiled: the kernel tests then run on those
     too, and the report says so. Raises TestsFailed, with the end of the output, when a test fails.
@@ -287,10 +196,8 @@ def _gpu_tests_folder() -> Path:
 
 def _suite(name: str, targets: list[str], environment: dict | None = None, prefix: Sequence[str] = ()) -> dict:
     """Run pytest on the targets in a process of its own, with this environment (by default this process's) and with
-    the words of `prefix` before its command line.
-
-    Returns {suite: the name, passed, failed, skipped: numbers of tests, seconds}. Raises TestsFailed unless all passed.
-    """
+    the words of `prefix` before its command line; return {suite: the name, passed, failed, skipped: numbers of tests,
+    seconds}. Raises TestsFailed unless all passed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -299,58 +206,45 @@ def _suite(name: str, targets: list[str], environment: dict | None = None, prefi
         seconds = time.perf_counter() - start
         if done.returncode not in (0, _NOTHING_RUN) or not report.exists():
             raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
-        found = next(ElementTree.parse(report).iter("testsuite")).attrib
-    total, skipped = int(found["tests"]), int(found["skipped"])
-    failed = int(found["failures"]) + int(found["errors"])
-    return {
-        "suite": name,
-        "passed": total - skipped - failed,
-        "failed": failed,
-        "skipped": skipped,
-        "seconds": round(seconds, 1),
-    }
+        counted = next(ElementTree.parse(report).iter("testsuite")).attrib
+    total, skipped = int(counted["tests"]), int(counted["skipped"])
+    failed = int(counted["failures"]) + int(counted["errors"])
+    counts = {"passed": total - skipped - failed, "failed": failed, "skipped": skipped}
+    return {"suite": name, **counts, "seconds": round(seconds, 1)}
 
 
 def two_gpus() -> Record:
-    """A report of the tests for two GPUs, and whole trainings on one of them and on both, dense and on the sparse
-    kernels."""
+    """Return a report of the tests for two GPUs, and whole trainings on one of them and on both."""
     need_gpu()
     if torch.cuda.device_count() < 2:
         raise DeviceError("this recording needs two GPUs; there is 1")
-    from ..bench import runs
-
-    folder = _gpu_tests_folder()
-    suites = [_suite("two GPUs", [str(folder), "-k", "two_gpus or second_gpu"])]
-    if suites[0]["skipped"]:
-        raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
-    rows = [*suites, *runs.rows()]
+    suite = _suite("two GPUs", [str(_gpu_tests_folder()), "-k", "two_gpus or second_gpu"])
+    if suite["skipped"]:
+        raise TestsFailed(f"{suite['skipped']} of the tests for two GPUs were skipped")
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, rows, kernels=kernels.sources())
+    return Record.new("two-gpus", purpose, [suite, *_bench("runs").rows()], kernels=kernels.sources())
 
 
-def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
-    kernel; without one also formats, packing, the simulator, kills, damaged files and command lines.
-
-    Args:
-        seed: which cases are drawn.
-        seconds: how long to go on, on a GPU only; 420 where `cases` is not given either.
-        cases: how many of each kind.
-
-    Raises:
-        TestsFailed: with every case that failed and how to run it alone.
-    """
-    folder, gpu = _gpu_tests_folder().parent / "nightly" / "attack", torch.cuda.is_available()
-    if seconds is not None and not gpu:
-        raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
-    asked = [f"{folder / 'test_layers.py'}::test_layers" if gpu else str(folder), f"--attack-seed={seed}"]
-    asked += [] if cases is None else [f"--attack-cases={cases}"]
-    if gpu and (seconds is not None or cases is None):
-        asked.append(f"--attack-seconds={seconds or 420.0}")
+def _reported(name: str, tests: str, *options: str) -> tuple[list[dict], dict]:
+    """Run tests of tests/nightly and return the rows that they report as JSON, and their counts."""
     with tempfile.TemporaryDirectory() as temporary:
-        counts = Path(temporary, "counts.json")
-        suite = _suite("attack", [*asked, f"--attack-report={counts}"])
-        rows = json.loads(counts.read_text())
+        report = Path(temporary, "report.json")
+        folder = _gpu_tests_folder().parent / "nightly" / tests
+        suite = _suite(name, [str(folder), *options, f"--{name}-report={report}"])
+        return json.loads(report.read_text()) if report.exists() else [], suite
+
+
+def attack(seed: int = 0, seconds: float | None = None) -> Record:
+    """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
+    kernel, for so many seconds (420 unless told otherwise); without one all of them. The error of a failure says how to
+    run it alone."""
+    gpu = torch.cuda.is_available()
+    if seconds is not None and not gpu:
+        raise InputError(f"seconds is {seconds} and there is no GPU here; accepted: with one")
+    tests, more = "attack", [f"--attack-seed={seed}"]
+    if gpu:
+        tests, more = "attack/test_layers.py::test_layers", [*more, f"--attack-seconds={seconds or 420.0}"]
+    rows, suite = _reported("attack", tests, *more)
     notes: dict = {"attack": {"script": "tests/nightly/attack", "seed": seed}}
     notes |= {} if gpu else {"kernels": "off: none ran on a GPU"}
     ran = {kernel for row in rows for kernel in row.pop("kernels", ())}
@@ -358,122 +252,115 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
     return Record.new("attack", purpose, [*rows, suite], notes, kernels=ran)
 
 
-def sweep() -> Record:
-    """The L1 sweep (twell_lab.training.sweep): 19 trainings of a model with 57 million parameters, about 15 minutes on
-    an H100.
-
-    TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the text of the published sweep is from.
-    """
-    need_gpu()
-    from ..training import sweep as runs
-
-    return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
-
-
-def profiling() -> Record:
-    """A profile of a random model of the paper's 2B shape beside a plain forward of the same tokens; on a CPU of a
-    small one."""
-    from ..bench import profiling as tables
-
-    return Record.new("profiling", "what it takes to see who fires, beside a plain forward", tables.profiling_rows())
-
-
 def course(at_once: int = 1) -> Record:
-    """Every notebook of the course, run from its first cell to its last on this machine: how long each takes, with so
-    many at once. Raises walk.Stumbled where a cell raises or complains."""
+    """Return how long each notebook takes here, so many at once. walk.Stumbled where a cell raises or complains."""
     from .walk import walk
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     rows = [{"kind": "notebook", "device": device, **row} for row in walk(at_once=at_once)]
-    notes = {"notebooks at once": at_once}
-    return Record.new("course", "the notebooks of the course, run from first cell to last", rows, notes)
+    purpose = "the notebooks of the course, run from first cell to last"
+    return Record.new("course", purpose, rows, {"notebooks at once": at_once})
 
 
 def widgets() -> Record:
-    """Each widget of the course moved by keyboard in JupyterLab in a headless Chromium, by
-    tests/nightly/test_browser.py: milliseconds from the key to the painted figure, without a GPU to paint it; widths
-    of it and of its still figure.
-
-    Raises TestsFailed, also where the tests are left out for want of playwright or a browser.
-    """
-    file = _gpu_tests_folder().parent / "nightly" / "test_browser.py"
-    with tempfile.TemporaryDirectory() as temporary:
-        moves = Path(temporary, "moves.json")
-        suite = _suite("widgets", [str(file), f"--browser-report={moves}"])
-        if suite["skipped"]:
-            raise TestsFailed(
-                f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why"
-            )
-        rows = [{"kind": "widget", "device": "CPU", **row} for row in json.loads(moves.read_text())]
-    for row in rows:
-        row["ms"] = statistics.median(row["samples"])
+    """Return what a move of each widget takes in a headless Chromium. TestsFailed, also where there is no browser."""
+    rows, suite = _reported("browser", "test_browser.py")
+    if suite["skipped"]:
+        raise TestsFailed(f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why")
+    rows = [{"kind": "widget", "device": "CPU", **row, "ms": statistics.median(row["samples"])} for row in rows]
     purpose = "what a move of each widget takes in a browser, from the key to the painted figure"
     return Record.new("widgets", purpose, rows, {"browser": "headless Chromium, painting on the CPU"})
 
 
-RECORDINGS: dict[str, Callable[..., Record]] = {
-    "inference": inference,
-    "training": _in_sections(
-        "training",
-        "training steps of a feed-forward layer and of a model, beside the dense layer",
-        "training",
-        lambda tables, _: tables.SECTIONS,
-    ),
+def sweep() -> Record:
+    """Return the L1 sweep of the text that TWELL_LAB_SWEEP_TEXT names: 19 trainings, about 15 minutes on an H100."""
+    need_gpu()
+    return import_module("..training.sweep", __package__).record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
+
+
+# ---- measurements in sections
+
+
+def _bench(name: str) -> Any:
+    return import_module(f"..bench.{name}", __package__)
+
+
+def _shape(module: Any) -> Any:
+    """Return what a module of `bench` measures here: a larger shape on a GPU than on a CPU, where it takes minutes."""
+    return module.Shape() if torch.cuda.is_available() else module.small()
+
+
+def _sections(module: Any, more: dict) -> Sections:
+    if hasattr(module, "SECTIONS"):
+        return module.SECTIONS
+    return module.sections(_shape(module) if hasattr(module, "small") else more["refused"])
+
+
+def _size(size: str, more: dict, seconds: float) -> Sections:
+    return _bench("sizes").sections(size, more["refused"])
+
+
+def _trained(more: dict, seconds: float) -> Sections:
+    tables = _bench("trained")
+    more |= tables.notes()
+    return tables.sections(more["refused"], _shape(tables))
+
+
+def _thresholds(more: dict, seconds: float) -> Sections:
+    return _bench("thresholds").sections()
+
+
+def _comparison(more: dict, seconds: float) -> Sections:
+    methods = _bench("methods")
+    layers = methods.sections(methods.sizes_for("cuda"))
+    return _bench("comparison").sections() | layers | _bench("few_bits").sections()
+
+
+def _density(more: dict, seconds: float) -> Sections:
+    return _bench("comparison").density_sections()
+
+
+def _profiling(more: dict, seconds: float) -> Sections:
+    return {"profiling": [_bench("profiling").profiling_rows]}
+
+
+def _cpu(more: dict, seconds: float) -> Sections:
+    more["threads"] = torch.get_num_threads()
+    sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
+
+    def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
+        return forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
+
+    return {"cpu": [functools.partial(rows, *size) for size in sizes]}
+
+
+_SECTIONS = [
+    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward"),
+    Recording("training", "training steps of a layer and of a model, beside the dense layer", "training"),
+    Recording("model-paths", "a whole model on each path beside the dense one", "paths", 570.0),
+    Recording("thresholds", "a SiLU model with thresholds beside the model without", _thresholds),
+    Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", _comparison),
+    Recording("pruning", "a small language model, dense and pruned, and trained on", "pruning", 600.0, gpu=False),
+    Recording("trained", "a model trained with L1 and its dense twin: speed, energy, loss", _trained, 570.0, gpu=False),
+    Recording("profiling", "what it takes to see who fires, beside a plain forward", _profiling, gpu=False),
+    Recording("predictors", "decoding with chosen neurons: time beside loss", "predictors", gpu=False),
+    Recording("experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments", 600.0, gpu=False),
+    Recording("host-time", "host and wall time of plain calls of one layer", "host"),
+    Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
+]
+RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
+    **{recording.name: recording for recording in _SECTIONS},
     **{
-        f"bench-{size}": _in_sections(
+        f"bench-{size}": Recording(
             "bench-model",
             f"a drawn Llama of the paper's {size}, dense beside sparse",
-            "sizes",
-            lambda tables, refused, size=size: tables.sections(size, refused),  # type: ignore[misc]
+            functools.partial(_size, size),
             570.0,
         )
         for size in SIZES
     },
-    "model-paths": _in_sections(
-        "model-paths",
-        "a whole model on each path beside the dense one",
-        "paths",
-        lambda tables, refused: tables.sections(refused),
-        570.0,
-    ),
-    "thresholds": _in_sections("thresholds", "a SiLU model with thresholds beside the model without", "thresholds"),
-    "comparison": _in_sections(
-        "comparison",
-        "products of a matrix with zeros by many methods beside the dense one",
-        "comparison",
-        _compared,
-    ),
-    "pruning": _in_sections(
-        "pruning",
-        "a small language model, dense and pruned, before and after training on",
-        "pruning",
-        _shaped,
-        600.0,
-        gpu=False,
-    ),
-    "trained": trained,
-    "profiling": profiling,
-    "predictors": _in_sections(
-        "predictors", "decoding with chosen neurons: time beside loss", "predictors", _shaped, gpu=False
-    ),
-    "experiments": _in_sections(
-        "experiments",
-        "sparse adapters beside LoRA, dropout as 2:4, and steps of training with 2:4 operands",
-        "experiments",
-        _shaped,
-        600.0,
-        gpu=False,
-    ),
-    "host-time": _in_sections(
-        "host-time", "host and wall time of plain calls of one layer", "host", lambda tables, _: tables.SECTIONS
-    ),
-    "cpu": cpu,
-    "matmul-density": _in_sections(
-        "density",
-        "sparse formats against a dense product across densities, through torch",
-        "comparison",
-        lambda tables, _: tables.density_sections(),
-        gpu=False,
+    "matmul-density": Recording(
+        "density", "sparse formats against a dense product across densities", _density, gpu=False
     ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,

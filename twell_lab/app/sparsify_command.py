@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> Answer:
         *([f"sparsify: its ReLUs change the logits by {changed:.2g} of their norm: train it"] * options.relufy),
         f"sparsify: the logits of {ids.numel():,} other tokens are off the dense {'ReLU ' * options.relufy}model's by "
         f"{off:.2g} of their norm",
-        f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python: "
-        f"tl.sparsify({loaded}, {str(options.out)!r})",
+        f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python:",
+        f"  tl.sparsify({loaded}, {str(options.out)!r})",
     ]
     value = {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows}
     return Answer({**value, "relufy_changed": changed}, "\n".join(lines))

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core import InputError, TwellError
+from .page import said_fast
 from .terminal import Answer
 
 if TYPE_CHECKING:
@@ -59,19 +60,15 @@ def sample(options: argparse.Namespace) -> Answer:
         "tokens_per_s": speed,
     }
     told = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
-    lines = [options.prompt + value["text"], ""]
+    lines = []
     if options.sparse:
         swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
-        sparse, dense, same = in_turn(swapped, model, prompt, options.tokens, how)
-        value |= {"tokens_per_s": sparse, "dense_tokens_per_s": dense, "same": same, "layers": rows}
-        lines += [
-            *(f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows),
-            f"sample: {told}, {sparse:,.0f} a second, and {dense:,.0f} with dense layers; "
-            + ("the same text" if same else "not the same text: the last bits of sums decided between two tokens"),
-        ]
+        value |= in_turn(swapped, model, prompt, options.tokens, how) | {"layers": rows}
+        lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
+        lines.append(f"sample: {told}; {said_fast(value)}")
     else:
         lines.append(f"sample: {told}, {speed:,.0f} a second")
-    return Answer(value, "\n".join(lines))
+    return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
 def generate(
@@ -124,15 +121,18 @@ def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Ten
     return said, len(said) / (time.perf_counter() - start)
 
 
-def in_turn(
-    sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS
-) -> tuple[float, float, bool]:
-    """Let two models speak in turn. Returns the tokens a second of each, medians, and whether all they said is the
-    same."""
+def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS) -> dict:
+    """Let two models speak in turn; return {tokens_per_s, dense_tokens_per_s: medians, ratios: of each turn, same:
+    whether all they said is the same}."""
     turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds)]
-    said = [each.tolist() for turn in turns for each, _ in turn]
-    first, second = (median(speed for _, speed in side) for side in zip(*turns, strict=True))
-    return first, second, all(each == said[0] for each in said)
+    said = [text.tolist() for turn in turns for text, _ in turn]
+    speeds = [[speed for _, speed in side] for side in zip(*turns, strict=True)]
+    return {
+        "tokens_per_s": median(speeds[0]),
+        "dense_tokens_per_s": median(speeds[1]),
+        "ratios": [a / b for a, b in zip(*speeds, strict=True)],
+        "same": all(text == said[0] for text in said),
+    }
 
 
 def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
@@ -199,6 +199,8 @@ def _ours(model: LanguageModel, tokenizer: Tokenizer) -> tuple[nn.Module, _Words
 
 def _theirs(model: nn.Module, tokenizer) -> tuple[nn.Module, _Words]:
     def encode(text: str) -> Tensor:
+        if text != text.encode("utf-8", "ignore").decode():
+            raise InputError(f"--prompt is {text!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
         return tokenizer(text, return_tensors="pt").input_ids[0].long()
 
     def told(prompt: Tensor, said: Tensor) -> str:

@@ -6,27 +6,42 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from json import dumps
+from pathlib import Path
 from typing import NamedTuple
 
 from ..core import InputError, finite
+from ..records import WIDTH
 
 
 class Answer(NamedTuple):
-    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status."""
+    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status, and
+    what stands before the text as it is."""
 
     value: object
     text: str
     status: int = 0
+    quoted: str = ""
 
     def say(self, json: bool) -> None:
-        """Print the value as JSON, or the text, with a line break at the end."""
+        """Print the value as JSON; or the text, its long lines folded but those that begin with a space, which may be
+        code. A line break ends it."""
         value = self.value if isinstance(self.value, str) else dumps(finite(self.value), indent=1)
-        write((value if json else self.text).removesuffix("\n") + "\n")
+        text = "\n".join(line if line[:1].isspace() else folded(line) for line in self.text.split("\n"))
+        write((value if json else self.quoted + text).removesuffix("\n") + "\n")
+
+
+def folded(line: str, indent: str = "  ") -> str:
+    """Return a line in lines of at most WIDTH columns, broken at spaces; all but the first begin with the indent."""
+    if len(line) <= WIDTH:
+        return line
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager
@@ -41,6 +56,23 @@ def terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Within it, warnings of this package are printed as its errors are, without the line of source code."""
+    usual, here = warnings.formatwarning, str(Path(__file__).resolve().parents[1])
+
+    def in_one_line(message, category, filename, lineno, line=None) -> str:
+        if not Path(filename).is_relative_to(here):
+            return usual(message, category, filename, lineno, line)
+        return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
+
+    warnings.formatwarning = in_one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def set_up() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +31,16 @@ from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, picked, share, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
+from ..training.text import fields
 from ..training.text.source import BYTES, Text, load, spread_windows
 from . import page
 from .options import TourOptions
 from .page import FORMAT, WITH, WITHOUT, layer_table, said_fast
 from .speak_commands import in_turn, planned
 
+_DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
+_BEAT = 15.0  # seconds
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
@@ -50,13 +55,19 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
         RecordError: for a folder that cannot be written; this is tried before the work starts.
         TwellError: if packing changed a value.
     """
+    with closing(_Steps(options.progress)) as say:
+        return _run(options, say)
+
+
+def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path | None]:
     check_folder(options.out, free=_PAGE_BYTES)
     written = options.out / "tour.json", options.out / "index.html"
     for path in written[: 1 if options.record_only else 2]:
         check_target(path)
-    say = _Steps(options.progress)
-    text = load(options.text)
+    text = fields.read(options.text) or load(options.text)
 
+    if options.progress:
+        print(f"tour: {_DURATION}", file=sys.stderr, flush=True)
     say(1, f"training twice on {text.name} ({text.size / 1e6:.1f} MB)")
     config = replace(_quick(TOUR) if options.quick else _for_this_machine(TOUR), text=text)
     runs = {
@@ -97,7 +108,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     write_atomically(written[0], record.to_json())  # first, so that a page that fails can be drawn later
     if options.record_only:
         return record, written[0], None
-    write_atomically(written[1], page.render(record, records.flat_rows(records.load_all())))
+    write_atomically(written[1], page.render(record, records.load_all()))
     return record, *written
 
 
@@ -119,7 +130,7 @@ def summary(record: records.Record) -> str:
     trainings = records.table(runs, columns)
     timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
     timed = [{"label": "LLM size", **row} for row in timed if not row["path"].startswith("dense eager")]
-    columns = {key: key for key in ("label", "tokens", "dtype", "path", "nnz", "ms", "dense_ms", "x_dense")}
+    columns = {key: key for key in ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")}
     columns |= {"label": "layer", "nnz": "mean nnz", "dense_ms": "dense ms", "x_dense": "x dense"}
     timings = records.table(timed, columns)
     columns = {"before": "density", "after": "with L1", "dead_before": "dead", "dead_after": "with L1"}
@@ -258,8 +269,8 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     dense layers and with those that a plan chose.
 
     Returns:
-        {prompt, said: {label: text}, temperature, seed, tokens_per_s, dense_tokens_per_s, same, layers}; `layers` as
-        `twell_lab.report` describes them.
+        {prompt, said: {label: text}, temperature, seed, layers: as `twell_lab.report` describes them, and what
+        `in_turn` returns}.
     """
     how: dict = {"temperature": 0.7, "seed": 0}
     prompt, tokens, rounds = windows[len(windows) // 2], 40 if options.quick else 240, 1 if options.quick else 3
@@ -267,14 +278,11 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     said = {label: result.model.generate(prompt, tokens, **how).cpu() for label, result in runs.items()}
     model = runs[WITH].model
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
-    sparse, dense, same = in_turn(swapped, model, prompt, tokens, how, rounds)
     return {
         "prompt": _shown(prompt),
-        "said": {label: _shown(each) for label, each in said.items()},
+        "said": {label: _shown(text) for label, text in said.items()},
         **how,
-        "tokens_per_s": sparse,
-        "dense_tokens_per_s": dense,
-        "same": same,
+        **in_turn(swapped, model, prompt, tokens, how, rounds),
         "layers": rows,
     }
 
@@ -305,16 +313,30 @@ def _quick(config: TrainConfig) -> TrainConfig:
 
 
 class _Steps:
-    """Says on stderr which of the six steps begins, and notes when it did."""
+    """Says on stderr which of the six steps begins, and where that is no terminal, which has bars, every _BEAT seconds
+    that it goes on; notes when each began."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
         self.started: list[float] = []
+        self.ended = threading.Event()
 
     def __call__(self, number: int, what: str) -> None:
+        self.close()
         self.started.append(time.perf_counter())
         if self.shown:
             print(f"[{number}/6] {what}", file=sys.stderr, flush=True)
+        if self.shown and not sys.stderr.isatty():
+            self.ended = threading.Event()
+            threading.Thread(target=self._beat, args=(number, self.ended), daemon=True).start()
+
+    def _beat(self, number: int, ended: threading.Event) -> None:
+        start = time.perf_counter()
+        while not ended.wait(_BEAT):
+            print(f"[{number}/6] {time.perf_counter() - start:.0f} s so far", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.ended.set()
 
     def seconds(self) -> dict:
         """The seconds that each of the first five steps took, by name."""

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from ..core import InputError
 from .options import add_fields, given, path
@@ -95,8 +91,7 @@ def run(options: argparse.Namespace) -> Answer | None:
             f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
         )
     config = checkpoint.config_of(options.resume, **told) if options.resume else TrainConfig(**told)
-    with _warnings_in_one_line():
-        result = train(config, out=options.out, resume=options.resume)
+    result = train(config, out=options.out, resume=options.resume)
     if int(os.environ.get("RANK", "0")):
         return None
     table = records.table(
@@ -113,20 +108,3 @@ def run(options: argparse.Namespace) -> Answer | None:
         f"text, mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
         + (f"; the model is in {where}" if where else ""),
     )
-
-
-@contextmanager
-def _warnings_in_one_line() -> Iterator[None]:
-    """Within this context, warnings of this package are printed as its errors are, without the line of source code."""
-    usual, here = warnings.formatwarning, str(Path(__file__).resolve().parents[1])
-
-    def in_one_line(message, category, filename, lineno, line=None) -> str:
-        if not Path(filename).is_relative_to(here):
-            return usual(message, category, filename, lineno, line)
-        return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
-
-    warnings.formatwarning = in_one_line
-    try:
-        yield
-    finally:
-        warnings.formatwarning = usual

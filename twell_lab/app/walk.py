@@ -50,7 +50,7 @@ def walk(names: list[str] | None = None, at_once: int = 1) -> list[dict]:
     if unknown := [name for name in names or () if name not in paths]:
         raise InputError(f"there is no notebook with code named {unknown[0]!r}; accepted: {', '.join(paths)}")
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]:
-        raise StackError(f"{', '.join(missing)} not installed; the course needs the extra `course`")
+        raise StackError(f"{', '.join(missing)} not installed; `twell-lab doctor` says how to install the course")
     chosen = [paths[name] for name in names or paths]
 
     def run(path: Path) -> tuple[dict, str]:

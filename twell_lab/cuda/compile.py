@@ -22,8 +22,9 @@ from ..core import CompileError, DeviceError, StackError
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OLDEST = (7, 5)  # compute capability of the oldest GPU that runs any kernel
 NEEDS_NVRTC = (
-    "compiling CUDA kernels needs CuPy 14 and NVRTC; on a GPU machine `pip install 'twell-lab[cu12]'` "
-    "(or [cu13], to match torch), elsewhere `pip install 'twell-lab[compile]'`"
+    "compiling CUDA kernels needs CuPy 14 and NVRTC; on a GPU machine `pip install 'cupy-cuda12x[ctk]'` (or 13x, to "
+    "match torch), elsewhere `pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12 "
+    "nvidia-cuda-nvcc-cu12`"
 )
 
 

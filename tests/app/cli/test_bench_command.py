@@ -54,7 +54,7 @@ def test_a_table_and_a_sentence(capsys, request, text, kind):
         shown = ask(capsys, request.getfixturevalue(kind), "--text", text, *QUICK).out
         assert "tokens of" in shown and "random" not in shown
         assert shown.startswith("LlamaForCausalLM: " if kind == "theirs" else "LanguageModel: ")
-    lines = shown.splitlines()
+    lines = shown.replace("\n  ", " ").splitlines()  # as they were before they were folded
     (head,) = [i for i, line in enumerate(lines) if line.startswith("what ")]
     cells = [line.split("  ")[0] for line in lines[head + 1 : head + 5]]
     assert cells == 2 * ["forward, 1 x 16 tokens"] + 2 * ["decode step, batch 2"] and not lines[head + 5]

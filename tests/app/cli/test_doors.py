@@ -229,7 +229,7 @@ def test_a_number_that_json_does_not_have_is_refused_in_a_record(folder, capsys)
         shown = capsys.readouterr()
         assert shown.out == "" and path.name in shown.err
     path.write_text(text)
-    assert cli.main(["records", "--json", "--folder", str(folder)]) == 0
+    assert cli.main(["records", "example", "--json", "--folder", str(folder)]) == 0
     assert strict(capsys.readouterr().out)[0]["tokens"] == 4
 
 

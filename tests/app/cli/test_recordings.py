@@ -1,6 +1,5 @@
 """Recordings in sections: what a limit of time leaves out, what an error of torch does, and the command's options."""
 
-import inspect
 import json
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import torch
 
 from twell_lab import records
 from twell_lab.app import cli, recordings
-from twell_lab.core import DeviceError, RecordError
+from twell_lab.core import DeviceError, RecordError, StackError
 from twell_lab.ops import clock as clocks
 
 
@@ -31,7 +30,7 @@ def clock(monkeypatch):
 
 def test_a_step_that_would_take_too_long_is_left_out_and_named(clock, capsys):
     sections = {"one": [lambda: clock(4.0)] * 4, "two": [lambda: clock(1.5)] * 2, "three": [lambda: clock(1.0)]}
-    rows, notes = recordings._sections(sections, 9.4)
+    rows, notes = recordings.run(sections, 9.4)
     # Of "one" two steps fit; two sections have their first step each, as nothing tells how long it takes.
     assert len(rows) == 3 and notes["seconds"] == {"one": 8.0, "two": 1.5, "three": 0.0}
     assert notes["left_out"] == {
@@ -48,12 +47,12 @@ def test_an_error_of_torch_ends_its_section_and_one_of_ours_ends_all(clock):
 
     out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
     sections = {"one": [lambda: clock(1.0), lambda: fail(out_of_memory), lambda: clock(1.0)], "two": [lambda: clock(1)]}
-    rows, notes = recordings._sections(sections, 100)
+    rows, notes = recordings.run(sections, 100)
     assert len(rows) == 2
     assert notes["left_out"] == {"one": f"2 of 3 steps: OutOfMemoryError: {out_of_memory}"}
     for error in (clocks.WrongResult("row 3 is off"), DeviceError("gone"), ValueError("a mistake")):
         with pytest.raises(type(error)):
-            recordings._sections({"one": [lambda error=error: fail(error)]}, 100)
+            recordings.run({"one": [lambda error=error: fail(error)]}, 100)
 
 
 def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
@@ -61,11 +60,11 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
         raise KeyboardInterrupt
 
     sections = {"one": [lambda: clock(1.0), interrupt, lambda: clock(1.0)], "two": [lambda: clock(1.0)]}
-    rows, notes = recordings._sections(sections, 100)
+    rows, notes = recordings.run(sections, 100)
     assert len(rows) == 1
     assert notes["left_out"] == {"one": "2 of 3 steps: interrupted", "two": "1 of 1 steps: interrupted"}
     with pytest.raises(KeyboardInterrupt):
-        recordings._sections({"one": [interrupt]}, 100)
+        recordings.run({"one": [interrupt]}, 100)
 
 
 ROW = {"kind": "x", "device": "a machine", "dtype": "float32", "path": "dense", "ms": 1.0, "spread": 0.0}
@@ -85,9 +84,8 @@ def record_slow(tmp_path):
             "from twell_lab.app import cli, recordings\n"
             f"ROW = {ROW!r}\n{functions}"
             f"STEPS = [{', '.join(f'step_{number}' for number in range(len(steps)))}]\n"
-            "def slow(keep=None):\n"
-            "    return recordings._recorded('slow', 'a test', {'one': STEPS, 'two': [list]}, 100, keep)\n"
-            "recordings.RECORDINGS['slow'] = slow\n"
+            "sections = lambda more, seconds: {'one': STEPS, 'two': [list]}\n"
+            "recordings.RECORDINGS['slow'] = recordings.Recording('slow', 'a test', sections, 100, False)\n"
             "status = cli.main()\n"
             "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
             "sys.exit(status)\n"
@@ -112,19 +110,13 @@ def test_a_recording_that_is_killed_leaves_what_it_has(tmp_path, record_slow, ca
     killed = record_slow("return [ROW]", "os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    assert left.match("slow-*.json.unfinished")
     made = records.load(left)
-    assert made.rows == [ROW] and made.notes["unfinished"] == "the recording was cut off"
+    assert made.rows == [ROW] and "cut off" in made.notes["unfinished"]
     assert made.notes["left_out"] == {"one": "1 of 2 steps: cut off", "two": "1 of 1 steps: cut off"}
-    # Nobody takes it for a record, and the command that lists records names it.
-    assert records.load_all(tmp_path) == [] and records.unfinished(tmp_path) == [left]
     assert cli.main(["records", "--folder", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "none in this folder yet" in said and f"unfinished: {left.name!r}" in said
-    # Another run of the same recording leaves it alone; renamed, it is a record.
+    assert "current, cut off" in capsys.readouterr().out
+    # Another run of the same recording leaves it alone.
     assert record_slow("return [ROW]").returncode == 0
-    assert left.exists() and len([*tmp_path.iterdir()]) == 2
-    left.rename(left.with_suffix(""))
     assert [record.rows for record in records.load_all(tmp_path)] == [[ROW], [ROW]]
 
 
@@ -137,23 +129,37 @@ def test_a_recording_that_fails_says_where_the_rows_before_are(tmp_path, record_
     assert f"record: what it has so far is in {left}" in done.stderr and records.load(left).rows == [ROW]
 
 
-def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, capsys):
+@pytest.fixture
+def slow(clock, monkeypatch):
+    """Puts a recording of these steps among the others."""
+
+    def put(*steps):
+        made = recordings.Recording("slow", "a test", lambda more, seconds: {"one": [*steps]}, gpu=False)
+        monkeypatch.setitem(recordings.RECORDINGS, "slow", made)
+
+    return put
+
+
+def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, slow, capsys):
     def full(record):
         raise RecordError("the disk is full")
 
-    sections = {"one": [lambda: clock(1.0), lambda: clock(1.0)]}
-    assert len(recordings._recorded("slow", "a test", sections, 100, full).rows) == 2
+    slow(lambda: clock(1.0), lambda: clock(1.0))
+    assert len(recordings.make("slow", full).rows) == 2
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
 
 
-@pytest.mark.parametrize("name", ["inference", "training"])
-def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
-    assert inspect.signature(recordings.RECORDINGS[name]).parameters["seconds"].default == recordings.SECONDS == 180
+def test_a_recording_without_a_row_is_an_error(clock, slow):
+    slow(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    with pytest.raises(StackError, match="nothing was measured.*out of memory"):
+        recordings.make("slow")
+
+
+def test_each_recording_names_its_options(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["record", name]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
-    assert cli.main(["record", name, "--cases", "3"]) == 2 and "accepted: with attack" in capsys.readouterr().err
-    assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
-    assert name in capsys.readouterr().err
+    assert cli.main(["record", "training"]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert cli.main(["record", "training", "--seed", "3"]) == 2 and "accepted: with attack" in capsys.readouterr().err
+    assert cli.main(["record", "course", "--seconds", "3"]) == 2 and "training" in capsys.readouterr().err
 
 
 def test_widgets_are_recorded_from_what_the_browser_test_reports(monkeypatch):
@@ -161,7 +167,7 @@ def test_widgets_are_recorded_from_what_the_browser_test_reports(monkeypatch):
     said, skipped = [{"path": "a.ipynb", "cell": 3, "samples": [80.0, 90.0, 200.0], "live": 968, "still": 968}], 0
 
     def suite(name, targets):
-        (report,) = (each.partition("=")[2] for each in targets if each.startswith("--browser-report="))
+        (report,) = (word.partition("=")[2] for word in targets if word.startswith("--browser-report="))
         Path(report).write_text(json.dumps(said))
         return {"suite": name, "passed": 2, "failed": 0, "skipped": skipped, "seconds": 1.0}
 

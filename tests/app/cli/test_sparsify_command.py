@@ -79,7 +79,7 @@ def test_a_plan_that_is_given_is_followed(capsys, tmp_path):
 def test_the_line_for_python_swaps_as_the_command_did(capsys, tmp_path):
     told = ask(capsys, ours(tmp_path / "model"), "--out", "swapped").out
     assert "ReLU" not in told
-    (line,) = re.findall(r"in Python: (.*)", told)
+    (line,) = re.findall(r"in\s+Python:\n +(.*)", told)
     swapped = eval(line, {"tl": tl, "torch": torch})
     assert [row["state"] for row in tl.report(swapped).rows] == ["planned"] * 2
 

@@ -56,7 +56,8 @@ def test_sparse_layers_are_planned_and_say_the_same(capsys, folder):
         (f"layers.{i}.mlp", "planned", 1) for i in range(2)
     ]
     assert found["tokens"] == json.loads(ask(capsys, *asked[:-1], "--json").out)["tokens"]
-    assert "with dense layers; the same text" in ask(capsys, *asked).out
+    shown = ask(capsys, *asked).out
+    assert all(row["choice"] == "dense" for row in found["layers"]) == ("nothing to compare" in shown)
 
 
 def test_a_model_of_a_bpe_speaks_its_tokens(capsys, tmp_path):
@@ -108,6 +109,13 @@ def test_a_truncated_model_is_one_line(capsys, folder, tmp_path, name):
             shown = ask(capsys, *command, status=2)
             assert shown.out == "" and shown.err.startswith("twell-lab: ") and shown.err.count("\n") == 1
     assert not (tmp_path / "not").exists()
+
+
+def test_bytes_that_are_not_utf8_are_continued_by_bytes_and_refused_by_a_tokenizer(capsys, folder, theirs):
+    found = json.loads(ask(capsys, "sample", folder, "--prompt", "a\udcff", "--tokens", "3", "--json").out)
+    assert len(found["tokens"]) == 3
+    told = ask(capsys, "sample", theirs, "--prompt", "a\udcff", status=2).err
+    assert "not UTF-8" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_a_model_of_transformers_says_what_its_own_generate_does(capsys, theirs)
     assert found["tokens"] == said[ids.shape[1] :].tolist() and len(found["tokens"]) == 30 and shown.err == ""
     assert "some text" + found["text"] == tokenizer.decode(said, skip_special_tokens=True)
     sparse = ask(capsys, *asked, "--sparse")
-    assert "30 tokens, " in sparse.out and "with dense layers; the same text" in sparse.out
+    assert "30 tokens; " in sparse.out and "tokens a second" in sparse.out
     assert [line.split(":")[0] for line in sparse.out.splitlines() if line.startswith("model.decoder.layers")] == [
         f"model.decoder.layers.{number}" for number in range(2)
     ]

@@ -16,9 +16,8 @@ NAMES = re.findall(r"tables\.(\w+)\(", (Path(__file__).parents[3] / "docs" / "me
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_records_a_table_says_so(name):
-    """With the columns that its heading has; and the same of a record that has no such rows."""
     head, line, said = getattr(tables, name)([]).splitlines()
-    assert said.startswith("| nothing is recorded yet |") and head.count("|") == line.count("|") == said.count("|")
+    assert said == "| nothing is recorded yet |" and head.count("|") == line.count("|") == said.count("|")
     others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "bench-model", "trained")]
     assert getattr(tables, name)(others) == "\n".join((head, line, said))
 
@@ -84,11 +83,12 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
         "| times as fast | 2.00 | 2.00 |",
         "| times as fast, both under torch.compile | 0.50 | 0.50 |",
     ]
-    assert tables.headline([record("inference", 2, rows(1.0))]).splitlines() == [
-        "| times as fast as torch's layer, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |",
-        "| --- | --- | --- |",
-        "| a plain call | 2.00 | 2.00 |",
-    ]
+    shape = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0, "choice": "twell"}
+    tuned = shape | {"path": "dense max-autotune", "tokens": 1, "wall_ms": 0.12}
+    for more, named, first in (([], "eager, compiled", "1.50"), ([tuned], "eager, compiled, max-autotune", "1.20")):
+        head, _, line = tables.headline([record("inference", 2, rows(1.0) + more)]).splitlines()
+        assert head.startswith(f"| times as fast as torch's dense layer, the fastest of {named}; NVIDIA H100, 2026")
+        assert line == f"| a plain call | {first} | 1.50 |"  # 0.15, and 0.12, beside 0.1
     old = replace(record("inference", 2, rows(1.0)), kernels={"smxx_pack": 64 * "0"})
     assert all("2026-01-02; stale: code has changed since |" in t([old]) for t in (tables.calls, tables.headline))
 

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -148,7 +150,7 @@ def test_the_page_is_small_and_needs_neither_network_nor_scripts(taken):
 
 
 def test_each_figure_is_told_in_words_and_in_a_table(taken):
-    told = Loads(page.render(taken[0], [RECORDED])).told
+    told = Loads(page.render(taken[0], [recorded(RECORDED)])).told
     for name in FIGURES:
         assert "caption" in told[name] or name == "tile", name
     for name in ("frequency", "own", "large", "recorded", "tile"):
@@ -202,8 +204,7 @@ def test_on_a_cpu_without_bfloat16_the_tour_takes_half_the_steps(monkeypatch):
 
 
 RECORDED = {
-    "record": "example",
-    "kind": "ffn_forward",
+    "kind": "inference",
     "device": "NVIDIA Example",
     "dtype": "bfloat16",
     "tokens": 16384,
@@ -211,39 +212,33 @@ RECORDED = {
     "d_ff": 5632,
     "nnz": 29.0,
     "workload": "independent, lognormal",
-    "path": "twell",
+    "gated": True,
+    "path": "planned",
     "ms": 1.0,
     "dense_ms": 2.0,
     "x_dense": 2.0,
     "spread": 0.1,
-    "date": "2026-01-02T03:04:05Z",
-    "commit": None,
-    "stale": True,
 }
 
 
-def test_recorded_points_are_marked_and_only_alike_ones_are_drawn(taken):
-    others = [
-        {**RECORDED, "device": "CPU"},
-        {**RECORDED, "d_ff": 8192},
-        {**RECORDED, "kind": "decode"},
-        {**RECORDED, "workload": "uniform"},
-        {**RECORDED, "nnz": 1000.0},
-        {**RECORDED, "nnz": None},
-    ]
-    with_it, without = page.render(taken[0], [RECORDED, *others]), page.render(taken[0], others)
-    assert "Recorded on NVIDIA Example (2026-01-02), not here." in with_it
-    assert "All of it ran code that has changed since." in with_it
-    assert "Recorded on" not in without and "is recorded in this checkout yet" in without
+def recorded(*rows: dict, kernels: dict | None = None, day: int = 2) -> records.Record:
+    date = f"2026-01-0{day}T03:04:05Z"
+    return records.Record("inference", "a test's own", [*rows], date, None, None, {}, kernels=kernels or {})
 
 
-def test_recorded_slow_points_stand_beside_fast_ones(taken):
-    slow = {**RECORDED, "nnz": 310.0, "ms": 6.0, "x_dense": 2 / 6, "stale": False}
-    assert page.comparable([RECORDED, slow], page.split_rows(taken[0].rows)[1]) == [RECORDED, slow]
-    names = [line.name for line in page.speed_lines([RECORDED, slow])]
-    assert names == ["29 of 5,632 fire, stale", "310 of 5,632 fire"]
-    said = page.see_recorded([RECORDED, slow])
-    assert "1 of them was slower than dense" in said and "310 neurons firing: 3.00 times the dense time" in said
+def test_of_recorded_times_the_newest_current_and_alike_are_drawn(taken):
+    changes = [{"device": "CPU"}, {"d_ff": 8192}, {"kind": "plan"}, {"workload": "uniform"}, {"gated": False}]
+    others = [RECORDED | change for change in [*changes, {"path": "planned (graph)"}]]
+    slow = RECORDED | {"nnz": 310.0, "ms": 6.0, "x_dense": 2 / 6}
+    (first, second) = page.comparable([recorded(RECORDED), recorded(RECORDED, slow, *others, day=3)])
+    assert first == RECORDED | {"date": "2026-01-03T03:04:05Z"} and second["nnz"] == 310.0
+    assert [line.name for line in page.speed_lines([first, second])] == ["29 of 5,632 fire", "310 of 5,632 fire"]
+    said = page.see_recorded([first, second])
+    assert "Recorded on NVIDIA Example (2026-01-03), not here" in said
+    assert "slower at 1, at worst 3.00 times the time (16,384 tokens in bfloat16, 310 neurons firing)" in said
+    stale = recorded(RECORDED, kernels={"smxx_pack": 64 * "0"}, day=4)
+    assert page.comparable([stale]) == [] and "none is drawn here" in page.render(taken[0], [stale])
+    assert page.comparable([recorded(RECORDED), stale])[0]["date"].startswith("2026-01-02")
 
 
 def test_a_layer_is_one_line_named_by_what_differs():
@@ -289,13 +284,32 @@ def timed(*ratios: float) -> list[dict]:
 
 def test_the_verdict_on_speed_follows_the_numbers():
     faster = page.see_speed(timed(1.5, 3.0))
-    assert "None was slower than dense; the least gain, at 1 token in float32: 1.50x" in faster
-    assert "3.00 times as fast, the best of 2 points" in faster
+    assert faster.startswith("Of 2 points") and "faster at 2, at best 3.00 times as fast (2 tokens in float32" in faster
     mixed = page.see_speed(timed(3.0, 0.8))
-    assert "1 of them was slower than dense, at worst 2 tokens in float32: 1.25 times the dense time" in mixed
-    slower = page.see_speed(timed(0.5, 0.8))
-    assert "slower than torch's dense one at all 2 points, by 1.2 to 2.0 times" in slower
+    assert "faster at 1" in mixed and "slower at 1, at worst 1.25 times the time (2 tokens in float32)" in mixed
+    assert "faster" not in page.see_speed(timed(0.5, 0.8))
     assert page.see_speed([]) == "No sparse path was timed."
+
+
+def test_no_verdict_lies_within_the_spread():
+    (sparse,) = timed(1.2)
+    dense = sparse | {"path": "dense eager", "ms": 1.2, "x_dense": 1.0, "spread": 0.3}
+    assert "faster at 1" in page.see_speed([sparse, dense])
+    said = page.see_speed([sparse | {"spread": 0.2}, dense])
+    assert said.endswith(
+        "was, beside torch's dense one, neither at 1, where the difference lies within the spread of the samples."
+    )
+
+
+def test_what_was_said_fast_is_compared_where_a_layer_is_sparse():
+    """The page once said "91 tokens a second, 151 with dense layers" of a model all of whose layers were dense."""
+    texts = {"tokens_per_s": 91.0, "dense_tokens_per_s": 151.0, "same": True, "ratios": [0.5, 0.7]}
+    assert "151" not in page.said_fast(texts | {"layers": [{"choice": "dense"}] * 2})
+    said = page.said_fast(texts | {"layers": [{"choice": "dense"}, {"choice": "twell"}]})
+    assert (
+        said
+        == "91 tokens a second, 151 with dense layers (0.50 to 0.70 times as fast from turn to turn), the same text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,6 +359,19 @@ def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
     assert done.returncode == 0, done.stderr
     assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
     assert "[6/6]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
+    assert done.stderr.startswith("tour: about three minutes")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_step_that_goes_on_says_so_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(tour, "_BEAT", 0.05)
+    with closing(tour._Steps(True)) as say:
+        say(1, "training")
+        time.sleep(0.3)
+    said = capsys.readouterr().err
+    assert said.startswith("[1/6] training\n[1/6] 0 s so far\n")
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_page_is_drawn_later_without_torch(tmp_path):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ...core import InputError
-from . import datasets, prepared
+from . import datasets, fields, prepared
 from .prepared import PreparedText
 from .source import Text, load
 from .tokenizer import BYTES, Tokenizer, named, train
@@ -33,7 +33,7 @@ def load_any(
     elif isinstance(spec, str) and spec.startswith("hf:"):
         text = datasets.from_spec(spec)
     else:
-        text = load(spec)
+        text = fields.read(spec) or load(spec)
     if tokenizer is None:
         return text
     wanted = named(tokenizer)
