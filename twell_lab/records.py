@@ -288,7 +288,8 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     if excess() > 0:
         widths = {key: max(map(len, [*columns[key].split(), *cells[key]])) for key in widths}
     for key in sorted(widths.keys() - numeric, key=lambda key: -widths[key]):
-        widths[key] = min(widths[key], max(8, widths[key] - excess())) if excess() > 0 else widths[key]
+        longest_word = max(map(len, " ".join([columns[key], *cells[key]]).split()))
+        widths[key] = max(longest_word, min(widths[key], widths[key] - excess()))
     lines = [textwrap.fill(", ".join(common), WIDTH)] if common else []
     for line in ([columns[key] for key in widths], *zip(*(cells[key] for key in widths), strict=True)):
         wrapped = [textwrap.wrap(text, width) for text, width in zip(line, widths.values(), strict=True)]

@@ -121,7 +121,7 @@ def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss
             assert row["loss"] == pytest.approx(right, abs=1e-5) and row["error"] < 1e-5
     lossy = [row for row in record.rows if "lossy" in row["path"] and "loss" in row]
     assert len(lossy) == 2 and all(row["loss"] != right and row["error"] > 1e-4 for row in lossy)
-    assert "sparse loss" in told(record, "a text") and "error: of the results against" in told(record, "a text")
+    assert "loss: in nats a token" in told(record, "a text") and "error: of the results" in told(record, "a text")
     for wrong in ("three_four", 3, ["twell", None]):
         with pytest.raises(InputError, match="paths has .*; accepted: 'dense', .*'predicted'"):
             tl.bench.model(model, **QUICK, paths=wrong)
@@ -285,7 +285,7 @@ def quantised():
     [
         (lambda: "SakanaAI/SparseLM2B", r"is a name; accepted: a model, such as tl.load\('SakanaAI/SparseLM2B'\), or"),
         (lambda: nn.Linear(3, 3), "Linear is no causal language model"),
-        (lambda: theirs(hidden_act="silu"), "use SiLU.*relufy"),
+        (lambda: theirs(hidden_act="silu"), "uses SiLU.*relufy"),
         (lambda: ours().train(), "is in training mode; accepted: model.eval()"),
         (half_swapped, "1 feed-forward layers of LanguageModel are swapped already.* tl.densify"),
         (quantised, "accepted: .* a plain torch.nn.Linear"),

@@ -186,7 +186,8 @@ def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]
         days = [short(each["where"]).replace(f"{short(quick['where']).partition(', ')[0]}, ", "") for each in models]
         days = [*dict.fromkeys("there" if day in lines[0] else day for day in days)]
         days = ["there, too"] if days == ["there"] else sorted(days, key=lambda day: day != "there")
-        lines.append(f"Whole models, compiled: {min(times):.2f} to {max(times):.2f} times; {' and '.join(days)}.")
+        span = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (min(times), max(times))))
+        lines.append(f"Whole models, compiled: {span} times; {' and '.join(days)}.")
     return lines
 
 
