@@ -283,8 +283,19 @@ def describe_machine() -> dict:
 
 
 def memory() -> int | None:
-    """Return how many bytes of memory this machine has, free or not; None where the system does not say."""
-    return _guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """Return how many bytes of memory this process may use: the machine's, or fewer where its container or `ulimit -v`
+    says so; None where the system does not say. How much is free right now does not count."""
+
+    def ulimit() -> int:
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
+
+    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # "max": no limit, no number
+    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
+    for file in groups:
+        bounds.append(_guarded(lambda: int(Path(file).read_text())))
+    return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
 
 
 def gpu() -> str | None:
