@@ -105,6 +105,14 @@ def test_a_fault_in_a_layer_is_found(method, fault):
     assert min(worst_ratios(*cut_model(method, 0.9), fault)) > 1
 
 
+@pytest.mark.parametrize("shape", [(0, 24), (3, 1), (2, 5, 24)])
+def test_hard_inputs_of_any_shape(shape):
+    layer = feed_forwards(cut_model("teal", 0.5)[0])[0]
+    x = torch.ones(shape).transpose(0, -2)
+    tied, spoilt = hard_inputs(layer, x)
+    assert tied.shape == spoilt.shape == x.shape and spoilt.isnan().sum() == min(1, x.numel())
+
+
 # ---- a model that is to be timed ----
 
 

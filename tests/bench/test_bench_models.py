@@ -312,6 +312,8 @@ def test_models_that_are_refused(make, said):
             {"text": torch.zeros(100, dtype=torch.int64)},
             "text has 100 tokens, fewer than one batch needs.* 128 or more",
         ),
+        ({"text": torch.zeros(400, dtype=torch.complex64)}, r"text is torch.complex64 \[400\]"),
+        ({"text": torch.zeros(400, dtype=torch.int64, device="meta")}, "text is torch.int64.*; accepted: token ids"),
         ({"text": torch.full((400,), 64)}, "text has the token 64; accepted: token numbers from 0 to 63"),
         ({"plan": "auto"}, "'auto', neither a path .* nor a file; accepted"),
         ({"plan": tl.Choice("hot_cold", 256)}, "hot is 256 of 64 neurons"),
@@ -320,6 +322,19 @@ def test_models_that_are_refused(make, said):
 def test_arguments_that_are_refused(arguments, said):
     with pytest.raises((InputError, DeviceError), match=said):
         tl.bench.model(ours(), **{**QUICK, **arguments})
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float64])
+def test_a_drawn_model_has_no_other_dtype(dtype):
+    with pytest.raises(InputError, match="dtype is .*; bfloat16, float16 and float32 are accepted"):
+        tl.bench.model("1M", **QUICK, dtype=dtype)
+
+
+def test_a_training_step_takes_windows_of_two_tokens_and_more():
+    record = tl.bench.model(ours(), **{**QUICK, "tokens": (1, 16)}, training=True, plan="twell")
+    assert {row["tokens"] for row in record.rows if row["kind"] == "model_training"} == {16}
+    record = tl.bench.model(ours(), **{**QUICK, "tokens": (1,), "batches": ()}, training=True, plan="twell")
+    assert record.notes["left_out"]["training"] == "a step needs windows of two tokens or more" and record.rows
 
 
 def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):

@@ -24,7 +24,7 @@ _EXPLAINED = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `FiringProfile.compare` found. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
+    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
     other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
 
     rows: list[dict]

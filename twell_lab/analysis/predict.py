@@ -77,13 +77,13 @@ def rates_of(gpu: str) -> Rates:
     no other one has. InputError for another name, and for a GPU that is too old for the kernels."""
     sheets, asked = {sheet["name"]: sheet for sheet in datasheets()}, str(gpu).lower()
     alike = [sheet for sheet in sheets.values() if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
-    alike = alike or [sheet for name, sheet in sheets.items() if {*asked.split()} <= {*name.lower().split()}]
+    words = {*asked.split()}
+    alike = alike or [sheet for name, sheet in sheets.items() if words and words <= {*name.lower().split()}]
+    accepted = ", ".join(sheet["name"] for sheet in alike or sheets.values())
     shortest = min((len(sheet["name"].split()) for sheet in alike), default=0)  # "5070" is no "RTX 5070 Ti"
     alike = [sheet for sheet in alike if len(sheet["name"].split()) == shortest]
-    if len(alike) != 1 or not asked.strip():
-        raise InputError(
-            f"gpu is {gpu!r:.80}; accepted: {', '.join(sheet['name'] for sheet in alike or sheets.values())}"
-        )
+    if len(alike) != 1:
+        raise InputError(f"gpu is {gpu!r:.80}; accepted: {accepted}")
     (sheet,) = alike
     capability = tuple(map(int, sheet["capability"].split(".")))
     if capability < PACK.oldest:

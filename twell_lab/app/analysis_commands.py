@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,25 @@ if TYPE_CHECKING:
     from ..analysis.profile import FiringProfile
 
 
+_PICTURES = (".png", ".svg", ".pdf")
+_NEEDS_KALEIDO = "--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither"
+
+
 def profile(options: argparse.Namespace) -> Answer:
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 
-    for target in (options.out, options.html, options.plot):
-        if target is not None:
-            check_target(target)
+    targets = [target for target in (options.out, options.html, options.plot) if target is not None]
+    for target in targets:
+        check_target(target)
+    drawn, inputs = {options.html, options.plot} - {None}, {options.model, options.against} - {None}
+    files = {target.resolve() for target in targets}
+    if len(files) < len(targets) or {file.resolve() for file in drawn} & {file.resolve() for file in inputs}:
+        raise InputError("--out, --html and --plot are not all different, or are read; accepted: files of their own")
+    if options.plot is not None and options.plot.suffix not in _PICTURES:
+        raise InputError(f"--plot is {str(options.plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
+    if options.plot is not None and find_spec("kaleido") is None:
+        raise StackError(_NEEDS_KALEIDO)
     other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
     spell = str
     if options.model.is_file():
@@ -74,9 +87,9 @@ def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> Non
         write_atomically(html, "\n".join(["<!DOCTYPE html><meta charset='utf-8'><title>Who fires</title>", *parts]))
     if picture is not None:
         try:
-            drawn = plots.firing_by_layer(firing).to_image(format=picture.suffix.removeprefix(".") or "png")
-        except (ImportError, RuntimeError, ValueError):  # which fill a screen
-            raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
+            drawn = plots.firing_by_layer(firing).to_image(format=picture.suffix.removeprefix("."))
+        except (ImportError, RuntimeError):  # which fill a screen
+            raise StackError(_NEEDS_KALEIDO) from None
         write_atomically(picture, drawn)
 
 
@@ -205,7 +218,8 @@ def predict(options: argparse.Namespace) -> Answer:
     )
     columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
     columns |= {"read_mb": "MB of weights needed"}
-    lines = [records.table(rows, columns), "predict: from the vendor's figures and the shares that an H100 reaches"]
+    source = "from the vendor's figures and the shares that an H100 reaches"
+    lines = [records.table(rows, columns), f"predict: {predict.rates_of(options.gpu).device}, {source}"]
     for row in predict.errors():
         lines.append(
             f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "

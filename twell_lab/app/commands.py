@@ -180,7 +180,8 @@ def list_records(options: Namespace) -> Answer:
     if options.kind not in kinds:
         raise InputError(f"there is no record {options.kind!r:.200}; accepted: {', '.join(kinds)}")
     chosen = [record for record in recorded if record.name == options.kind]
-    return Answer(records.flat_rows(chosen), "\n\n".join(map(str, chosen)))
+    rows = records.flat_rows(chosen) or [{"record": record.name, **row} for record in chosen for row in record.rows]
+    return Answer(rows, "", quoted="\n\n".join(map(str, chosen)))
 
 
 def _summary(record: records.Record) -> dict:

@@ -348,7 +348,7 @@ def sizes(recorded: list[Record]) -> str:
 
 
 def _trained(rows: list[dict], where: str) -> Lines:
-    """What became of a trained model and its dense twin."""
+    """Return steps, speed, firing and loss of a trained model and its dense twin."""
     at = {row["path"].startswith(TWIN): row for row in rows}
     lines: tuple[tuple[str, Callable[[dict], str]], ...] = (
         (f"steps of {rows[0]['tokens']:,} tokens", lambda row: f"{row['steps']:,}"),
@@ -513,8 +513,8 @@ adapters = _table("experiments", _of("adapters"), _adapters)
 
 
 def _comparison(rows: list[dict], where: str) -> Lines:
-    """How many times as fast as torch's dense product each method is on each pattern, and from how many zeros on it is
-    faster, by the device's time. A kernel's other versions are left out."""
+    """Return how many times as fast as torch's dense product each method is on each pattern, and from how many zeros on
+    it is faster, by the device's time. A kernel's other versions are left out."""
     rows = leading(rows)
     at = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
     shares = sorted({zeros for *_, zeros in at}, key=lambda zeros: float(zeros.partition("%")[0]))
@@ -555,8 +555,8 @@ activations = _table("comparison", _of("activations"), _activations)
 
 
 def _padding(rows: list[dict], where: str) -> Lines:
-    """What removing the padding of a batch saves dense layers, by how many follow each other; how far the times are
-    from proportional ones, and how far those of as many tokens without padding are."""
+    """Return what removing the padding of a batch saves dense layers, by how many follow each other; how far the times
+    are from proportional ones, and how far those of as many tokens without padding are."""
     at = {(row.get("layers", 1), row["real"] / row["tokens"], row["path"]): row for row in rows}
     shares = sorted({share for _, share, _ in at})
     named = [f"{share:.0%} of the tokens real" for share in shares]
@@ -630,8 +630,7 @@ few_bits = _table("comparison", _of("few bits"), _few_bits)
 
 
 def attacks(recorded: list[Record]) -> str:
-    """The newest attack on a GPU and the newest without one. Of one that was interrupted it says after how many
-    layers."""
+    """Return the newest attack on a GPU and the newest without one."""
     last = {bool(record.machine.get("gpus")): record for record in recorded if record.name == "attack"}
     lines = [["attacked", "cases", "rows of results", "rows excused", "worst error, of what is allowed", "recorded on"]]
     for gpu, record in sorted(last.items(), reverse=True):
@@ -640,10 +639,8 @@ def attacks(recorded: list[Record]) -> str:
             if "attack" in row:
                 excused = sum(row.get(key, 0) for key in ("excused_rows", "overflowed_rows", "rounded_rows"))
                 counts = [row["cases"], row.get("rows"), excused if "rows" in row else None]
-                cut = row["attack"] in record.notes.get("left_out", {})
-                name = f"{row['attack']} (cut short after {row['layers']:,} layers)" if cut else row["attack"]
                 cells = ["" if count is None else f"{count:,}" for count in counts]
-                lines.append([name, *cells, str(row.get("worst_ratio", "")), where])
+                lines.append([row["attack"], *cells, str(row.get("worst_ratio", "")), where])
     return _markdown(lines)
 
 

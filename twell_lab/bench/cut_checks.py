@@ -1,4 +1,4 @@
-"""Whether layers with thresholds are computed right, which is asked before they are timed.
+"""Checks, before any clock starts, that layers with thresholds are computed right.
 
 Two right computations add in another order, so a value at a threshold may be kept by one and dropped by the other.
 Therefore each layer, on the inputs that it is given in the model, is compared row by row with float64, where a value
@@ -32,13 +32,14 @@ def has_thresholds(layer: FeedForward) -> bool:
 
 
 @torch.no_grad()
-def worst_layer(layers: list[FeedForward], model: nn.Module, run: Callable[[], object]) -> float:
+def worst_layer(layers: list[FeedForward], model: nn.Module, run: Callable[[], object]) -> float | None:
     """Return the worst error of the swapped layers of `model`, over what is allowed, on what enters the dense layers
-    while run() calls theirs, and on `hard_inputs` like that. 0.0 where no layer is swapped.
+    while run() calls theirs, and on `hard_inputs` like that. None where no layer could be compared.
 
     layers: those of the dense model with thresholds. Raises clock.WrongResult for a layer whose ratio is above 1."""
     swapped = {name: module for name, module in model.named_modules() if isinstance(module, SparseFFN)}
-    hooks, worst = {}, 0.0
+    hooks: dict = {}
+    worst: float | None = None
 
     def enters(_, args: tuple, layer: FeedForward) -> None:
         nonlocal worst
@@ -47,7 +48,7 @@ def worst_layer(layers: list[FeedForward], model: nn.Module, run: Callable[[], o
             ratio = layer_ratio(layer, swapped[layer.name], x)
             if not ratio <= 1.0:
                 raise clock.WrongResult(f"{layer.name} is off by {ratio:.3g} times what is allowed: nothing was timed")
-            worst = max(worst, ratio)
+            worst = max(worst or 0.0, ratio)
 
     for layer in layers:
         if layer.name in swapped and swapped[layer.name].registered:  # which can be called by itself
@@ -64,16 +65,16 @@ def hard_inputs(layer: FeedForward, x: Tensor) -> list[Tensor]:
     """Return two more inputs like this one [..., d_model]: with values at the threshold of inputs (0 if the layer has
     none), and with one that is no number."""
     at = layer.cut.input if layer.cut else 0.0
-    tied, spoilt = x.clone(), x.clone()
+    tied, spoilt = (x.clone(memory_format=torch.contiguous_format) for _ in range(2))
     tied[..., ::3], tied[..., 1::5] = at, -at
-    spoilt.view(-1, spoilt.shape[-1])[0, 1] = math.nan
+    spoilt.view(-1, x.shape[-1])[:1, -1] = math.nan
     return [tied, spoilt]
 
 
 @torch.no_grad()
 def layer_ratio(layer: FeedForward, sparse: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """Return the worst error of a row of sparse(x), over what is allowed: at most 1.0 where it is right. x: [...,
-    d_model], of which _ROWS rows are looked at. Where x is no number, so is the result where the dense layer's is."""
+    d_model], of which _ROWS rows are looked at. Rows of x with NaN have to give NaN where the dense layer does."""
     rows = [t.reshape(-1, t.shape[-1]) for t in (x, sparse(x), layer.module(x))]
     some = torch.linspace(0, len(rows[0]) - 1, min(_ROWS, len(rows[0])), device=x.device).long()
     x, y, dense = (t[some] for t in rows)
@@ -125,8 +126,8 @@ def _hidden(layer: FeedForward, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nearest(y: Tensor, worth: Tensor, keep: Tensor, doubtful: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the exact result [tokens, d_model] with those of the doubtful values that y seems to have: y less the
-    others is a sum of some of what they add, and least squares say which, as there are fewer than d_model."""
+    """Return the exact result [tokens, d_model] plus what those doubtful values add that y seems to contain: y without
+    the others is a sum of some of them, and least squares say which, as there are fewer than d_model."""
     exact = linear(torch.where(keep & ~doubtful, worth, 0.0), down, bias)
     for row, unsure in enumerate(doubtful):
         if not len(which := unsure.nonzero()[:, 0]):

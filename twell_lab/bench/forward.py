@@ -34,18 +34,13 @@ from ..ops.pack import pack
 from ..ops.reference import PlainFeedForward
 from ..plots import OTHER_KERNELS
 from ..records import Record
-from .rows import COMPILED, Calls, Sections, check, compare, describe, first_projection, over, row
+from .rows import COMPILED, Calls, Sections, check, check_seconds, compare, describe, first_projection, over, row
 
 AUTOTUNED = "dense max-autotune"  # the path of the dense layer whose kernels torch.compile picks by timing them
 Rivals = dict[str, Callable[[Tensor], Tensor]]  # what is timed beside a dense layer, by path
 
 
 # ---- a layer of any size, and anybody's own ----
-
-
-def _check_seconds(seconds: float) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
-        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
 
 
 def ffn(
@@ -83,7 +78,7 @@ def ffn(
         InputError, DeviceError: for a size, nnz, dtype or device that is not accepted.
         WrongResult: where a result does not agree with float64; then nothing is timed.
     """
-    _check_seconds(seconds)
+    check_seconds(seconds)
     device = clock.present_device(device)
     dtype = dtype or clock.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
@@ -96,7 +91,7 @@ def layer(
     """Time a feed-forward module on real inputs x [tokens, d_model], dense beside its SparseFFN.
 
     label: what the rows call this workload. compiled, seconds, the Record and the errors: as for `ffn`."""
-    _check_seconds(seconds)
+    check_seconds(seconds)
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -84,10 +85,10 @@ def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
     return sparsify(nn.Sequential(other.requires_grad_(False).eval()), choice)
 
 
-def hold(name: str, y: Tensor, wanted: Tensor) -> None:
+def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
     """Raise WrongResult unless a method gave what the dense layer gives."""
-    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
-    if y.shape != wanted.shape or not error <= OFF[wanted.dtype]:
+    error = output_error(y, wanted) if y.shape == wanted.shape else math.inf
+    if not error <= OFF[wanted.dtype]:
         raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
 
 
@@ -142,7 +143,7 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         some = x[:tokens].contiguous()
         y = layer(some)
         for method in (PACKED, SPLIT, TILES):
-            hold(method, methods[method](some), y)
+            check_close(method, methods[method](some), y)
         # Of more than one token the predictor computes all, and masks.
         there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
@@ -180,8 +181,8 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
         return add_padding(run(padding.gather(x)), padding)
 
     # Of the first layer, since roundings of other products grow from layer to layer; the stack on the same rows.
-    hold(REMOVED, removed(xs[0], layer)[real], layer(xs[0])[real])
-    hold(REMOVED, removed(xs[0])[real], stack(xs[0][real]))
+    check_close(REMOVED, removed(xs[0], layer)[real], layer(xs[0])[real])
+    check_close(REMOVED, removed(xs[0])[real], stack(xs[0][real]))
     calls = {rows.DENSE: rows.over(stack, xs), REMOVED: rows.over(removed, xs)}
     calls[ALONE] = rows.over(stack, [padding.gather(x) for x in xs])
     samples, bursts = clocked(calls, inputs[0].device, sizes.seconds)
@@ -191,7 +192,7 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
 
 
 class Proportion(NamedTuple):
-    """How nearly the time without padding is proportional to the real tokens, by the device's time.
+    """The distance of the time without padding from one that is proportional to the real tokens, by the device's time.
 
     fitted: how far measured times are at most from the proportional time c * share that fits them best, as a share of
     it. beside_dense: the same with the dense layers' time for all tokens as c: negative where the worst is sooner. own:
@@ -258,11 +259,11 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
     calls = {rows.DENSE: rows.over(by("loop"), routed)}
     for way in WAYS:
         if way != "loop":
-            hold(way, by(way)(routed[0]), by("loop")(routed[0]))
+            check_close(way, by(way)(routed[0]), by("loop")(routed[0]))
             calls[way] = rows.over(by(way), routed)
     few = xs[0][:CHECKED]
     everybody = torch.arange(experts, device=few.device).expand(len(few), -1)
-    hold(WHOLE, whole(few), by("loop")((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
+    check_close(WHOLE, whole(few), by("loop")((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
     calls[WHOLE] = rows.over(whole, xs)
     samples, bursts = clocked(calls, few.device, sizes.seconds)
     shared = about("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")

@@ -26,7 +26,6 @@ from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows
 from .causal import Causal
-from .forward import _check_seconds
 from .rows import COMPILED, DENSE
 from .workloads import (
     COMPILED_TOO,
@@ -45,6 +44,7 @@ from .workloads import (
 
 CACHED = 512  # tokens of each sequence, the new one among them, in a step of decoding
 LONGEST = 2048  # tokens of a sequence at most
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes of token ids
 
 
 def model(
@@ -90,8 +90,8 @@ def model(
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards of up to 16,384 tokens as CUDA graphs, and a model that is planned for
             these; of two planned models this one is compiled where it runs as a graph.
-        training: also time a training step on the fewest of `tokens`, dense and on the paths that `--kernels auto` of
-            twell-lab train would choose.
+        training: also time a training step on the fewest of `tokens` above 1, dense and on the paths that `--kernels
+            auto` of twell-lab train would choose.
         cached: tokens of each sequence in a step of decoding, the new one among them; by default 512, or the context.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
             of each path is read, by default 3; 0 for no energy.
@@ -112,9 +112,9 @@ def model(
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
             the layers, and a text that is shorter than one batch needs.
         DeviceError, StackError: for a device that is not there, or where transformers is missing.
-        WrongResult: where logits are wrong; then nothing is timed.
+        WrongResult: where logits are wrong; then there are no rows.
     """
-    _check_seconds(0.0 if seconds is None else seconds)
+    rows.check_seconds(seconds)
     how = {"tokens": tokens, "batches": batches, "text": text, "firing": firing, "plan": plan, "paths": paths}
     how |= {"compiled": compiled, "graphs": graphs, "cached": cached, "seconds": seconds, "dtype": dtype}
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
@@ -180,6 +180,8 @@ class Bench:
         if _is_drawn(model):
             place = timing.present_device(device)
             dtype = dtype or timing.dtype_for(place)
+            if dtype not in VALUE_DTYPES:
+                raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
             firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
             if not isinstance(firing, FiringProfile | None):
                 raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
@@ -210,7 +212,11 @@ class Bench:
         )
         if graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.compiled, self.fewest, self.classes = compiled, min([*counts, longest]), {*counts, *steps}
+        self.compiled, self.fewest, self.classes = (
+            compiled,
+            min((n for n in (*counts, longest) if n > 1), default=1),
+            {*counts, *steps},
+        )
         torch.manual_seed(0)
         dense = causal if sizes is None else Causal(drawn.fired(sizes, place, dtype, firing))
         self.models = Models(dense, Tokens(vocabulary, place, None if text is None else text.long()), about, longest)
@@ -265,6 +271,9 @@ class Bench:
     def train(self, tokens: int | None = None) -> list[dict]:
         """Return the rows of a training step on so many tokens, by default the fewest of the forwards."""
         count = self.fewest if tokens is None else tokens
+        if count < 2:
+            self.left_out["training"] = "a step needs windows of two tokens or more"
+            return []
         return training_rows(self.models, count, self.clocks, self.left_out, compiled=self.compiled)
 
     def plan_rows(self) -> list[dict]:
@@ -352,7 +361,7 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
     """InputError for a text that is none, or too short for the largest workload."""
     if text is None:
         return
-    if not isinstance(text, Tensor) or text.dim() != 1 or text.dtype.is_floating_point or text.dtype == torch.bool:
+    if not isinstance(text, Tensor) or text.dim() != 1 or text.is_meta or text.dtype not in _WHOLE:
         what = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
         raise InputError(f"text is {what}; accepted: token ids as a tensor [length] of whole numbers")
     if len(text) < (needed := max(2 * most, 4 * length)):

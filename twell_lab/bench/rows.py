@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..core import InputError
 from ..formats import twell
 from ..layers.find import feed_forwards
 from ..ops import clock as clocks
@@ -165,6 +166,14 @@ def clock_cpu(calls: Calls, seconds: float) -> tuple[dict[str, list[float]], Bur
     count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
     bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
     return {name: wall for name, (_, wall) in bursts.items()}, bursts
+
+
+def check_seconds(seconds: float | None) -> None:
+    """Raise InputError for what is no time to measure for."""
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
+        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
 
 
 def drain() -> None:

@@ -122,7 +122,7 @@ def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
         ids = tokens.windows(tokens.MEASURED, batch, shape.cached)
         step, kept = models[CUT].stepper(), models[CUT].keep(ids[:, :-1])
         worst = worst_layer(feed_forwards(cut), sparse, lambda: step(ids[:, -1:], kept))
-        facts = {CUT: says, path: says | {"layer_over_allowed": round(worst, 4)}}
+        facts = {CUT: says, path: says | {"layer_over_allowed": round(worst or 0.0, 4)}}
         made += variant_rows(KIND, label, models, facts, tokens, batch, **how)
     return made
 

@@ -43,8 +43,8 @@ def _config() -> TrainConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained and measured. config: of the model with L1. sequences: of its whole context, in forwards.
-    batches, cached, seconds: as for `bench.model`."""
+    """The model to train, and the sizes to measure. config: of the model with L1. sequences: of its whole context, in
+    forwards. batches, cached, seconds: as for `bench.model`."""
 
     config: TrainConfig = field(default_factory=_config)
     sequences: tuple[int, ...] = (2, 32)

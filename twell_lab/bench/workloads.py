@@ -463,7 +463,8 @@ def _check(models: Models, work: Workload, calls: rows.Calls, left_out: dict[str
                 worst = worst_layer(models.cut, models.sparse[name].model, lambda: calls[DENSE](0))
             except timing.WrongResult as error:
                 raise timing.WrongResult(f"{work.label}: {name}: {error}") from None
-            facts[name]["layer_over_allowed"] = round(worst, 4)
+            if worst is not None:
+                facts[name]["layer_over_allowed"] = round(worst, 4)
     return facts
 
 

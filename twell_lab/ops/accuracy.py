@@ -1,4 +1,4 @@
-"""How exact the result of a feed-forward layer has to be. Tests, benchmarks and the attack (tests/nightly/attack) all
+"""Bounds on the error of a feed-forward layer's result. Tests, benchmarks and the attack (tests/nightly/attack) all
 judge by the functions of this file.
 
 Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same

@@ -465,17 +465,25 @@ def step(
     """Return the steps of one block of a launch: of the one that a fault stopped, up to the fault (`.fault`), or else
     of the block `look`.
 
-    The other arguments are those of `Program.launch`; cores is 1 unless given, so that the fault is the same each time.
+    The other arguments are those of `Program.launch`; it runs on one core, so that the fault is the same each time.
+    Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded.
     Notebooks show the steps with `twell_lab.course.first_kernels.widget.StepExplorer`.
     """
-    options = {"cores": 1, **options}
-    trace = None
-    while trace is None:
-        try:
-            trace = program.launch(kernel, grid, block, arguments, trace=look, **options).trace
-        except faults.Fault as fault:  # in another block: once more, with that one's steps
-            trace, look = fault.trace, fault.block
-    return trace
+    if isinstance(look, bool) or not isinstance(look, int) or look < 0:
+        raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
+    options = {**options, "cores": 1}
+    try:
+        return program.launch(kernel, grid, block, arguments, trace=look, **options).trace
+    except faults.Fault as fault:
+        if fault.trace is not None:
+            return fault.trace
+        other = fault.block
+    try:  # in another block: once more, with the steps of that one
+        return program.launch(kernel, grid, block, arguments, trace=other, **options).trace
+    except faults.Fault as fault:
+        if fault.trace is None:
+            raise
+        return fault.trace
 
 
 # ---- launches by twell_lab.ops ----

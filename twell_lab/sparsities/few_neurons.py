@@ -112,7 +112,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 class Neurons(ABC):
-    """How many neurons of each layer of a model are computed, and what computes them."""
+    """A count of neurons to compute for each layer of a model, with the layer that computes them."""
 
     @abstractmethod
     def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:

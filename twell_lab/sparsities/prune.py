@@ -108,7 +108,6 @@ def proximal_step(
     optimizer: torch.optim.Optimizer,
     l1: float,
     weights: Iterable[nn.Parameter],
-    closure: Callable[[], Tensor] | None = None,
 ):
     """Take one step of the optimizer, then the proximal step of l1 * sum |w|, soft-thresholding by l1 times the rate:
 
@@ -120,7 +119,7 @@ def proximal_step(
     more than half of its last place: train in float32.
 
     weights: parameters of the optimizer that are shrunk, by the rates of their groups; usually without biases and
-    norms. closure: what `optimizer.step` takes, whose result is returned. InputError, before the step, for an l1 that
+    norms. InputError, before the step, for an l1 that
     is not from 0 up and weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
     rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -130,7 +129,6 @@ def proximal_step(
             f"{len(strange)} of {len(shrunk)} weights, the first of shape {list(strange[0].shape)}, are none of the "
             "optimizer's; its own parameters are accepted"
         )
-    result = optimizer.step(closure)
+    optimizer.step()
     for weight in shrunk:
         weight.copy_(F.softshrink(weight, float(rates[id(weight)]["lr"]) * l1))
-    return result

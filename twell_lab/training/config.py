@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -18,7 +18,8 @@ from .text.source import Text
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
 _LARGEST, _ABOVE_0, _FINITE = 2**63 - 1, sys.float_info.min, sys.float_info.max
 _RANGES = {
-    **dict.fromkeys("steps batch log_every eval_every eval_windows accumulate dead_every".split(), (1, _LARGEST)),
+    **dict.fromkeys("steps batch context log_every eval_every eval_windows".split(), (1, _LARGEST)),
+    **dict.fromkeys("accumulate dead_every".split(), (1, _LARGEST)),
     **dict.fromkeys("warmup l1_delay l1_warmup dead_window seed checkpoint_every".split(), (0, _LARGEST)),
     **dict.fromkeys("weight_decay reinit_sigma".split(), (0.0, _FINITE)),
     **dict.fromkeys("lr clip".split(), (_ABOVE_0, _FINITE)),
@@ -140,7 +141,8 @@ class TrainConfig:
             elif name in _RANGES and value is not None:
                 least, most = _RANGES[name]
                 whole = isinstance(least, int)
-                right = type(value) in ((int,) if whole else (int, float)) and least <= value <= most
+                number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+                right = number and least <= value <= most
                 accepted = f"a {'whole ' if whole else ''}number from {least:g} to {most:g}"
             else:
                 right = isinstance(value, kind)
@@ -205,7 +207,7 @@ class TrainResult:
     def summary(self) -> dict:
         """Return everything but the weights, ready for JSON, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
-        config |= {name: os.path.basename(config[name]) for name in ("tokenizer", "from_") if config[name] is not None}
+        config |= {name: Path(config[name]).name for name in ("tokenizer", "from_") if config[name] is not None}
         return {
             "config": config,
             "parameters": sum(weight.numel() for weight in self.model.parameters()),

@@ -15,9 +15,9 @@ import torch
 import twell_lab as tl
 from twell_lab import records
 from twell_lab.analysis import planner
-from twell_lab.app import cli
+from twell_lab.app import analysis_commands, cli
 from twell_lab.bench import forward
-from twell_lab.core import InputError
+from twell_lab.core import InputError, TextError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training.text.load import load_any
 
@@ -249,13 +249,22 @@ def test_a_profile_is_drawn_into_a_page_and_a_picture(capsys, tmp_path, text, mo
     ask(capsys, *asked, "--html", str(page))
     drawn = page.read_text(encoding="utf-8")
     assert drawn.count("Plotly.newPlot(") >= 2 and not re.search(r"<(script|link)[^>]*(src|href)=", drawn)
+    monkeypatch.setattr(analysis_commands, "find_spec", lambda name: name)
     monkeypatch.setattr(plotly.Figure, "to_image", lambda figure, format: f"a {format}".encode())
     ask(capsys, *asked, "--plot", str(picture))
     assert picture.read_bytes() == b"a png"
-    monkeypatch.setattr(plotly.Figure, "to_image", lambda figure, format: (_ for _ in ()).throw(ValueError("\nlong")))
-    assert cli.main([*asked, "--plot", str(picture)]) == 2
-    told = capsys.readouterr().err
-    assert "--plot needs kaleido" in told and told.count("\n") == 1
+    monkeypatch.setattr(plotly.Figure, "to_image", lambda figure, format: (_ for _ in ()).throw(RuntimeError("\nlong")))
+    for spec in ("kaleido", None):  # without Chrome, and without kaleido
+        monkeypatch.setattr(analysis_commands, "find_spec", lambda name, spec=spec: spec)
+        assert cli.main([*asked, "--plot", str(picture)]) == 2
+        message = capsys.readouterr().err
+        assert "--plot needs kaleido" in message and message.count("\n") == 1
+    counts = str(tmp_path / "counts.json")
+    ask(capsys, *asked, "--out", counts)
+    before = Path(counts).read_text()
+    for wrong in (["--plot", "x.gif"], ["--html", counts], ["--out", str(page), "--html", str(page)]):
+        assert cli.main(["profile", counts, *wrong]) == 2 and "accepted: " in capsys.readouterr().err
+    assert Path(counts).read_text() == before and page.read_text(encoding="utf-8") == drawn
 
 
 def test_one_field_of_a_file_of_records_is_read_where_it_is_named(capsys, tmp_path):
@@ -271,7 +280,10 @@ def test_one_field_of_a_file_of_records_is_read_where_it_is_named(capsys, tmp_pa
         for field in ("other", "number" if name == "a.jsonl" else ""):
             assert cli.main(["train", "--text", f"{path}?field={field}", *SMALL]) == 2
             told = capsys.readouterr().err
-            assert f"no text in a field {field!r}" in told and told.count("\n") == 1
+            assert f"with the field {field!r}: row 1 has no text there" in told and told.count("\n") == 1
+    for wrong in ("none.jsonl", "text.txt"):
+        with pytest.raises(TextError, match="none.jsonl' cannot be read: No such file|a .jsonl or .csv file alone"):
+            load_any(f"{tmp_path / wrong}?field=said")
     assert load_any(f"{tmp_path / 'a.csv'}?field=said").data.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
 
 

@@ -9,6 +9,7 @@ import math
 import warnings
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -326,6 +327,10 @@ WRONG = {
     "kernels": ("fast",),
     "parallel": ("tp",),
 }
+
+
+def test_numbers_of_numpy_are_numbers(tiny):
+    assert tiny(l1=np.float64(1e-5), lr=np.float64(1e-3)).l1 == 1e-5
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])

@@ -1,5 +1,6 @@
 """What a run begins with and reports to: a model that is there, a file of options, TensorBoard and Weights & Biases."""
 
+import dataclasses
 import json
 import sys
 from types import ModuleType
@@ -54,6 +55,11 @@ def test_a_model_of_ones_own_is_trained_further(tiny, own):
     assert result.validation_bits_per_byte == pytest.approx(before.validation_bits_per_byte, rel=1e-5)
     assert result.model.config == before.model.config and result.config.d_ff == 32 and result.config.layers == 2
     assert result.summary()["config"]["from_"] == folder.name
+    for context in (0, -5, True):
+        with pytest.raises(InputError, match=f"context is {context}; accepted: a whole number from 1"):
+            further(tiny, folder, context=context)
+    with_slash = dataclasses.replace(result, config=dataclasses.replace(result.config, from_=f"{folder}/"))
+    assert with_slash.summary()["config"]["from_"] == folder.name
 
 
 @pytest.mark.parametrize("kernels", ["off", "sparse"])

@@ -187,7 +187,7 @@ def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]
         days = [*dict.fromkeys("there" if day in lines[0] else day for day in days)]
         days = ["there, too"] if days == ["there"] else sorted(days, key=lambda day: day != "there")
         span = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (min(times), max(times))))
-        lines.append(f"Whole models, compiled: {span} times; {' and '.join(days)}.")
+        lines.append(f"Whole model{'s' * (len(models) > 1)}, compiled: {span} times; {' and '.join(days)}.")
     return lines
 
 

@@ -34,7 +34,7 @@ _MOST = 2**22  # token numbers; usual tokenizers have up to a million
 
 
 class Tokenizer:
-    """What a model reads a text as: here its bytes, token number = byte value, which needs no training and no package.
+    """A reader of text as bytes, token number = byte value, which needs no training and no package.
     Two are equal if their files are.
 
     name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: what its
