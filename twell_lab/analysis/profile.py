@@ -326,9 +326,11 @@ class Counter:
         rows = (rows or Rows()).map(lambda values: values.to(x.device))
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
         many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
-        pieces = [slice(start, start + step) for start in range(0, many, step)]
-        nnz = [self._add(gate(piece), rows.map(lambda values, piece=piece: values[piece])) for piece in pieces]
-        return torch.cat(nnz) if nnz else torch.zeros(0, dtype=torch.int64, device=x.device)
+        # One tensor for all answers: many small ones, kept between the pieces' large ones, leave holes in the heap.
+        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
+        for piece in (slice(start, start + step) for start in range(0, many, step)):
+            nnz[piece] = self._add(gate(piece), rows.map(lambda values, piece=piece: values[piece]))
+        return nnz
 
     def _add(self, gate: Tensor, rows: Rows) -> Tensor:
         """Count one piece of the rows."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,8 @@ def profile(options: argparse.Namespace) -> Answer:
     for target in targets:
         check_target(target)
     drawn, inputs = {options.html, options.plot} - {None}, {options.model, options.against} - {None}
-    files = {target.resolve() for target in targets}
-    if len(files) < len(targets) or {file.resolve() for file in drawn} & {file.resolve() for file in inputs}:
+    files = set(map(realpath, targets))
+    if len(files) < len(targets) or set(map(realpath, drawn)) & set(map(realpath, inputs)):
         raise InputError("--out, --html and --plot are not all different, or are read; accepted: files of their own")
     if options.plot is not None and options.plot.suffix not in _PICTURES:
         raise InputError(f"--plot is {str(options.plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")

@@ -104,11 +104,7 @@ def table(model: nn.Module) -> list[dict]:
 
 
 @torch.no_grad()
-def proximal_step(
-    optimizer: torch.optim.Optimizer,
-    l1: float,
-    weights: Iterable[nn.Parameter],
-):
+def proximal_step(optimizer: torch.optim.Optimizer, l1: float, weights: Iterable[nn.Parameter]) -> None:
     """Take one step of the optimizer, then the proximal step of l1 * sum |w|, soft-thresholding by l1 times the rate:
 
         w <- sign(w) max(|w| - lr * l1, 0)
@@ -119,8 +115,7 @@ def proximal_step(
     more than half of its last place: train in float32.
 
     weights: parameters of the optimizer that are shrunk, by the rates of their groups; usually without biases and
-    norms. InputError, before the step, for an l1 that
-    is not from 0 up and weights that the optimizer does not have."""
+    norms. InputError, before the step, for an l1 that is not from 0 up and weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
     rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     shrunk = [*{id(p): p for p in weights}.values()]  # each once

@@ -70,7 +70,7 @@ def test_silent_layers_are_compared_as_far_as_they_can_be():
     (row,) = alive.compare(silent).rows
     assert row["ratio"] is None and row["hot_kept"] is None
     assert alive.compare(silent).verdict == "No layer fired in both profiles: there is nothing to compare."
-    assert "-" in str(alive.compare(silent))
+    assert "ratio" not in str(alive.compare(silent)).splitlines()[0]  # a column without a number is left out
 
 
 @pytest.mark.parametrize(
