@@ -30,6 +30,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "thresholds": "models.thresholds",
     "Thresholds": "models.thresholds",
     "load": "models.published",
+    "generate": "models.generate",
     "train": "training.loop",
     "TrainConfig": "training.config",
     "kernel": "ops.kernels",

@@ -18,6 +18,7 @@ from .layers.families import register_family as register_family
 from .layers.find import feed_forwards as feed_forwards
 from .layers.sparse_ffn import SparseFFN as SparseFFN
 from .layers.terms import layer_terms as layer_terms
+from .models.generate import generate as generate
 from .models.published import load as load
 from .models.relufy import relufy as relufy
 from .models.report import report as report

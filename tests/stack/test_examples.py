@@ -24,7 +24,7 @@ def test_the_short_example_runs():
 
 
 def test_the_long_example_runs():
-    example, _ = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
+    example, *_ = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
     # The same calls, made short: fewer steps and held-out windows, a smaller layer to time.
     shortened = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example).replace(
         "d_model=2048, d_ff=5632", "d_model=64, d_ff=256"
@@ -42,6 +42,7 @@ def own_model(tmp_path, monkeypatch):
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     spelled = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     spelled.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelled.decoder = tokenizers.decoders.ByteLevel()
     sizes = dict(vocab_size=256, hidden_size=16, ffn_dim=40, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=512)
     transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "build" / "my-model")
@@ -52,10 +53,12 @@ def own_model(tmp_path, monkeypatch):
 
 
 def test_the_example_of_a_model_of_ones_own_runs(own_model, capsys):
-    _, example = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
-    names = {}
+    _, example, decoding = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
+    names = {"TextStreamer": pytest.importorskip("transformers").TextStreamer}
     exec(compile(example, "library.md", "exec"), names)
     assert "model.decoder.layers.0" in capsys.readouterr().out
+    exec(compile(decoding.replace("max_new_tokens=100", "max_new_tokens=5"), "library.md", "exec"), names)
+    assert names["said"].shape[1] == names["ids"].shape[1] + 5
     assert {row["state"] for row in tl.report(names["model"]).rows} == {"planned"}
 
 

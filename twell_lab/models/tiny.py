@@ -97,12 +97,16 @@ class Attention(nn.Module):
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if past is not None:
             key, value = past.add(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=past is None or length > 1)
+        mask = None if past is None else past.mask
+        causal = mask is None and (past is None or length > 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class Past:
     """The keys and values of the tokens that an Attention has read: of any number at first, and then one at a time."""
+
+    mask: Tensor | None = None  # of all that `add` returns, every one has been read
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.length = tokens, 0  # how many fit, and how many there are
@@ -177,11 +181,11 @@ class LanguageModel(nn.Module):
                 f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
                 f"context of 1 to {self.config.context}"
             )
-        return self.head(self._read(tokens, 0, [None] * len(self.layers)))
+        return self.head(self.read(tokens, slice(tokens.shape[1]), [None] * len(self.layers)))
 
-    def _read(self, tokens: Tensor, first: int, pasts: Sequence[Past | None]) -> Tensor:
-        """Return what the head takes at each of these tokens [batch, n], whose positions count from `first`."""
-        cosine, sine = (table[first : first + tokens.shape[1]] for table in (self.cosine, self.sine))
+    def read(self, tokens: Tensor, places: slice | Tensor, pasts: Sequence[Past | None]) -> Tensor:
+        """Return what the head takes at each of these tokens [batch, n] at n places of the context."""
+        cosine, sine = self.cosine[places], self.sine[places]
         x = self.embedding(tokens)
         for layer, past in zip(self.layers, pasts, strict=True):
             x = layer(x, cosine, sine, past)
@@ -225,7 +229,8 @@ class LanguageModel(nn.Module):
                 begin, pasts, fresh = first, [Past(context) for _ in self.layers], ids[:, first:end]
             else:
                 fresh = ids[:, end - 1 : end]
-            scores = self.head(self._read(fresh, end - begin - fresh.shape[1], pasts)[:, -1])
+            places = slice(end - begin - fresh.shape[1], end - begin)
+            scores = self.head(self.read(fresh, places, pasts)[:, -1])
             ids[:, end] = pick(scores, temperature, top_k, generator)
         return ids[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
 

@@ -1,131 +1,239 @@
-"""Text from the small model: the same tokens with and without keys and values kept, the draw, and wrong arguments."""
+"""`tl.generate`: the tokens of each model's own `generate`, by the loop that is captured on a GPU, here uncaptured."""
 
-import math
+import copy
+import threading
+import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+import twell_lab as tl
+from tests.models.speaking import decoders
 from twell_lab.core import InputError
-from twell_lab.models import tiny
-from twell_lab.models.swap import sparsify
+from twell_lab.models import generate as module
+from twell_lab.models import llama
+from twell_lab.models.generate import Step
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
+IDS, MASK = decoders.prompts()
+FAMILIES = ("Llama", "GPT-2", "Mistral", "Gemma 3", "Mixtral", "OPT", "Bloom")  # all others are asked nightly
 
-def model(**changes):
+
+@pytest.fixture
+def loop(monkeypatch):
+    """Have models that are not on a GPU take the loop of those that are."""
+    monkeypatch.setattr(module, "_ON", "cpu")
+
+
+def own(model, ids=IDS, mask=MASK, tokens=20, **how):
+    return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **{"do_sample": False, **how})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_what_its_own_generate_says(loop, name):
+    model = decoders.build(name)
+    wanted = own(model)
+    assert len(wanted[:, IDS.shape[1] :].unique()) > 2
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+        assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=20), own(model, IDS[:1], None)[0])
+    plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
+    assert bool(plain) == (name in decoders.NO_POSITIONS), plain
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in decoders.NO_POSITIONS])
+def test_a_step_of_a_family_is_one_graph_to_the_compiler(loop, name):
+    """What waits for the device breaks the graph, as it would break a capture."""
+    model = decoders.build(name)
+    tl.generate(model, IDS, max_new_tokens=4, attention_mask=MASK)
+    step = module._steps[model]
+    kept = copy.deepcopy((step.place, step.token))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module._step, fullgraph=True, backend="eager")(model, step)
+    assert step.place == kept[0] + 1
+
+
+def test_swapped_layers_say_the_same_and_a_changed_model_gets_a_new_step(loop):
+    model = decoders.build("Llama", hidden_act="relu").requires_grad_(False)
+    wanted = tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK)
+    first = module._steps[model]
+    tl.generate(model, IDS, max_new_tokens=9, attention_mask=MASK)
+    assert module._steps[model] is first
+    tl.sparsify(model, "twell")
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+    assert module._steps[model] is not first
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone(), requires_grad=False)
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), own(model))
+
+
+def test_transformers_takes_it_with_all_that_it_prepares(loop):
+    model = decoders.build("Qwen2")
+    for how in ({}, {"repetition_penalty": 1.7}, {"repetition_penalty": 1.3, "num_return_sequences": 1}):
+        given = dict(custom_generate=tl.generate, max_new_tokens=20, attention_mask=MASK, **how)
+        assert torch.equal(model.generate(IDS, do_sample=False, **given), own(model, **how)), how
+    with pytest.warns(UserWarning, match="NoRepeatNGram"):
+        given = dict(attention_mask=MASK, max_new_tokens=20, do_sample=False, no_repeat_ngram_size=2)
+        assert torch.equal(model.generate(IDS, custom_generate=tl.generate, **given), model.generate(IDS, **given))
+    with pytest.raises(InputError, match="beam"):
+        model.generate(IDS, custom_generate=tl.generate, num_beams=2)
+
+
+def test_a_sequence_ends_at_an_end_token_and_is_filled_up(loop):
+    model = decoders.build("Llama")
+    said = own(model)[:, IDS.shape[1] :]
+    model.generation_config.eos_token_id = [int(said[0, 3]), int(said[1, 7])]
+    wanted = own(model)
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+    model.generation_config.eos_token_id = int(said[0, 3])
+    alone = tl.generate(model, IDS[0], max_new_tokens=20)
+    assert torch.equal(alone, own(model, IDS[:1], None)[0])
+    assert len(alone) == IDS.shape[1] + 1 + said[0].tolist().index(said[0, 3])
+
+
+class Letters:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self, most=99):
+        self.parts, self.ended, self.most = [], False, most
+
+    def put(self, tokens):
+        if len(self.parts) == self.most:
+            raise ConnectionError("the reader went away")
+        self.parts += [tokens.reshape(-1)]
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("make", [lambda: decoders.build("Llama"), lambda: tiny()], ids=["Llama", "ours"])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_streamer_is_given_each_token_and_may_go_away(request, make, captured):
+    if captured:
+        request.getfixturevalue("loop")
+    model, streamer = make(), Letters()
+    said = tl.generate(model, IDS[0], max_new_tokens=7, streamer=streamer)
+    assert torch.equal(torch.cat(streamer.parts), said) and len(streamer.parts) == 8 and streamer.ended
+    with pytest.raises(ConnectionError):
+        tl.generate(model, IDS[0], max_new_tokens=7, streamer=Letters(most=3))
+    assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=7), said)
+
+
+def tiny() -> LanguageModel:
     torch.manual_seed(0)
-    sizes = dict(vocabulary=50, d_model=24, layers=2, heads=3, d_ff=40, context=12)
-    return LanguageModel(ModelConfig(**{**sizes, **changes})).double().eval()
+    sizes = dict(vocabulary=decoders.VOCABULARY, d_model=32, layers=2, heads=2, d_ff=48, context=64)
+    return LanguageModel(ModelConfig(**sizes)).eval()
 
 
-def recomputed(model, prompt, tokens):
-    """The most likely tokens, with all that the model sees read anew for each."""
-    every, context = prompt, model.config.context
-    for _ in range(tokens):
-        begin = 0
-        while every.shape[1] - begin > context:
-            begin += (context + 1) // 2
-        with torch.no_grad():
-            every = torch.cat([every, model(every[:, begin:])[:, -1:].argmax(-1)], 1)
-    return every[:, prompt.shape[1] :]
+def test_a_model_of_ours_says_the_same(loop):
+    model = tiny()
+    wanted = torch.cat([IDS, model.generate(IDS, 20)], 1)
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20), wanted)
+    with pytest.warns(UserWarning, match="context of 64"):
+        assert torch.equal(tl.generate(model, IDS, max_new_tokens=70)[:, :29], wanted)
+    drawn = [tl.generate(model, IDS, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    batch=st.integers(1, 3),
-    length=st.integers(1, 30),
-    tokens=st.integers(0, 30),
-    context=st.integers(1, 13),
-    gated=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_what_is_kept_changes_no_token(batch, length, tokens, context, gated, seed):
-    prompt = torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(seed))
-    speaker = model(context=context, gated=gated)
-    said = speaker.generate(prompt, tokens)
-    assert said.dtype == torch.int64 and torch.equal(said, recomputed(speaker, prompt, tokens))
-    assert torch.equal(speaker.generate(prompt[0], tokens), said[0])
+@pytest.mark.parametrize("how", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}])
+def test_tokens_are_drawn_as_often_as_transformers_would(how):
+    """Scores of five tokens, drawn 20,000 times at temperature 2, beside what its warpers leave."""
+    transformers = pytest.importorskip("transformers")
+    many, scores = 20_000, torch.tensor([[0.0, 1.0, -0.7, 3.0, 2.0]])
+    step = Step((many, 8, (True, bool(how), False), (), 0, 0), scores.expand(many, -1), [])
+    rule = module._Rule(2.0, how.get("top_k", 0), how.get("top_p", 1.0))
+    step.load(1, None, [], rule)
+    step.noise.exponential_(generator=torch.Generator().manual_seed(0))
+    step.choose(scores.expand(many, -1))
+    left = scores / 2.0
+    for name, kind in (("top_k", transformers.TopKLogitsWarper), ("top_p", transformers.TopPLogitsWarper)):
+        left = kind(how[name])(None, left) if name in how else left
+    torch.testing.assert_close(step.token.bincount(minlength=5) / many, left.softmax(1)[0], atol=0.015, rtol=0)
 
 
-def test_only_the_new_token_is_read_while_the_context_has_room(monkeypatch):
-    speaker, read = model(), []
-    kept = LanguageModel._read
-    monkeypatch.setattr(
-        LanguageModel, "_read", lambda self, fresh, *rest: read.append(fresh.shape[1]) or kept(self, fresh, *rest)
-    )
-    speaker.generate(torch.zeros(1, 4, dtype=torch.int64), 17)
-    assert read == [4, *[1] * 8, 7, *[1] * 5, 7, 1]
+def test_a_seed_repeats_the_draw_and_leaves_torchs_generator_alone(loop):
+    model, before = decoders.build("Llama"), torch.get_rng_state()
+    drawn = [tl.generate(model, IDS, temperature=1.5, top_k=9, seed=seed) for seed in (5, 5, 6)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(before, torch.get_rng_state())
 
 
-def test_sparse_layers_say_the_same():
-    prompt = torch.randint(50, (1, 5))
-    speaker = model().float()
-    said = speaker.generate(prompt, 20)
-    assert torch.equal(sparsify(speaker, "twell").generate(prompt, 20), said)
+def test_a_stop_text_may_straddle_tokens(loop):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    content = tokenizers.Tokenizer.from_str(llama.bytes_tokenizer())
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content)
+    model = decoders.build("Llama", vocab_size=len(tokenizer))
+    model.lm_head.weight.data[:32], model.lm_head.weight.data[127:] = 0, 0  # printable characters alone are likely
+    said = own(model, IDS[:1], None)[0]
+    texts = [tokenizer.decode(said[: end + 1]) for end in range(len(said))]
+    straddling = texts[15][-3:]
+    there = tl.generate(model, IDS[0], max_new_tokens=20, stop=["no such text", straddling], tokenizer=tokenizer)
+    ends = next(end for end in range(IDS.shape[1], 29) if straddling in texts[end])
+    assert torch.equal(there, said[: ends + 1]) and IDS.shape[1] < ends <= 15
 
 
-def test_a_seed_repeats_the_draw_and_leaves_torchs_generator_alone():
-    speaker, prompt = model(), torch.tensor([[1], [1]])
-    before = torch.get_rng_state()
-    said = speaker.generate(prompt, 40, temperature=1.0, seed=3)
-    assert torch.equal(said, speaker.generate(prompt, 40, temperature=1.0, seed=3))
-    assert not torch.equal(said, speaker.generate(prompt, 40, temperature=1.0, seed=4))
-    assert not torch.equal(*(speaker.generate(prompt, 40, temperature=1.0) for _ in range(2)))
-    assert not torch.equal(said[0], said[1]) and torch.equal(before, torch.get_rng_state())
+def test_two_generations_at_once_do_not_meet(loop):
+    model = decoders.build("Llama")
+    prompts = IDS.clamp(min=3)
+    wanted, said = [own(model, ids[None], None)[0] for ids in prompts], [None] * 3
+
+    def speak(row):
+        for _ in range(3):
+            said[row] = tl.generate(model, prompts[row], max_new_tokens=20)
+
+    threads = [threading.Thread(target=speak, args=(row,)) for row in range(3)]
+    [one.start() for one in threads], [one.join() for one in threads]
+    assert all(torch.equal(a, b) for a, b in zip(said, wanted))
 
 
-def test_the_most_likely_token_is_what_a_draw_from_one_or_at_no_temperature_gives():
-    speaker, prompt = model(), torch.tensor([7, 8])
-    said = speaker.generate(prompt, 20)
-    assert torch.equal(said, speaker.generate(prompt, 20, temperature=5.0, top_k=1))
-    assert torch.equal(said, speaker.generate(prompt, 20, temperature=1e-300, top_k=99))
-
-
-def test_tokens_are_drawn_as_often_as_softmax_says():
-    scores = torch.tensor([[0.0, 1.0, -math.log(2), 3.0, 2.0]]).expand(20_000, -1)
-    draw = lambda top_k: tiny.pick(scores, 2.0, top_k, torch.Generator().manual_seed(0)).bincount(minlength=5) / 20_000
-    torch.testing.assert_close(draw(None), (scores[0] / 2).softmax(0), atol=0.015, rtol=0)
-    likely = torch.tensor([-math.inf, 0.5, -math.inf, 1.5, 1.0]).softmax(0)
-    torch.testing.assert_close(draw(3), likely, atol=0.015, rtol=0)
-    ties = tiny.pick(torch.zeros(1000, 5), 1.0, 2, torch.Generator().manual_seed(0))
-    assert len(ties.unique()) == 2
+LONG = torch.zeros(1, 120, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "wrong, named",
+    ("how", "words"),
     [
-        (dict(prompt=torch.tensor([1.0])), "torch.float32"),
-        (dict(prompt=torch.zeros(1, 0, dtype=torch.int64)), "[1, 0]"),
-        (dict(prompt=torch.zeros(0, 3, dtype=torch.int64)), "[0, 3]"),
-        (dict(prompt=torch.tensor(1)), "[]"),
-        (dict(prompt=[1, 2]), "list"),
-        (dict(prompt=torch.tensor([3, 50])), "50"),
-        (dict(prompt=torch.tensor([-1, 50])), "-1"),
-        (dict(tokens=-1), "-1"),
-        (dict(tokens=True), "True"),
-        (dict(tokens=1.0), "1.0"),
-        (dict(temperature=-0.5), "-0.5"),
-        (dict(temperature=math.nan), "nan"),
-        (dict(temperature=math.inf), "inf"),
+        (dict(max_new_tokens=-1), "-1"),
+        (dict(max_new_tokens=2.0), "2.0"),
         (dict(temperature="hot"), "hot"),
-        (dict(top_k=0), "0"),
-        (dict(top_k=2.0), "2.0"),
-        (dict(seed=-1), "-1"),
-        (dict(seed=2**63), str(2**63)),
+        (dict(top_k=0), "top_k is 0"),
+        (dict(top_p=1.5), "top_p is 1.5"),
+        (dict(seed=-1), "seed is -1"),
+        (dict(stop="a"), "without a tokenizer"),
+        (dict(attention_mask=MASK[:, :3]), r"\[3, 3\]"),
+        (dict(attention_mask=MASK.flip(1)), "on the left"),
+        (dict(tokens=4), "'tokens'; accepted: max_new_tokens"),
+        (dict(input_ids=IDS.float()), "float32"),
+        (dict(input_ids=IDS * 9), "token numbers from 0 to 96"),
+        (dict(input_ids=LONG), "reads up to 128 together"),
+        (dict(model=torch.nn.Linear(2, 2)), "Linear"),
+        (dict(model=None), "NoneType"),
     ],
 )
-def test_wrong_arguments_are_named(wrong, named):
-    with pytest.raises(InputError) as raised:
-        model().generate(**{"prompt": torch.tensor([1]), "tokens": 1, **wrong})
-    assert (
-        f"{next(iter(wrong))} " in str(raised.value) and named in str(raised.value) and "accepted" in str(raised.value)
-    )
+def test_wrong_arguments_are_named(how, words):
+    model = how.pop("model", 0)
+    ids = how.pop("input_ids", IDS)
+    with pytest.raises(InputError, match=words):
+        tl.generate(decoders.build("Llama") if model == 0 else model, ids, **how)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_is_not_finite_says_nothing(temperature):
-    broken = model()
-    broken.head.weight.data[3, 0] = math.nan
-    with pytest.raises(InputError, match="finite"):
-        broken.generate(torch.tensor([1]), 3, temperature=temperature)
+def test_nothing_is_added_where_nothing_is_asked_for(loop):
+    for model in (decoders.build("Llama"), tiny()):
+        assert torch.equal(tl.generate(model, IDS, max_new_tokens=0), IDS)
+
+
+def test_scores_that_are_not_numbers_say_so(loop):
+    for model in (decoders.build("Llama"), tiny()):
+        next(model.parameters()).data.fill_(torch.nan)
+        with pytest.raises(InputError, match="not numbers"):
+            tl.generate(model, IDS[0], max_new_tokens=3)
+
+
+def test_on_a_cpu_it_says_once_that_nothing_is_captured():
+    model = decoders.build("Llama")
+    module._said.clear()
+    with pytest.warns(UserWarning, match="on one GPU"):
+        assert torch.equal(tl.generate(model, IDS, max_new_tokens=5, attention_mask=MASK), own(model, tokens=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tl.generate(model, IDS, max_new_tokens=5)

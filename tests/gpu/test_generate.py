@@ -1,0 +1,81 @@
+"""`tl.generate` on a GPU: the step is captured, and says what each model's own `generate` says."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+import twell_lab as tl
+from tests.models.speaking import decoders
+from twell_lab.models import generate as module
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+
+TOKENS = 60  # two plain steps, a compiled one, and replays
+MAY_RUN_PLAIN = (*decoders.NO_POSITIONS, "Mixtral")  # whose grouped products of float32 wait for the GPU
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    module._said.clear()
+    torch._dynamo.reset()
+    yield
+    gc.collect()
+
+
+def prompts(gpu):
+    return [t.to(gpu) for t in decoders.prompts()]
+
+
+def own(model, ids, mask, **how):
+    return model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, **{"do_sample": False, **how})
+
+
+@pytest.mark.parametrize("name", decoders.FAMILIES)
+def test_a_family_is_captured_and_says_the_same(gpu, name):
+    model, (ids, mask) = decoders.build(name).to(gpu), prompts(gpu)
+    wanted = own(model, ids, mask)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # the second one begins with the graph of the first
+            assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask), wanted)
+    plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
+    if name not in MAY_RUN_PLAIN:
+        assert not plain and module._steps[model].graph is not None, plain
+
+
+def test_swapped_layers_are_captured_in_16_bits(gpu):
+    """The tokens of the compiled step are those of the same step uncompiled where scores are apart."""
+    model = decoders.build("Llama", hidden_act="relu", hidden_size=64, intermediate_size=512).to(gpu, torch.bfloat16)
+    model.requires_grad_(False)
+    ids, mask = prompts(gpu)
+    dense = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
+    tl.sparsify(model, "twell")
+    swapped = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
+    assert module._steps[model].graph is not None
+    assert (swapped == dense).float().mean() > 0.5  # 16 bits may part ways
+
+
+def test_a_model_of_ours_draws_and_streams_alike(gpu):
+    sizes = dict(vocabulary=decoders.VOCABULARY, d_model=32, layers=2, heads=2, d_ff=48, context=128)
+    model, (ids, _) = LanguageModel(ModelConfig(**sizes)).eval().to(gpu), prompts(gpu)
+    wanted = torch.cat([ids, model.generate(ids, TOKENS)], 1)
+    for _ in range(2):
+        assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS), wanted)
+    assert module._steps[model].graph is not None
+    how = dict(max_new_tokens=TOKENS, temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    drawn = [tl.generate(model, ids, **how) for _ in range(3)]  # captured in the first, replayed in the others
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[1], drawn[2])
+
+
+def test_the_graph_goes_with_the_model_and_with_its_weights(gpu):
+    model, (ids, mask) = decoders.build("Llama").to(gpu), prompts(gpu)
+    tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
+    first = module._steps[model]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+    wanted = own(model, ids, mask)
+    assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask), wanted)
+    assert module._steps[model] is not first
+    del first, model
+    gc.collect()
+    assert not len(module._steps)
