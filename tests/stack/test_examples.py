@@ -53,7 +53,7 @@ def own_model(tmp_path, monkeypatch):
 
 
 def test_the_example_of_a_model_of_ones_own_runs(own_model, capsys):
-    _, example, decoding = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
+    _, example, decoding, *_ = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
     names = {"TextStreamer": pytest.importorskip("transformers").TextStreamer}
     exec(compile(example, "library.md", "exec"), names)
     assert "model.decoder.layers.0" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""`tl.SparsityCallback` in transformers' Trainer: the recipe runs, and the penalty is what it says."""
+
+import copy
+
+import pytest
+import torch
+
+import twell_lab as tl
+from tests.models.speaking import decoders
+from twell_lab.core import InputError
+from twell_lab.training.callback import SparsityCallback
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def texts(many: int = 64, tokens: int = 16) -> list[dict]:
+    """Sequences in which each token is the one before plus a step."""
+    made = []
+    for row in range(many):
+        ids = (torch.arange(tokens) * (1 + row % 3) + row) % decoders.VOCABULARY
+        made.append({"input_ids": ids, "labels": ids})
+    return made
+
+
+def trained(folder, *callbacks, model=None, **how):
+    model = tl.relufy(decoders.build("Llama", hidden_act="silu")) if model is None else model
+    how = dict(max_steps=40, logging_steps=10, learning_rate=2e-3, per_device_train_batch_size=8) | how
+    args = transformers.TrainingArguments(
+        folder, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **how
+    )
+    trainer = transformers.Trainer(model, args, train_dataset=texts(), callbacks=[*callbacks])
+    trainer.train()
+    return trainer
+
+
+def test_the_recipe_makes_fewer_neurons_fire(tmp_path):
+    penalised = trained(tmp_path, tl.SparsityCallback(l1=1.0, delay=2, warmup=5, reinit=0.1, window=10))
+    free = trained(tmp_path, tl.SparsityCallback(l1=0.0))
+    logs, others = ([row for row in one.state.log_history if "density" in row] for one in (penalised, free))
+    assert len(logs) == len(others) == 4
+    assert logs[-1]["density"] < 0.6 * others[-1]["density"] and logs[-1]["loss"] < logs[0]["loss"]
+    assert logs[-1]["mean_nnz"] == pytest.approx(48 * logs[-1]["density"])
+    assert all(row["l1_penalty"] > 0 for row in logs) and not any(row["l1_penalty"] for row in others)
+    assert all(0 <= row["dead"] <= 3 * 48 for row in logs) and "dead" not in others[-1]
+    model = penalised.model.eval().requires_grad_(False)
+    windows = torch.stack([row["input_ids"] for row in texts(8)])
+    assert tl.profile(model, [windows]).tokens == windows.numel()
+    assert not any(m._forward_pre_hooks for m in model.modules())  # all were taken off
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_step_is_that_of_the_loss_and_the_penalty(tmp_path, parts, swapped):
+    """One step of SGD, in one part or in several, beside the gradient computed by hand."""
+    model = tl.relufy(decoders.build("Llama", hidden_act="silu"))
+    by_hand = copy.deepcopy(model).train()
+    if swapped:
+        tl.sparsify(model, "twell")
+    rows = torch.stack([row["input_ids"] for row in texts(8)])
+    with tl.layer_terms(by_hand) as terms:
+        loss = by_hand(rows, labels=rows).loss
+    (loss + 0.05 * sum(term.l1 for term in terms) / len(terms)).backward()
+    args = transformers.TrainingArguments(
+        tmp_path,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_steps=1,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        per_device_train_batch_size=8 // parts,
+        gradient_accumulation_steps=parts,
+    )
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    transformers.Trainer(model, args, train_dataset=texts(8), callbacks=[SparsityCallback(l1=0.05)]).train()
+    for name, weight in by_hand.named_parameters():
+        moved = before[name] - dict(model.named_parameters())[name].detach()
+        torch.testing.assert_close(moved, weight.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_the_coefficient_waits_and_grows():
+    callback = SparsityCallback(l1=0.4, delay=2, warmup=4)
+    assert [callback.coefficient(step) for step in range(1, 9)] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert [SparsityCallback(l1=0.4, delay=1).coefficient(step) for step in (1, 2)] == [0, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (dict(l1=-1), "l1 is -1"),
+        (dict(l1=float("nan")), "l1 is nan"),
+        (dict(l1=1, delay=-1), "delay is -1"),
+        (dict(l1=1, window=0), "window is 0"),
+        (dict(l1=1, reinit=2), "reinit is 2"),
+    ],
+)
+def test_wrong_arguments_are_named(how, words):
+    with pytest.raises(InputError, match=words):
+        SparsityCallback(**how)
+
+
+def test_what_it_cannot_penalise_is_refused(tmp_path):
+    with pytest.raises(InputError, match="label_smoothing_factor is 0.1"):
+        trained(tmp_path, SparsityCallback(l1=1), label_smoothing_factor=0.1)
+    with pytest.raises(InputError, match="relufy"):
+        trained(tmp_path, SparsityCallback(l1=1), model=decoders.build("Llama"))
+    with pytest.raises(InputError, match="reinit is 0.1"):
+        model = tl.sparsify(tl.relufy(decoders.build("Llama")), "twell")
+        trained(tmp_path, SparsityCallback(l1=1, reinit=0.1), model=model)

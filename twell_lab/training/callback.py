@@ -1,0 +1,149 @@
+"""L1 for those who train with transformers: a callback of its `Trainer` that adds the penalty to the loss.
+
+    model = tl.relufy(transformers.AutoModelForCausalLM.from_pretrained(name))
+    Trainer(model, args, train_dataset=texts, callbacks=[tl.SparsityCallback(l1=2e-5, warmup=500)]).train()
+
+The penalty is that of the published code of arXiv 2603.23198 (twell_lab.layers.terms), the remedy for dead neurons that
+of its appendix C.3 (twell_lab.training.dead)."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import InputError
+from ..layers.find import firing_layers
+from ..layers.terms import layer_terms
+from .dead import reinitialise
+
+
+class SparsityCallback:
+    """Add an L1 penalty on hidden activations to the loss that transformers' Trainer minimises, and log what fires.
+
+    Args:
+        l1: the coefficient; 2e-5 is the paper's for large models, small ones take 1e-4 to 1e-3.
+        delay: steps before the penalty begins.
+        warmup: steps over which it then grows to l1.
+        reinit: how far the gate rows of dead neurons move towards fresh ones (0.1 in the paper); 0 leaves them.
+        sigma: the deviation of the fresh numbers, as the weights were initialised.
+        window: steps; a neuron that fired in none of them is dead, and is then moved.
+
+    Every log of the Trainer (state.log_history, and what is printed), whose `loss` has the penalty in it, also has
+    `l1_penalty`, `mean_nnz`, how many neurons fire for a token, `density`, their share, and with `reinit` `dead`, how
+    many were dead when the last window ended.
+    The layers may be dense or swapped; with `reinit` they have to be dense. InputError for wrong arguments, and, when
+    training begins, for a model without ReLU layers and for label smoothing, which leaves out the model's own loss."""
+
+    def __init__(
+        self,
+        l1: float,
+        *,
+        delay: int = 0,
+        warmup: int = 0,
+        reinit: float = 0.0,
+        sigma: float = 0.02,
+        window: int = 100,
+    ) -> None:
+        for name, value, most in (("l1", l1, math.inf), ("sigma", sigma, math.inf), ("reinit", reinit, 1.0)):
+            if not isinstance(value, (int, float)) or not 0 <= value <= most or value == math.inf:
+                raise InputError(f"{name} is {value!r}; accepted: a finite number from 0 up{' to 1' * (most == 1)}")
+        for name, steps, least in (("delay", delay, 0), ("warmup", warmup, 0), ("window", window, 1)):
+            if type(steps) is not int or steps < least:
+                raise InputError(f"{name} is {steps!r}; accepted: a whole number of steps from {least} up")
+        self.l1, self.reinit, self.sigma = l1, reinit, sigma
+        self.delay, self.warmup, self.window = delay, warmup, window
+        self._hooks = ExitStack()
+        self._step, self._parts = 0, 1
+        self._logged: list[Tensor] = []  # penalty and nnz of each forward pass since the last log
+        self._fired: list[Tensor] = []  # of each layer, whether a neuron did within the window
+        self._dead: int | None = None
+
+    def __getattr__(self, event: str) -> Any:
+        # The Trainer asks for every event. Its base class is not inherited: importing it changes torch.manual_seed.
+        if event.startswith("on_"):
+            return lambda *arguments, **more: None
+        raise AttributeError(event)
+
+    def coefficient(self, step: int) -> float:
+        """Return the penalty's coefficient at a step, counted from 1."""
+        after = step - self.delay
+        return self.l1 * min(1.0, max(0, after) / self.warmup) if self.warmup else self.l1 * (after > 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        """Put hooks on the model until training ends."""
+        if args.label_smoothing_factor:
+            raise InputError(
+                f"label_smoothing_factor is {args.label_smoothing_factor}; accepted: 0, since the Trainer does not "
+                "minimise the model's own loss with it, to which the penalty is added"
+            )
+        self._hooks.close()  # of a training that was interrupted
+        self._step, self._parts, self._dead = state.global_step, args.gradient_accumulation_steps, None
+        self._logged.clear()
+        self._layers = firing_layers(model)
+        self._width = sum(layer.up.weight.shape[0] for layer in self._layers) / len(self._layers)
+        self._terms = self._hooks.enter_context(layer_terms(model))
+        self._hooks.callback(model.register_forward_hook(self._penalise, with_kwargs=True).remove)
+        if self.reinit:
+            if swapped := [layer.name for layer in self._layers if hasattr(layer.module, "told")]:
+                raise InputError(f"reinit is {self.reinit} and {swapped[0]} is swapped; accepted: dense layers")
+            self._generator = torch.Generator().manual_seed(args.seed + state.global_step)
+            self._fired = [
+                layer.up.weight.new_zeros(layer.up.weight.shape[0], dtype=torch.bool) for layer in self._layers
+            ]
+            for layer, fired in zip(self._layers, self._fired):
+                self._hooks.callback(layer.down.register_forward_pre_hook(_noting(fired)).remove)
+
+    def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Add the penalty to the loss of a forward pass that is learned from."""
+        terms = [*self._terms]
+        self._terms.clear()
+        if not model.training or not terms or output.get("loss") is None:
+            return None
+        penalty = self.coefficient(self._step + 1) * sum(term.l1 for term in terms) / len(terms)
+        # Where the loss is divided by the tokens of all parts of a step, the Trainer adds the parts up.
+        share = 1 / self._parts if kwargs.get("num_items_in_batch") is not None else 1.0
+        output["loss"] = output["loss"] + share * penalty.to(output["loss"].dtype)
+        nnz = sum(term.nnz for term in terms) / len(terms)
+        self._logged.append(torch.stack([penalty.detach(), nnz]))
+        return output
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step, and move the rows of dead neurons where a window ends."""
+        self._step = state.global_step
+        if not self._fired or state.global_step % self.window:
+            return
+        self._dead = 0
+        for layer, fired in zip(self._layers, self._fired):
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(fired, torch.distributed.ReduceOp.MAX)
+            with torch.no_grad():
+                reinitialise(layer, ~fired, self.reinit, self.sigma, self._generator)
+            self._dead += int((~fired).sum())
+            fired.zero_()
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict | None = None, **_: Any) -> None:
+        """Add what fires to what the Trainer logs."""
+        if not self._logged or logs is None or "loss" not in logs:
+            return
+        penalty, nnz = torch.stack(self._logged).mean(0).tolist()
+        self._logged.clear()
+        more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width}
+        more |= {} if self._dead is None else {"dead": self._dead}
+        logs.update(more)
+        state.log_history[-1].update(more)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Take the hooks off."""
+        self._hooks.close()
+
+
+def _noting(fired: Tensor) -> Any:
+    def hook(module: nn.Module, args: tuple) -> None:
+        if module.training:
+            fired.logical_or_((args[0].detach() != 0).flatten(0, -2).any(0))
+
+    return hook
