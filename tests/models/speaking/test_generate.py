@@ -187,19 +187,6 @@ def test_two_generations_at_once_do_not_meet(loop):
     assert all(torch.equal(a, b) for a, b in zip(said, wanted))
 
 
-def test_continuous_batching_runs_with_swapped_layers():
-    """transformers' generate_batch on requests of several lengths: the tokens of each alone, dense and swapped."""
-    transformers = pytest.importorskip("transformers")
-    model = decoders.build("Llama", hidden_act="relu").requires_grad_(False)
-    requests = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11] * 9]
-    wanted = [own(model, torch.tensor([ids]), None, 10)[0, len(ids) :].tolist() for ids in requests]
-    config = transformers.GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0)
-    for swapped in (False, True):
-        tl.sparsify(model, "twell") if swapped else None
-        said = model.generate_batch(inputs=requests, generation_config=config)
-        assert [one.generated_tokens for one in said.values()] == wanted, swapped
-
-
 LONG = torch.zeros(1, 120, dtype=torch.int64)
 
 
