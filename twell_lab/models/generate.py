@@ -260,14 +260,18 @@ def _why_plain_call(config: Any, processors: list[str], prepared: dict) -> str:
     return ""
 
 
-def _say_once(model: Any, why: str) -> None:
-    key = type(model).__name__, why
+def _say_once(model: Any, why: str, what: str = "decodes step by step") -> None:
+    key = type(model).__name__, what, why
     if key not in _said:
         _said.add(key)
-        warnings.warn(f"generate: {key[0]} decodes step by step, as {why}", stacklevel=4)
+        warnings.warn(f"generate: {key[0]} {what}, as {why}", stacklevel=4)
 
 
-_said: set[tuple[str, str]] = set()
+def _first_line(error: Exception) -> str:
+    return f"{str(error).partition(chr(10))[0]:.200}"
+
+
+_said: set[tuple[str, str, str]] = set()
 
 
 # ---- the loop
@@ -485,35 +489,34 @@ class Step:
                 with _no_waiting():
                     _step(model, self)
             except RuntimeError as error:
-                self._give_up(model, f"a step waits for the GPU: {error}")
+                self.plain = True
+                _say_once(model, f"a step waits for the GPU: {_first_line(error)}")
+                _step(model, self)
         else:
             self._capture(model)
 
     def _capture(self, model: Any) -> None:
-        """Take a step, compiled, and capture it for those that follow."""
-        compiled, stream = torch.compile(_step, fullgraph=True), torch.cuda.Stream()
+        """Take a step, compiled where that works, and capture it for those that follow."""
+        step, stream = torch.compile(_step, fullgraph=True), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILED), torch.cuda.stream(stream):
-                compiled(model, self)
-        except Exception as error:  # of many kinds; nothing was computed
-            torch.cuda.current_stream().wait_stream(stream)
-            return self._give_up(model, f"its step cannot be compiled: {error}")
+        with torch.cuda.stream(stream):
+            try:
+                with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
+                    step(model, self)
+            except Exception as error:  # of many kinds; nothing was computed
+                _say_once(model, f"its step cannot be compiled: {_first_line(error)}", "decodes uncompiled")
+                step = _step
+                step(model, self)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                compiled(model, self)
+                step(model, self)
         except RuntimeError as error:  # as of too little memory
             self.plain = True
-            _say_once(model, f"its step cannot be captured: {str(error).splitlines()[0]:.200}")
+            _say_once(model, f"its step cannot be captured: {_first_line(error)}")
         else:
             self.graph = graph
-
-    def _give_up(self, model: Any, why: str) -> None:
-        self.plain = True
-        _say_once(model, f"{why.splitlines()[0]:.200}")
-        _step(model, self)
 
     def masks(self, config: Any, dtype: torch.dtype) -> Any:
         """Return what a model takes as attention_mask, [batch, 1, 1, room]: a mask; or, for layers of two kinds, one
@@ -573,7 +576,9 @@ def _step(model: Any, step: Step) -> None:
 def _no_waiting() -> Iterator[None]:
     """Within it an operation that waits for the GPU raises a RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
