@@ -12,8 +12,10 @@ from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+from twell_lab.sparsities import core_neurons as core_file
 from twell_lab.sparsities import predictors
-from twell_lab.sparsities.core_neurons import CoreFFN, core_neurons, remove
+from twell_lab.sparsities.core_neurons import CoreFFN, core_neurons
+from twell_lab.sparsities.few_neurons import remove
 from twell_lab.sparsities.predictors import LowRank, PredictedFFN, predict
 from twell_lab.sparsities.prune import prune
 
@@ -100,9 +102,9 @@ def test_all_neurons_are_the_dense_layer_and_removing_gives_it_back(model):
             chosen.apply(model)
         if chosen is core:
             torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-5)
-        assert chosen.remove(model) is model and [layer.mlp for layer in model.layers] == dense
+        assert remove(model) is model and [layer.mlp for layer in model.layers] == dense
         assert torch.equal(model(tokens), expected)
-    assert core.sparsity == 0.0 and core.tokens == 24
+    assert core.sparsity == 0.0
     assert all(torch.equal(t, first[name]) for name, t in model.state_dict().items())
 
 
@@ -110,10 +112,10 @@ def test_recall_precision_and_error_are_counted_on_other_tokens(model):
     x = torch.randn(4, 400, 16, generator=torch.Generator().manual_seed(0)).cumsum(1)  # with directions to learn
     layer = model.layers[0].mlp
     found = predict(layer, [x.view(-1, 16)], rank=8, steps=60)
-    (one,), (whole,) = found.layers, feed_forwards(layer)
+    (one,), (whole,) = found.layers.values(), feed_forwards(layer)
     assert (one.recalls.diff() >= 0).all() and one.recalls[0] == 0 and abs(one.recalls[-1] - 1) < 1e-9
     neurons = one.neurons(0.95)
-    assert one.recalls[neurons] >= 0.95 > one.recalls[neurons - 1] and one.tokens == 400
+    assert one.recalls[neurons] >= 0.95 > one.recalls[neurons - 1] and len(one.x) == 400
     (row,) = found.table()
     fired = whole.pattern(x.view(-1, 16)[1200:]) > 0
     chosen = torch.zeros_like(fired).scatter_(1, one.predictor(x.view(-1, 16)[1200:]).topk(neurons).indices, True)
@@ -123,16 +125,25 @@ def test_recall_precision_and_error_are_counted_on_other_tokens(model):
     assert found.at(0.5).sparsity > found.sparsity == 1 - neurons / 40
 
 
-def test_the_core_is_what_most_tokens_fire(model):
+def test_the_core_is_what_most_tokens_fire(model, monkeypatch):
     prompt, hidden = windows()[:1], []
-    core = core_neurons(model, prompt, 0.2, of_token=1.0).neurons["layers.1.mlp"]
+
+    def cores(share):
+        few = core_neurons(model, prompt, share).apply(model)
+        chosen = [layer.mlp.core for layer in few.layers]
+        remove(model)
+        return chosen
+
+    monkeypatch.setattr(core_file, "OF_TOKEN", 1.0)
+    (_, core) = cores(0.2)
     hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0][0]))
     model(prompt)
     hook.remove()
     counts = (hidden[0] != 0).sum(0)
     left = torch.ones(40, dtype=torch.bool).index_fill(0, core, False)
     assert len(core) == 8 and (core.diff() > 0).all() and counts[core].min() >= counts[left].max()
-    strongest = core_neurons(model, prompt, 0.01, of_token=0.01).neurons["layers.1.mlp"]
+    monkeypatch.setattr(core_file, "OF_TOKEN", 0.01)
+    (_, strongest) = cores(0.01)
     assert int(torch.bincount(hidden[0].abs().argmax(1), minlength=40).argmax()) in strongest.tolist()
 
 
@@ -141,10 +152,10 @@ def test_a_predictor_is_the_same_for_the_same_seed_and_keeps_so_many_tokens(mode
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, two = (predict(model, windows(6).split(1), steps=3, rank=2, seed=4) for _ in range(2))
-    assert torch.equal(torch.rand(3), expected) and [layer.tokens for layer in one.layers] == [10, 10]
-    for a, b in zip(one.layers, two.layers, strict=True):
-        assert torch.equal(a.recalls, b.recalls) and torch.equal(a.predictor.wide.weight, b.predictor.wide.weight)
+    one, two = (predict(model, windows(6).split(1), steps=3, rank=2) for _ in range(2))
+    assert torch.equal(torch.rand(3), expected) and [len(layer.x) for layer in one.layers.values()] == [10, 10]
+    for a, b in zip(one.layers.values(), two.layers.values(), strict=True):
+        assert torch.equal(a.recalls, b.recalls) and torch.equal(a.predictor[1].weight, b.predictor[1].weight)
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["nothing fires", "everything fires"])
@@ -166,6 +177,7 @@ def test_what_is_refused_is_named(model):
     for call in (
         lambda: predict(model, [tokens], recall=1.5),
         lambda: core_neurons(model, tokens[:1], True),
+        lambda: found.at(0),
         lambda: predict(model, [tokens], rank=0),
         lambda: predict(model, [tokens[:1, :3]]),
         lambda: predict(broken, [tokens]),
@@ -175,9 +187,5 @@ def test_what_is_refused_is_named(model):
     ):
         with pytest.raises(InputError, match="accepted"):
             call()
-    half = predict(model, [tokens], steps=1, rank=1, only=lambda name, module: name == "layers.1.mlp")
-    half.apply(model)
-    assert isinstance(model.layers[0].mlp, GatedFeedForward) and isinstance(model.layers[1].mlp, PredictedFFN)
-    prune(model, 0.5)  # which leaves what predicts alone
-    assert type(model.layers[1].mlp.predictor.narrow) is nn.Linear
-    remove(model)
+    prune(found.apply(model), 0.5)  # which leaves what predicts alone
+    assert type(model.layers[1].mlp.predictor[0]) is nn.Linear

@@ -1,5 +1,5 @@
 """The other kinds of sparsity, one file a method: of weights (magnitude, weights, prune, blocks, two_four with
-semi_structured, two_four_bound and two_four_training; fewer bits in quantised, int8, fp8, twell_int8 and bitmap), of
+semi_structured and two_four_training; fewer bits in quantised, int8, fp8, twell_int8 and bitmap), of
 tokens and activations (microtiles, padding, experts, routed, neuron_experts, predictors, core_neurons, predicted,
 kept_inputs), and what changes few weights or drops them (adapters, dropout).
 

@@ -30,19 +30,14 @@ class Bitmap(NamedTuple):
     def of(cls, matrix: Tensor) -> Bitmap:
         """Make that of a matrix, exactly, zeros as +0. Waits for the device. InputError for what is no dense matrix."""
         matrix = as_matrix(matrix).detach()
-        there = matrix.reshape(-1) != 0
-        places = F.pad(there, (0, -there.numel() % 8)).view(-1, 8)
-        bits = (places * _powers(places)).sum(1, dtype=torch.uint8)
-        return cls(matrix.reshape(-1)[there], bits, (matrix.shape[0], matrix.shape[1]))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and bits."""
-        return self.values.nbytes + self.bits.nbytes
+        there = matrix != 0
+        places = F.pad(there.flatten(), (0, -there.numel() % 8)).view(-1, 8)
+        return cls(matrix[there], (places * _powers(places)).sum(1, dtype=torch.uint8), tuple(matrix.shape))
 
     def dense(self) -> Tensor:
         """Return the matrix, [rows, columns]."""
-        there = (self.bits[:, None] & _powers(self.bits)).view(-1)[: self.shape[0] * self.shape[1]] != 0
+        rows, columns = self.shape
+        there = (self.bits[:, None] & _powers(self.bits)).view(-1)[: rows * columns] != 0
         return self.values.new_zeros(self.shape).masked_scatter_(there.view(self.shape), self.values)
 
 

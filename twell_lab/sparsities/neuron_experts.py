@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from ..layers.parts import Weights
 from ..layers.paths.path import Converted
-from .checks import check_count, checked_weight
-from .experts import grouped_linear, takes_grouped
+from .experts import by_expert, grouped_linear, takes_grouped
 from .products import hidden_of, spoilt
 
 GROUPS, TAKEN = 32, 1 / 4  # of a layer's neurons, at most; and what share of them a token is given
@@ -34,15 +33,12 @@ def alike(weight: Tensor, size: int) -> Tensor:
 
     Rows of length 1 are cut in two where they differ most, along their first principal direction, and the halves again
     (Boley, "Principal Direction Divisive Partitioning", 1998). weight: [rows, columns], finite. size: 1 or more; the
-    last group may have fewer rows. InputError for others."""
-    check_count("size", size)
-    matrix = F.normalize(checked_weight(weight).float(), dim=1)
-    done, left = [], [torch.arange(len(matrix), device=matrix.device)]
-    while left:
-        rows = left.pop()
+    last group may have fewer rows."""
+    matrix = F.normalize(weight.float(), dim=1)
+
+    def split(rows: Tensor) -> list[Tensor]:
         if len(rows) <= size:
-            done.append(rows)
-            continue
+            return [rows]
         some = matrix[rows]
         some = some - some.mean(0)
         direction = some[some.square().sum(1).argmax()]
@@ -50,8 +46,16 @@ def alike(weight: Tensor, size: int) -> Tensor:
             direction = F.normalize(some.t() @ (some @ direction), dim=0)
         rows = rows[(some @ direction).argsort(stable=True)]
         middle = size * (-(-len(rows) // size) // 2)
-        left += [rows[middle:], rows[:middle]]
-    return torch.cat(done) if done else torch.empty(0, dtype=torch.int64, device=matrix.device)
+        return split(rows[:middle]) + split(rows[middle:])
+
+    return torch.cat(split(torch.arange(len(matrix), device=matrix.device)))
+
+
+def sizes_of(d_ff: int) -> tuple[int, int, int]:
+    """Return how many neurons a group has, how many groups there are, and how many of them a token is given."""
+    size = _WIDE * max(1, -(-d_ff // (GROUPS * _WIDE)))
+    groups = -(-d_ff // size)
+    return size, groups, math.ceil(TAKEN * groups)
 
 
 class Groups(NamedTuple):
@@ -75,22 +79,14 @@ class AsExperts(Converted):
     name = "experts"
     exact = False
 
-    @staticmethod
-    def sizes_of(d_ff: int) -> tuple[int, int, int]:
-        """Return how many neurons a group has, how many groups there are, and how many of them a token is given."""
-        size = _WIDE * max(1, -(-d_ff // (GROUPS * _WIDE)))
-        groups = -(-d_ff // size)
-        return size, groups, max(1, math.ceil(TAKEN * groups))
-
     def make(self, weights: Weights) -> Groups:
         alone = weights.gate is None or weights.gate is weights.up
         first = weights.up if alone else weights.gate
-        size, groups, _ = self.sizes_of(len(first))
+        size, groups, _ = sizes_of(len(first))
         order = alike(first, size)
 
         def grouped(weight: Tensor) -> Tensor:
-            filled = F.pad(weight[order], (0, 0, 0, groups * size - len(order)))
-            return filled.unflatten(0, (groups, size))
+            return F.pad(weight[order], (0, 0, 0, groups * size - len(order))).unflatten(0, (groups, size))
 
         down = grouped(weights.down.t()).transpose(1, 2).contiguous()
         return Groups(order, grouped(first).flatten(0, 1), None if alone else grouped(weights.up), down)
@@ -107,23 +103,21 @@ class AsExperts(Converted):
         def in_order(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else F.pad(bias.index_select(0, order), (0, groups * size - len(order)))
 
-        gate = F.linear(x, first, in_order(weights.up_bias if beside is None else weights.gate_bias))
-        fired = (hidden_of(None, gate, weights, acts) if beside is None else acts.dense(gate)).view(
-            len(x), groups, size
-        )
-        wide, up_bias = torch.promote_types(x.dtype, torch.float32), in_order(weights.up_bias)
+        up_bias = in_order(weights.up_bias)
+        gate = F.linear(x, first, up_bias if beside is None else in_order(weights.gate_bias))
+        fired = hidden_of(None, gate, weights, acts) if beside is None else acts.dense(gate)
+        fired = fired.view(len(x), groups, size)
+        wide = torch.promote_types(x.dtype, torch.float32)
         strength = torch.linalg.vector_norm(fired, 1, dim=2, dtype=wide)
-        chosen = strength.topk(self.sizes_of(len(order))[2], sorted=False).indices
+        chosen = strength.topk(sizes_of(len(order))[2], sorted=False).indices
         if takes_grouped(x, down) and (beside is None or takes_grouped(x, beside)):
-            by_group = chosen.reshape(-1).argsort(stable=True)
-            of, token = chosen.reshape(-1)[by_group], by_group // chosen.shape[1]
-            ends = torch.searchsorted(of, torch.arange(groups, device=x.device), right=True).to(torch.int32)
+            back, of, token, ends = by_expert(chosen, groups)
             hidden = fired.flatten(0, 1).index_select(0, token * groups + of)
             if beside is not None:
                 up = grouped_linear(x.index_select(0, token), beside, ends)
                 up = up if up_bias is None else up + up_bias.view(groups, size).index_select(0, of)
                 hidden = hidden * acts.of_up(up)
-            parts = grouped_linear(hidden, down, ends).index_select(0, by_group.argsort())
+            parts = grouped_linear(hidden, down, ends).index_select(0, back.argsort())
             y = parts.view(*chosen.shape, x.shape[1]).sum(1, dtype=wide).to(x.dtype)
         else:
             if beside is not None:

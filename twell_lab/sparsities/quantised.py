@@ -51,13 +51,8 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
     InputError for another dtype, and for a weight that is no matrix, on meta or not finite."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
-    return round_rows(check_weight(checked_weight(weight)), dtype)
-
-
-def check_weight(weight: Tensor) -> Tensor:
-    """Return the weight. InputError for another dtype than a product of few bits takes."""
     check_tensor("the weight", weight, dtypes=WEIGHTS)
-    return weight
+    return round_rows(checked_weight(weight), dtype)
 
 
 @torch.no_grad()
@@ -84,9 +79,7 @@ def round_tokens(x: Tensor, dtype: torch.dtype) -> Rows:
     if type(x) is Tensor and not torch.compiler.is_compiling():
         values, scale = run(int8.quantise_rows, x.contiguous(), dtype, padded)
         return Rows(values.view(dtype), scale)
-    values, scale = round_rows(x, dtype)
-    missing = padded - len(x)
-    return Rows(F.pad(values.view(torch.int8), (0, 0, 0, missing)).view(dtype), F.pad(scale, (0, missing)))
+    return round_rows(F.pad(x, (0, 0, 0, padded - len(x))), dtype)
 
 
 def flattened(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ tl.sparsify(model, "two_four")                       # as a path of feed-forward
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from .products import Product, Products
 from .two_four import check_two_four
 
 OLDEST = (8, 0)  # compute capability
-# What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
-# columns are to be multiples.
-DTYPES = (torch.float16, torch.bfloat16)
-MULTIPLES = {"cutlass": (32, 64), "cusparselt": (16, 16)}
+DTYPES = (torch.float16, torch.bfloat16)  # of torch's: float32 would be 1:2, int8 is no weight that trains
 _CUSPARSELT = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
-_KINDS = {"cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS, "cusparselt": _CUSPARSELT}
+# torch's class of each backend, and of what rows and columns are to be multiples.
+BACKENDS: dict[str, tuple[Any, tuple[int, int]]] = {
+    "cutlass": (torch.sparse.SparseSemiStructuredTensorCUTLASS, (32, 64)),
+    "cusparselt": (_CUSPARSELT, (16, 16)),
+}
 
 
 def usual_backend() -> str:
@@ -40,10 +42,10 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     Raises InputError for another backend than "cutlass" and "cusparselt", and for dtypes and shapes that it does not
     take; DeviceError for a CPU, a GPU before sm_80, and where this build of torch has no such backend."""
     backend = backend or usual_backend()
-    if backend not in tuple(MULTIPLES):
-        raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, MULTIPLES))}")
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, BACKENDS))}")
     check_gpu("the weight", device, OLDEST, "2:4 products")
-    by = MULTIPLES[backend]
+    kind, by = BACKENDS[backend]
     if dtype not in DTYPES or len(shape) != 2 or any(n % step or not n for n, step in zip(shape, by)):
         raise InputError(
             f"the weight holds {dtype} {[*shape]}; {backend} accepts {dtype_names(DTYPES)}, multiples of {by[0]} rows "
@@ -51,7 +53,7 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
         )
     if backend == "cusparselt" and not torch.backends.cusparselt.is_available():
         raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
-    return _KINDS[backend]
+    return kind
 
 
 def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
@@ -59,15 +61,11 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
     cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
     taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
-    Raises InputError for another sparse, x or bias, under autocast to another dtype, and for an x that needs a
-    gradient, which torch does not have."""
+    Raises InputError for another sparse, x or bias, and for an x that needs a gradient, which torch does not have."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
     if checks.needs_gradient(x):
         raise InputError("x needs a gradient, which this product does not have; x.detach() and the dense layer have")
-    device = sparse.device.type
-    if torch.is_autocast_enabled(device) and (cast := torch.get_autocast_dtype(device)) != sparse.dtype:
-        raise InputError(f"autocast is to {cast}, and the weight holds {sparse.dtype}; autocast to that is accepted")
     if checks.needs_gradient(bias):
         return product(x, sparse) + bias
     watched = checks.watched(x, bias) or not checks.plain_eager()
@@ -79,17 +77,16 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     checks.check_tensor("x", rows, shape=(None, inner))
     if bias is not None:
         checks.check_tensor("bias", bias, shape=(out,), dtype=sparse.dtype, device=sparse.device)
-    count = len(rows)
-    if not count:
+    if not len(rows):
         return x.new_empty(*x.shape[:-1], out)
-    missing = -count % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
+    missing = -len(rows) % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
     if missing:
         rows = F.pad(rows, (0, 0, 0, missing))
     elif rows.data_ptr() % 16:
         rows = rows.clone()
     how = {"bias": bias, "transpose_result": True, "alg_id": sparse.alg_id_cusparselt}
     y = torch._cslt_sparse_mm(sparse.packed, rows.t(), **how)
-    return (y[:count] if missing else y).view(*x.shape[:-1], out)
+    return (y[:-missing] if missing else y).view(*x.shape[:-1], out)
 
 
 class SemiStructuredLinear(nn.Linear):
@@ -104,18 +101,24 @@ def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> Semi
 
     linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
     "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises InputError
-    for weights that are not 2:4 and as `tensor_kind`; DeviceError as that, and for a backend whose kernels refuse this
-    GPU."""
-    weight = checked_linear(linear).weight.detach()
+    for weights that are not 2:4; errors otherwise as of `packed`."""
+    sparse = packed(checked_linear(linear).weight.detach(), backend)
+    fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", sparse.dtype)
+    fast.weight, fast.bias = nn.Parameter(sparse, requires_grad=False), linear.bias
+    return fast.train(linear.training)
+
+
+@torch.no_grad()
+def packed(weight: Tensor, backend: str | None = None) -> Any:
+    """Return a 2:4 weight as torch's tensor, once it multiplied a row. Raises InputError for another weight and as
+    `tensor_kind`; DeviceError as that, and for a backend whose kernels refuse this GPU."""
     backend = backend or usual_backend()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
-    fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
-    fast.bias = linear.bias
-    with torch.no_grad(), refusals(f"torch's {backend}"):
-        fast.weight = nn.Parameter(kind.from_dense(weight.contiguous()), requires_grad=False)
-        fast(weight.new_zeros(1, linear.in_features))
-    return fast.train(linear.training)
+    with refusals(f"torch's {backend}"):
+        sparse = kind.from_dense(weight.contiguous())
+        product(weight.new_zeros(1, weight.shape[1]), sparse)
+    return sparse
 
 
 def searched(sparse: Any, tokens: int) -> Any:
@@ -134,9 +137,6 @@ def searched(sparse: Any, tokens: int) -> Any:
     return sparse
 
 
-# ---- as a path
-
-
 class TwoFour(Products):
     """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
     which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on. The layer owns the kept
@@ -146,15 +146,7 @@ class TwoFour(Products):
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        dense = nn.Linear(weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
-        dense.weight = nn.Parameter(weight, requires_grad=False)
-        sparse = to_semi_structured(dense).weight
-        return lambda x, bias=None: product(x, sparse, bias)
-
-    def check(self, weight: Tensor) -> None:
-        tensor_kind(weight.shape, weight.dtype, weight.device)
-        check_two_four(weight)
-        self.check_runs(weight.device, weight.dtype)
+        return partial(product, sparse=packed(weight))
 
 
 PATHS = (TwoFour(),)

@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from ..cuda.launch import Buffer, Call, run
 from ..layers.parts import Weights
-from ..layers.paths import Path
 from ..layers.paths.path import Converted
 from ..ops import int8
 from ..ops.activation import RELU
 from ..ops.pack import pack
 from .products import hidden_of, spoilt
-from .quantised import Rows, check_weight, quantise
+from .quantised import Rows, quantise
 
 
 @torch.no_grad()
@@ -49,11 +48,6 @@ class TwellInt8(Converted):
 
     name = "twell_int8"
     exact = False
-
-    def fitted(self, weights: Weights) -> Path:
-        for weight in (weights.up, weights.down):
-            check_weight(weight)
-        return super().fitted(weights)
 
     def make(self, weights: Weights) -> tuple[Rows | None, Rows]:
         return None if weights.gate is None else quantise(weights.up), quantise(weights.down.t())

@@ -27,7 +27,8 @@ from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
 from ...sparsities import microtiles, routed
-from ...sparsities.core_neurons import core_neurons, remove
+from ...sparsities.core_neurons import core_neurons
+from ...sparsities.few_neurons import remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest, sourced

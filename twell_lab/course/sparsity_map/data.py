@@ -26,7 +26,7 @@ from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, magnitude, prune, quantised, two_four, two_four_bound
+from ...sparsities import blocks, magnitude, prune, quantised, two_four
 from ...training.text import source
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
@@ -412,11 +412,10 @@ def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[
 
 def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> dict[str, float]:
     """Return how many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward,
-    and the two backward ones (two_four_bound.linear_products), counted with the rates of this GPU."""
+    and the two backward ones (`two_four.bound`), counted with the rates of this GPU."""
     from ...analysis.predict import rates_of
 
-    rates = rates_of(gpu)
-    return {one.name: two_four_bound.bound([one], rates) for one in two_four_bound.linear_products(tokens, d_in, d_out)}
+    return two_four.bound(tokens, d_in, d_out, rates_of(gpu))
 
 
 def three_lines(lost: list[dict], weighed: Weighed, timed: Sequence[dict]) -> list[str]:
