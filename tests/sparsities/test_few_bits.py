@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab.core import DeviceError, InputError
-from twell_lab.sparsities.bitmap import Bitmap
 from twell_lab.sparsities.fp8 import fp8_linear
 from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, packed_two_four
-from twell_lab.sparsities.quantised import output_error, quantise
+from twell_lab.sparsities.quantised import Bitmap, output_error, quantise
 from twell_lab.sparsities.twell_int8 import rows_product
 from twell_lab.sparsities.two_four import is_two_four, two_four_mask
 

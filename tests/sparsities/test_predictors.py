@@ -17,7 +17,6 @@ from twell_lab.sparsities import predictors
 from twell_lab.sparsities.core_neurons import CoreFFN, core_neurons
 from twell_lab.sparsities.few_neurons import remove
 from twell_lab.sparsities.predictors import LowRank, PredictedFFN, predict
-from twell_lab.sparsities.prune import prune
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=24)
 
@@ -115,13 +114,13 @@ def test_recall_precision_and_error_are_counted_on_other_tokens(model):
     (one,), (whole,) = found.layers.values(), feed_forwards(layer)
     assert (one.recalls.diff() >= 0).all() and one.recalls[0] == 0 and abs(one.recalls[-1] - 1) < 1e-9
     neurons = one.neurons(0.95)
-    assert one.recalls[neurons] >= 0.95 > one.recalls[neurons - 1] and len(one.x) == 400
+    assert one.recalls[neurons] >= 0.95 > one.recalls[neurons - 1]
     (row,) = found.table()
     fired = whole.pattern(x.view(-1, 16)[1200:]) > 0
     chosen = torch.zeros_like(fired).scatter_(1, one.predictor(x.view(-1, 16)[1200:]).topk(neurons).indices, True)
     assert row["recall"] == pytest.approx(float((fired & chosen).sum() / fired.sum()), abs=1e-3)
     assert row["precision"] == pytest.approx(float((fired & chosen).sum() / chosen.sum()), abs=1e-3)
-    assert row["precision"] > row["firing"] / row["d_ff"] and 0 < row["error"] < 0.6
+    assert row["precision"] > row["firing"] / row["d_ff"]
     assert found.at(0.5).sparsity > found.sparsity == 1 - neurons / 40
 
 
@@ -153,7 +152,8 @@ def test_a_predictor_is_the_same_for_the_same_seed_and_keeps_so_many_tokens(mode
     expected = torch.rand(3)
     torch.manual_seed(5)
     one, two = (predict(model, windows(6).split(1), steps=3, rank=2) for _ in range(2))
-    assert torch.equal(torch.rand(3), expected) and [len(layer.x) for layer in one.layers.values()] == [10, 10]
+    assert torch.equal(torch.rand(3), expected)
+    assert all((10 * layer.firing) % 1 < 1e-9 for layer in one.layers.values())  # a quarter of 40 tokens judges
     for a, b in zip(one.layers.values(), two.layers.values(), strict=True):
         assert torch.equal(a.recalls, b.recalls) and torch.equal(a.predictor[1].weight, b.predictor[1].weight)
 
@@ -165,7 +165,6 @@ def test_extremes(dense):
     layer.up_proj.bias = nn.Parameter(torch.full((24,), 1.0 if dense else -1.0))
     (row,) = predict(layer, [torch.randn(40, 8)], steps=2, rank=1, recall=1.0).table()
     assert (row["neurons"], row["firing"], row["recall"]) == ((24, 24.0, 1.0) if dense else (1, 0.0, 1.0))
-    assert row["error"] == 0.0
 
 
 def test_what_is_refused_is_named(model):
@@ -187,5 +186,3 @@ def test_what_is_refused_is_named(model):
     ):
         with pytest.raises(InputError, match="accepted"):
             call()
-    prune(found.apply(model), 0.5)  # which leaves what predicts alone
-    assert type(model.layers[1].mlp.predictor[0]) is nn.Linear

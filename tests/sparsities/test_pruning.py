@@ -11,7 +11,7 @@ from torch.nn.utils import prune as torchs
 
 from twell_lab.core import InputError
 from twell_lab.sparsities.magnitude import magnitude_mask, threshold_mask
-from twell_lab.sparsities.prune import proximal_step, prune, table, to_linears
+from twell_lab.sparsities.prune import proximal_step, prune, to_linears
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -217,15 +217,6 @@ def test_a_model_that_cannot_be_pruned_is_left_as_it_was():
         assert not any(isinstance(module, SparseLinear) for module in model.modules())
     prune(tied, 0.5, only=lambda name, module: name == "other")
     assert tied.head.weight is tied.embedding.weight and tied.other.nnz == 8
-
-
-def test_the_table_says_what_is_stored():
-    model = stack()
-    with torch.no_grad():
-        model[2].weight[:, 3] = 0
-    first, second = table(prune(model, 0.9, only=lambda name, module: name == "0"))
-    assert first["layer"] == "0" and first["shape"] == [12, 8] and first["nnz"] == 10
-    assert first["bytes"] == 10 * 4 + 10 * 4 + 13 * 4 and (second["nnz"], second["bytes"]) == (88, 96 * 4)
 
 
 # ---- training zeros in

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.paths.cost import Rates
 from twell_lab.sparsities import semi_structured, two_four_training
-from twell_lab.sparsities.semi_structured import searched, tensor_kind, to_semi_structured
+from twell_lab.sparsities.semi_structured import packed, searched, tensor_kind
 from twell_lab.sparsities.two_four import bound, check_two_four, is_two_four, prune_two_four, two_four_mask
 from twell_lab.sparsities.two_four_training import TwoFourLinear, two_four
 
@@ -123,7 +123,7 @@ def cslt(monkeypatch):
     return calls
 
 
-def packed(weight, alg_id=0):
+def of_torch(weight, alg_id=0):
     kind = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
     return kind(weight.shape, weight, None, None, None, None, True, alg_id)
 
@@ -134,35 +134,34 @@ def packed(weight, alg_id=0):
 def test_the_product_is_one_call_with_whole_rows(cslt, shape, with_bias):
     weight = torch.randn(32, 64).half()
     bias, x = torch.randn(32).half() if with_bias else None, torch.randn(*shape, 64).half()
-    y = semi_structured.product(x, packed(weight, 5), bias)
+    y = semi_structured.product(x, of_torch(weight, 5), bias)
     tokens = x.numel() // 64
     assert cslt == [((64, tokens + -tokens % 8), True, 5)][: tokens > 0]
     assert y.shape == (*shape, 32) and y.is_contiguous()
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     wide = torch.randn(16, 130).half()
     for rows in (wide[:, :64], wide[:, 1:65], wide.t()[:64].t(), wide.view(-1)[1 : 1 + 8 * 64].view(8, 64)):
-        torch.testing.assert_close(semi_structured.product(rows, packed(weight)), F.linear(rows, weight))
+        torch.testing.assert_close(semi_structured.product(rows, of_torch(weight)), F.linear(rows, weight))
 
 
 @SEMI
-def test_gradients_modes_and_other_inputs_of_the_product(cslt):
-    weight, bias = torch.randn(32, 64).half(), nn.Parameter(torch.randn(32).half())
-    layer = semi_structured.SemiStructuredLinear(64, 32, False, "meta", weight.dtype)
-    layer.weight, layer.bias, x = nn.Parameter(packed(weight), requires_grad=False), bias, torch.randn(3, 64).half()
-    layer(x).sum().backward()
-    assert bias.grad.tolist() == [3.0] * 32
-    with torch.no_grad():
-        y = layer(x)
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), y)
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError):
-            layer(x)
-    others = x.clone().requires_grad_(), x[:, 1:], x.float()
-    wrong = [lambda x=x: semi_structured.product(x, layer.weight, bias.detach()) for x in others]
-    for call in (*wrong, lambda: semi_structured.product(x, weight), lambda: searched(weight, 3)):
+@torch.no_grad()
+def test_modes_and_other_inputs_of_the_product(cslt):
+    weight, bias, x = torch.randn(32, 64).half(), torch.randn(32).half(), torch.randn(3, 64).half()
+    sparse = of_torch(weight)
+    call = lambda x: semi_structured.product(x, sparse, bias)  # noqa: E731
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError):
+        call(x)
+    for wrong in (lambda: call(x[:, 1:]), lambda: call(x.float()), lambda: semi_structured.product(x, weight)):
         with pytest.raises(InputError):
-            call()
+            wrong()
+    with torch.enable_grad(), pytest.raises(InputError, match="gradient"):
+        call(x.clone().requires_grad_())
+    with pytest.raises(InputError, match="of cuSPARSELt"):
+        searched(weight, 3)
     with pytest.raises(DeviceError, match="on a CPU"):
-        to_semi_structured(nn.Linear(64, 32))
+        packed(weight)
 
 
 # ---- what it can gain

@@ -1,7 +1,7 @@
 """The other kinds of sparsity, one file a method: of weights (magnitude, weights, prune, blocks, two_four with
-semi_structured and two_four_training; fewer bits in quantised, int8, fp8, twell_int8 and bitmap), of
-tokens and activations (microtiles, padding, experts, routed, neuron_experts, predictors, core_neurons, predicted,
-kept_inputs), and what changes few weights or drops them (adapters, dropout).
+semi_structured and two_four_training; fewer bits in quantised, int8, fp8 and twell_int8), of tokens and activations
+(microtiles, padding, experts, neuron_experts, predictors, core_neurons, predicted, kept_inputs), and what changes few
+weights or drops them (adapters, dropout).
 
 May import training and all below."""
 

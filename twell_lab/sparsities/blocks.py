@@ -54,9 +54,9 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
 def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
     """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept.
 
-    weight: [out, in], finite floating-point values of 16 bits or more. sparsity: from 0 up to, but not, 1. Exactly
-    round(sparsity * blocks) blocks go; of equal sums, computed in float64, the last in row order. size: of a block: one
-    number for a square, or (rows, columns); 16 to 128, and divisors of out and in. InputError for others."""
+    weight: [out, in], finite. sparsity: from 0 up to, but not, 1. Exactly round(sparsity * blocks) blocks go; of equal
+    sums, in float64, the last in row order. size: of a block: one number for a square, or (rows, columns); 16 to 128,
+    and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
     norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
     kept = largest(norms, kept_of(norms.numel(), sparsity))
@@ -85,13 +85,12 @@ def empty_share(matrix: Tensor, size: Size = 32) -> float:
 
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
-    """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], column order[i] comes to
-    place i; their own where that leaves no more blocks empty.
+    """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], their own where none does.
+    weight[:, order] takes x[..., order]. Arguments and errors as `empty_share`.
 
     Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
     filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
-    needed already; of equal ones the first. Its time grows with the square of the columns. weight[:, order] takes
-    x[..., order]. Arguments and errors as `empty_share`."""
+    needed already; of equal ones the first. Its time grows with the square of the columns."""
     needs = _used(matrix, size).any(2).double()  # [blocks of rows, blocks of columns, columns of a block]
     wide = needs.shape[2]
     needs = needs.flatten(1).cpu()

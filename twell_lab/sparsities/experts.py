@@ -47,8 +47,8 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort choices [tokens, top_k] by expert. Return of each its place before, its expert and its token; and ends, int32
-    [experts], where each expert's choices end. The number `experts` is nobody's."""
+    """Sort choices [tokens, top_k] by expert. Return their places before, experts and tokens, and where each
+    expert's end, int32 [experts]. The number `experts` is nobody's."""
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
     ends = torch.searchsorted(flat[order], torch.arange(experts, device=chosen.device), right=True)
@@ -80,11 +80,8 @@ class Experts(nn.Module):
         super().__init__()
         for name, given in (("d_model", d_model), ("d_ff", d_ff), ("experts", experts)):
             check_count(name, given)
-        if activation not in ACTIVATIONS or way not in WAYS:
-            raise InputError(
-                f"activation is {activation!r:.80} and way {way!r:.80}; accepted: {', '.join(ACTIVATIONS)}, and "
-                f"{', '.join(WAYS)}"
-            )
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation is {activation!r:.80}; accepted: {', '.join(ACTIVATIONS)}")
         self.way, self.act_fn = way, ACTIVATIONS[activation]()
         for name, shape in (("gate_up_proj", (2 * d_ff, d_model)), ("down_proj", (d_model, d_ff))):
             weight = torch.randn(experts, *shape, **like) * shape[1] ** -0.5
@@ -100,12 +97,13 @@ class Experts(nn.Module):
         top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
         shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k
         dtypes = (x.dtype, chosen.dtype) == (self.down_proj.dtype, torch.int64) and weights.is_floating_point()
-        if not shapes or not dtypes or self.way not in WAYS:
-            given = ", ".join(map(shown, (x, chosen, weights)))
+        if not shapes or not dtypes:
             raise InputError(
-                f"x, chosen and weights are {given}, way {self.way!r:.80}; {self.down_proj.dtype} [tokens, {d_model}], "
-                f"int64 [tokens, top_k], floating-point [tokens, top_k] and {', '.join(WAYS)} are accepted"
+                f"x, chosen and weights are {', '.join(map(shown, (x, chosen, weights)))}; {self.down_proj.dtype} "
+                f"[tokens, {d_model}], int64 [tokens, top_k] and floating-point [tokens, top_k] are accepted"
             )
+        if self.way not in WAYS:
+            raise InputError(f"way is {self.way!r:.80}; accepted: {', '.join(WAYS)}")
         somebody = (chosen >= 0) & (chosen < experts)
         order, of, token, ends = by_expert(torch.where(somebody, chosen, experts), experts)
         rows = x[token]

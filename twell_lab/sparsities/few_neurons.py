@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, StandIn, check_model, examine, feed_forwards, replaced
+from ..layers.find import FeedForward, StandIn, check_model, replaced, survey
 from ..layers.parts import Weights, parts_of
-from ..layers.probe import raise_all, title
 from ..ops.activation import Activation
 from .products import hidden_of
 
@@ -61,10 +60,9 @@ def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: 
 
 
 class FewNeurons(nn.Module, ABC):
-    """A feed-forward layer that computes some of its neurons, for inference. Lossy.
-
-    dense: the layer as it was, with its projections. What a subclass makes of their weights (`renew`) it owns: it is
-    made again when a state is loaded, and when the layer is moved or cast."""
+    """A feed-forward layer that computes some of its neurons, for inference. Lossy. dense: the layer as it was. What a
+    subclass makes of its weights (`renew`) it owns: that is made again when a state is loaded, and when the layer is
+    moved or cast."""
 
     label = "chosen neurons"
 
@@ -93,23 +91,20 @@ class FewNeurons(nn.Module, ABC):
 
 
 def dense_layers(model: nn.Module) -> list[FeedForward]:
-    """List the dense ReLU layers of a model. InputError, by name, for those that cannot be replaced."""
-    check_model(model)
+    """List the dense layers of a model that have a ReLU or its square and are modules of their own. InputError where
+    there is none, and by name for one that computes chosen neurons already."""
+    layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:
         raise InputError(f"{chosen[0]!r} computes chosen neurons already; accepted: remove(model) first")
-    layers, reasons = feed_forwards(model), []
-    for layer in layers:
-        if isinstance(layer.module, StandIn):
-            reason = "was swapped by sparsify; accepted: densify(model) first"
-        elif isinstance(layer.module, Expert) or parts_of(layer.module).family.inside:
-            reason = "is an expert, or lies in a block; accepted: a layer that is a module of its own"
-        elif layer.acts is not None or layer.cut is not None:
-            reason = "has a threshold; accepted: a ReLU or its square"
-        else:
-            reason = examine(layer.module)[0]
-        reasons += [f"{title(layer.name, layer.module)} {reason}"] if reason else []
-    raise_all(reasons)
-    return layers
+    found = [layer for layer in layers if layer.acts is None and layer.cut is None and _alone(layer.module)]
+    if not found:
+        why = next((f"{name} {reason}" for name, reason in reasons.items()), f"{len(layers)} others")
+        raise InputError(f"no dense layer with a ReLU in {type(model).__name__} ({why}); one or more is accepted")
+    return found
+
+
+def _alone(module: nn.Module) -> bool:
+    return not isinstance(module, (StandIn, Expert)) and not parts_of(module).family.inside
 
 
 def remove(model: nn.Module) -> nn.Module:

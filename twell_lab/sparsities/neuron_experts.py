@@ -6,7 +6,8 @@ This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons a
 and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
 
 Little can be gained, since a token's row and result are copied for each of its groups. The paths "twell" and "hot_cold"
-are the finest grain: nothing is copied, and nothing is missing."""
+are the finest grain: nothing is copied, and nothing is missing. `routed_by_firing` shows that hot/cold and experts are
+one idea at two grains."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core import InputError
 from ..layers.parts import Weights
 from ..layers.paths.path import Converted
+from ..ops import checks
+from .checks import check_count
 from .experts import by_expert, grouped_linear, takes_grouped
 from .products import hidden_of, spoilt
 
@@ -26,6 +30,7 @@ GROUPS, TAKEN = 32, 1 / 4  # of a layer's neurons, at most; and what share of th
 _WIDE = 8  # neurons of a group are a multiple of this: 16 bytes of 16-bit values, for the grouped product
 _TOKENS = 8192  # at a time: each is copied for each of its groups
 _STEPS = 8  # of power iteration
+Groups = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 def alike(weight: Tensor, size: int) -> Tensor:
@@ -58,17 +63,6 @@ def sizes_of(d_ff: int) -> tuple[int, int, int]:
     return size, groups, math.ceil(TAKEN * groups)
 
 
-class Groups(NamedTuple):
-    """A layer's weights by groups, the last filled up with zeros. order: of its neurons, int64 [d_ff]. first: gate, or
-    up in a plain layer, [groups * size, d_model]; beside: up of a gated layer, [groups, size, d_model]; down: [groups,
-    d_model, size]."""
-
-    order: Tensor
-    first: Tensor
-    beside: Tensor | None
-    down: Tensor
-
-
 class AsExperts(Converted):
     """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
     in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
@@ -80,6 +74,9 @@ class AsExperts(Converted):
     exact = False
 
     def make(self, weights: Weights) -> Groups:
+        """Return the order of the neurons, int64 [d_ff]; and by groups, the last filled up with zeros, gate, or up in a
+        plain layer, [groups * size, d_model], up of a gated layer, [groups, size, d_model], and down, [groups, d_model,
+        size]."""
         alone = weights.gate is None or weights.gate is weights.up
         first = weights.up if alone else weights.gate
         size, groups, _ = sizes_of(len(first))
@@ -89,7 +86,7 @@ class AsExperts(Converted):
             return F.pad(weight[order], (0, 0, 0, groups * size - len(order))).unflatten(0, (groups, size))
 
         down = grouped(weights.down.t()).transpose(1, 2).contiguous()
-        return Groups(order, grouped(first).flatten(0, 1), None if alone else grouped(weights.up), down)
+        return order, grouped(first).flatten(0, 1), None if alone else grouped(weights.up), down
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Groups) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -129,3 +126,45 @@ class AsExperts(Converted):
 
 
 PATHS = (AsExperts(),)
+
+
+# ---- two grains of one idea, for teaching
+
+
+class Routing(NamedTuple):
+    """y: [tokens, d_model]. routed: how many tokens each group of cold neurons was given. work: the share of the dense
+    layer's multiply-adds of up and down that was left."""
+
+    y: Tensor
+    routed: list[int]
+    work: float
+
+
+def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int, grain: int) -> Routing:
+    """Compute a ReLU-gated layer group by group: the first `hot` neurons for all tokens, groups of `grain` others for
+    the tokens for which one of theirs fires. What is not routed is zero, so the result is the dense layer's.
+
+    Grain 1 is the hot/cold split of this project; grain d_ff - hot is one cold expert, dense products that nearly every
+    token needs. A mixture of experts trains a router to guess; here the gate is the router, at the price of its
+    product. The host waits at each group.
+
+    x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff]. hot: 0 to d_ff. grain: 1 or more. InputError
+    for other numbers, and shapes that do not fit."""
+    x, gate, up, down, *_ = checks.check_layer(x, gate, up, down)
+    d_ff = len(gate)
+    if x.dim() != 2 or type(hot) is not int or not 0 <= hot <= d_ff:
+        raise InputError(f"x is {list(x.shape)} and hot {hot!r:.80}; [tokens, d_model] and 0 to {d_ff} are accepted")
+    check_count("grain", grain)
+    fires = F.linear(x, gate).relu()
+
+    def group(neurons: slice, rows: Tensor | slice) -> Tensor:
+        return F.linear(fires[rows, neurons] * F.linear(x[rows], up[neurons]), down[:, neurons])
+
+    y, routed, done = group(slice(hot), slice(None)), [], hot * len(x)
+    for first in range(hot, d_ff, grain):
+        neurons = slice(first, min(first + grain, d_ff))
+        rows = (fires[:, neurons] != 0).any(1).nonzero()[:, 0]
+        y = y.index_add(0, rows, group(neurons, rows))
+        routed.append(len(rows))
+        done += len(rows) * (neurons.stop - first)
+    return Routing(y, routed, done / max(1, d_ff * len(x)))

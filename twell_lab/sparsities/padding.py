@@ -40,9 +40,8 @@ class Padding(NamedTuple):
 
 
 def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
-    """Return the rows of x [..., width] that are real, [real rows, width], in their order, and where they were.
-
-    How many there are decides the shape, so this waits for the device once; one `Padding` serves all layers of a model.
+    """Return the rows of x [..., width] that are real, [real rows, width], in their order, and where they were. How
+    many there are decides the shape, so this waits for the device once; one `Padding` serves all layers of a model.
 
     real: bool [...], True for rows that are not padding, such as an attention mask of transformers compared with 0.
     InputError for another shape, dtype or device of `real`."""

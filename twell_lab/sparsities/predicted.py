@@ -8,7 +8,6 @@ better, and are applied to a model by themselves."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +33,6 @@ def truncated(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return narrow.to(weight.dtype), (wide @ narrow.t()).to(weight.dtype)
 
 
-class Guess(NamedTuple):
-    """narrow [rank, d_model] and wide [d_ff, rank]: the truncated gate. down_t: [d_ff, d_model]."""
-
-    narrow: Tensor
-    wide: Tensor
-    down_t: Tensor
-
-
 class Predicted(Converted):
     """For each token the share NEURONS of a layer's neurons, rounded up, that the `truncated` gate, of the share RANK
     of d_model, scores highest. Lossy.
@@ -53,16 +44,18 @@ class Predicted(Converted):
     name = "predicted"
     exact = False
 
-    def make(self, weights: Weights) -> Guess:
+    def make(self, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the truncated gate, narrow [rank, d_model] and wide [d_ff, rank], and down_t [d_ff, d_model]."""
         gate = weights.up if weights.gate is None else weights.gate
         down_t = weights.down.t().clone(memory_format=torch.contiguous_format)
-        return Guess(*truncated(gate, math.ceil(RANK * gate.shape[1])), down_t)
+        return *truncated(gate, math.ceil(RANK * gate.shape[1])), down_t
 
-    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Guess) -> Tensor:
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple[Tensor, ...]) -> Tensor:
+        narrow, wide, down_t = form
         rows, bias = x.reshape(-1, x.shape[-1]), weights.up_bias if weights.gate is None else weights.gate_bias
-        scores = F.linear(F.linear(rows, form.narrow), form.wide, bias)
-        neurons = math.ceil(NEURONS * len(form.wide))
-        return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, form.down_t), rows).view(x.shape)
+        scores = F.linear(F.linear(rows, narrow), wide, bias)
+        neurons = math.ceil(NEURONS * len(wide))
+        return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, down_t), rows).view(x.shape)
 
 
 PATHS = (Predicted(),)

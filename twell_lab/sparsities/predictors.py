@@ -1,7 +1,7 @@
 """Predicted neurons: each token computes a fixed number of neurons, guessed before the gate is computed. Lossy.
 
     found = predict(model, batches, recall=0.95)    # model: dense, ReLU
-    print(found)                                    # by layer: neurons, recall, precision, error
+    print(found)                                    # by layer: neurons, recall, precision
     model = found.apply(model)                      # lossy from here on; few_neurons.remove(model) takes it back
 
 What fires is known once the gate is computed, which is a third of a gated layer's work. Deja Vu (Liu et al., arXiv
@@ -11,13 +11,13 @@ neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores
 At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
 products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
 `recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision`
-the share of the chosen ones that fire, `error` the relative error of the layer's output there."""
+the share of the chosen ones that fire."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,9 @@ from ..analysis.profile import captured
 from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward
-from ..layers.parts import Weights
 from ..ops.activation import RELU
 from .checks import check_count, check_share
-from .few_neurons import FewNeurons, Neurons, best_alone, computed, dense_layers, gate_of
+from .few_neurons import FewNeurons, Neurons, best_alone, dense_layers, gate_of
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
@@ -38,11 +37,7 @@ _CHUNK = 1024  # inputs whose scores are sorted at a time
 
 
 class LowRank(nn.Sequential):
-    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier.
-
-    set_aside: `prune` leaves these alone."""
-
-    set_aside = True
+    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier."""
 
     def __init__(self, d_model: int, d_ff: int, rank: int) -> None:
         super().__init__(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, d_ff))
@@ -67,43 +62,33 @@ class PredictedFFN(FewNeurons):
         return best_alone(rows, self.predictor(rows), self.neurons, self.weights, RELU, self.down_t).view(x.shape)
 
 
-class LayerPredictor:
-    """The predictor of one layer, and how well it guesses on inputs x that it was not trained on.
+class LayerPredictor(NamedTuple):
+    """The predictor of one layer, and how well it guesses on inputs that it was not trained on.
 
-    firing: how many neurons fire at one of these on average. recalls: float64 [d_ff + 1], the share of firing neurons
-    among the n that score highest."""
+    shape: (d_ff, d_model). firing: how many neurons fire at one of these on average. recalls: float64 [d_ff + 1], the
+    share of firing neurons among the n that score highest."""
 
-    @torch.no_grad()
-    def __init__(self, layer: FeedForward, predictor: LowRank, x: Tensor) -> None:
-        self.layer, self.predictor, self.x = layer, predictor, x
-        self.shape = tuple(layer.up.weight.shape)
-        counts = torch.zeros(self.shape[0], dtype=torch.int64)
-        for some in x.split(_CHUNK):
-            order = predictor(some).argsort(dim=1, descending=True, stable=True)
-            counts += fires(gate_of(layer, some)).gather(1, order).sum(0).cpu()
-        total = int(counts.sum())
-        self.firing = total / len(x)
-        recalls = counts.cumsum(0).double() / total if total else torch.ones(len(counts), dtype=torch.float64)
-        self.recalls = F.pad(recalls, (1, 0), value=0.0 if total else 1.0)
+    predictor: LowRank
+    shape: tuple[int, int]
+    firing: float
+    recalls: Tensor
 
     def neurons(self, recall: float) -> int:
         """Return the least number of neurons, from 1 up, with which this recall is reached."""
         return max(1, int((self.recalls < recall - 1e-12).sum()))
 
-    @torch.no_grad()
-    def row(self, neurons: int) -> dict:
-        """Return layer, neurons, d_ff, firing, recall, precision and error with so many neurons a token, JSON-able."""
-        weights, off, whole = Weights.of(self.layer.gate, self.layer.up, self.layer.down), 0.0, 0.0
-        for some in self.x.split(_CHUNK):
-            x = some.to(weights.up.dtype)
-            exact = computed(x, weights, RELU).double()
-            y = best_alone(x, self.predictor(some), neurons, weights, RELU, weights.down.t()).double()
-            off += float((y - exact).square().sum())
-            whole += float(exact.square().sum())
-        recall = float(self.recalls[neurons])
-        row = {"layer": self.layer.name, "neurons": neurons, "d_ff": self.shape[0], "firing": round(self.firing, 2)}
-        error = math.sqrt(off / whole) if whole else 0.0
-        return row | {"recall": recall, "precision": recall * self.firing / neurons, "error": error}
+
+@torch.no_grad()
+def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
+    """Return what a predictor makes of inputs x [tokens, d_model] of its layer."""
+    d_ff, d_model = layer.up.weight.shape
+    counts = torch.zeros(d_ff, dtype=torch.int64)
+    for some in x.split(_CHUNK):
+        order = predictor(some).argsort(dim=1, descending=True, stable=True)
+        counts += fires(gate_of(layer, some)).gather(1, order).sum(0).cpu()
+    total = int(counts.sum())
+    recalls = F.pad(counts.cumsum(0).double() / total, (1, 0)) if total else torch.ones(d_ff + 1, dtype=torch.float64)
+    return LayerPredictor(predictor, (d_ff, d_model), total / len(x), recalls)
 
 
 class Predictors(Neurons):
@@ -123,14 +108,17 @@ class Predictors(Neurons):
         return PredictedFFN(layer, predictor, self.counts[layer.name])
 
     def table(self) -> list[dict]:
-        """Return `LayerPredictor.row` of each layer."""
-        return [layer.row(self.counts[name]) for name, layer in self.layers.items()]
+        """Return for each layer its name, neurons, d_ff, firing, recall and precision, JSON-able."""
+        rows = []
+        for name, layer in self.layers.items():
+            neurons = self.counts[name]
+            recall = float(layer.recalls[neurons])
+            row = {"layer": name, "neurons": neurons, "d_ff": layer.shape[0], "firing": round(layer.firing, 2)}
+            rows.append(row | {"recall": recall, "precision": recall * layer.firing / neurons})
+        return rows
 
     def __str__(self) -> str:
-        line = (
-            "{layer}: {neurons} of {d_ff} neurons, {firing} fire; recall {recall:.1%}, precision {precision:.1%}, "
-            "error {error:.1%}"
-        )
+        line = "{layer}: {neurons} of {d_ff} neurons, {firing} fire; recall {recall:.1%}, precision {precision:.1%}"
         return "\n".join([*(line.format(**row) for row in self.table()), super().__str__()])
 
 
@@ -146,8 +134,8 @@ def predict(
     each layer should compute, above 0 and up to 1, on the tokens that judge; how many it computes follows. rank: how
     narrow the predictors are, from 1 up. steps: of 256 tokens each, from 1 up.
 
-    InputError for wrong arguments, a model without such layers, layers that do more than their parts say or were
-    swapped by sparsify, fewer than 8 tokens, and inputs that are not finite."""
+    Layers that do more than their parts say, were swapped by sparsify, are experts, or lie in a block stay dense.
+    InputError for wrong arguments, a model without others, fewer than 8 tokens, and inputs that are not finite."""
     check_share("recall", recall)
     check_count("rank", rank)
     check_count("steps", steps)
@@ -162,7 +150,7 @@ def predict(
             )
         learnt = len(x) - max(1, round(HELD_OUT * len(x)))
         predictor = _train(layer, x[:learnt], rank, steps, number)
-        trained[layer.name] = LayerPredictor(layer, predictor, x[learnt:])
+        trained[layer.name] = judged(layer, predictor, x[learnt:])
     return Predictors(trained, recall)
 
 

@@ -1,7 +1,6 @@
 """Prune whole models: the smallest of each layer's weights become zero, once or again and again while it trains.
 
     model = prune(model, 0.9)                   # every nn.Linear becomes a SparseLinear with 90% of its weights zero
-    print(*table(model), sep="\\n")              # what is left of each, and its bytes
     model = to_linears(model)                   # nn.Linear again, with zeros in them
 
 And L1 by soft-thresholding, which trains zeros in: `proximal_step`."""
@@ -38,12 +37,10 @@ def prune(
     """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated. Returns the
     model, or of an nn.Linear itself the SparseLinear. Make the optimizer afterwards.
 
-    sparsity: the share of each layer's weights that go, those of least magnitude (`magnitude.magnitude_mask`); of a
-    "masked" layer what is gone stays gone. mask: in its stead, a function from a weight [out, in] to bool [out, in],
-    True for what is kept. only: the layers for which only(name, module) is true. gradient: of new SparseLinears.
-
-    InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
-    from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
+    sparsity: the share of each layer's weights that go (`magnitude.magnitude_mask`); of a "masked" layer what is gone
+    stays gone. mask: in its stead, a function from a weight to what is kept. only: the layers for which only(name,
+    module) is true. gradient: of new SparseLinears. InputError, with nothing changed, for a model without such layers,
+    and by name for layers that are no plain nn.Linear, share their weight, or whose weight is not finite."""
     check_model(model)
     if (sparsity is None) == (mask is None) or not (mask is None or callable(mask)):
         raise InputError(f"sparsity is {sparsity!r:.80} and mask {mask!r:.80}; a share or a function, one, is accepted")
@@ -52,9 +49,8 @@ def prune(
         mask = partial(magnitude_mask, sparsity=sparsity)
     changed, updated, reasons = {}, [], []
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    aside = {part for module in model.modules() if getattr(module, "set_aside", False) for part in module.modules()}
     for name, layer in model.named_modules():
-        if not isinstance(layer, (nn.Linear, SparseLinear)) or layer in aside or not selected(only, name, layer):
+        if not isinstance(layer, (nn.Linear, SparseLinear)) or not selected(only, name, layer):
             continue
         try:
             if isinstance(layer, SparseLinear):
@@ -79,34 +75,16 @@ def to_linears(model: nn.Module) -> nn.Module:
     return replaced(model, {layer: layer.to_linear() for layer in model.modules() if isinstance(layer, SparseLinear)})
 
 
-def table(model: nn.Module) -> list[dict]:
-    """Return one row for each nn.Linear and SparseLinear of a model, JSON-able: layer, its name; shape, [out, in]; nnz,
-    how many weights are not zero, or kept; bytes of the stored weight, with its indices."""
-    check_model(model)
-    rows = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, (nn.Linear, SparseLinear)):
-            weight, stored = layer.weight.detach(), [layer.weight]
-            nnz = int((weight != 0).sum())
-            if isinstance(layer, SparseLinear):
-                nnz, stored = layer.nnz, [layer.stored, layer.column, layer.pointer]
-            rows.append({"layer": name, "shape": [*weight.shape], "nnz": nnz, "bytes": sum(t.nbytes for t in stored)})
-    return rows
-
-
 @torch.no_grad()
 def proximal_step(optimizer: torch.optim.Optimizer, l1: float, weights: Iterable[nn.Parameter]) -> None:
-    """Take one step of the optimizer, then the proximal step of l1 * sum |w|, soft-thresholding by l1 times the rate:
+    """Take one step of the optimizer, then the proximal step of l1 * sum |w|: w <- sign(w) max(|w| - lr * l1, 0).
 
-        w <- sign(w) max(|w| - lr * l1, 0)
+    It gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
+    (Daubechies et al., arXiv math/0307152), whose fixed points minimise loss + l1 * sum |w|; after Adam it is decoupled
+    from its scaling. In 16 bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
 
-    which gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
-    (Daubechies et al., arXiv math/0307152; Parikh and Boyd, "Proximal Algorithms", 2014), whose fixed points minimise
-    loss + l1 * sum |w|; after Adam it is decoupled from its scaling. In 16 bits a weight shrinks only if lr * l1 is
-    more than half of its last place: train in float32.
-
-    weights: parameters of the optimizer that are shrunk, by the rates of their groups; usually without biases and
-    norms. InputError, before the step, for an l1 that is not from 0 up and weights that the optimizer does not have."""
+    weights: parameters of the optimizer that are shrunk, by the rates of their groups. InputError, before the step, for
+    an l1 that is not from 0 up and weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
     rates = {p: group for group in optimizer.param_groups for p in group["params"]}
     shrunk = dict.fromkeys(weights)  # each once

@@ -1,8 +1,8 @@
 """Products of 2:4 weights by torch's kernels (CUTLASS, cuSPARSELt), on GPUs from sm_80 on.
 
-fast = to_semi_structured(prune_two_four(linear))    # a layer with torch's 2:4 tensor
-y = product(x, fast.weight)                          # its product alone
-tl.sparsify(model, "two_four")                       # as a path of feed-forward layers whose weights are 2:4"""
+sparse = packed(prune_two_four(linear).weight)    # torch's 2:4 tensor; it is left as it was
+y = product(x, sparse, linear.bias)               # under torch.no_grad(): it has no gradient
+tl.sparsify(model, "two_four")                    # as a path of feed-forward layers whose weights are 2:4"""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
 from ..ops import checks
-from .checks import check_count, check_gpu, checked_linear, refusals
+from .checks import check_count, check_gpu, refusals
 from .products import Product, Products
 from .two_four import check_two_four
 
@@ -61,13 +61,11 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
     cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
     taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
-    Raises InputError for another sparse, x or bias, and for an x that needs a gradient, which torch does not have."""
+    Raises InputError for another sparse, x or bias, and where one of them needs a gradient."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
-    if checks.needs_gradient(x):
-        raise InputError("x needs a gradient, which this product does not have; x.detach() and the dense layer have")
-    if checks.needs_gradient(bias):
-        return product(x, sparse) + bias
+    if checks.needs_gradient(x, bias):
+        raise InputError("x or bias needs a gradient, which this product does not have; torch.no_grad() is accepted")
     watched = checks.watched(x, bias) or not checks.plain_eager()
     if watched or type(sparse) is not _CUSPARSELT or sparse.packed_t is not None:
         return F.linear(x, sparse, bias)
@@ -89,30 +87,13 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     return (y[:-missing] if missing else y).view(*x.shape[:-1], out)
 
 
-class SemiStructuredLinear(nn.Linear):
-    """x W^T + b for inference by `product`, with W as torch's 2:4 tensor; made by `to_semi_structured`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
-
-
-def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> SemiStructuredLinear:
-    """Return an nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
-
-    linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
-    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises InputError
-    for weights that are not 2:4; errors otherwise as of `packed`."""
-    sparse = packed(checked_linear(linear).weight.detach(), backend)
-    fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", sparse.dtype)
-    fast.weight, fast.bias = nn.Parameter(sparse, requires_grad=False), linear.bias
-    return fast.train(linear.training)
-
-
 @torch.no_grad()
 def packed(weight: Tensor, backend: str | None = None) -> Any:
-    """Return a 2:4 weight as torch's tensor, once it multiplied a row. Raises InputError for another weight and as
-    `tensor_kind`; DeviceError as that, and for a backend whose kernels refuse this GPU."""
-    backend = backend or usual_backend()
+    """Return a 2:4 weight [out, in] on a GPU as torch's tensor, once it multiplied a row.
+
+    backend: "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises
+    InputError for another weight and as `tensor_kind`; DeviceError as that, and where its kernels refuse this GPU."""
+    backend, weight = backend or usual_backend(), weight.detach()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
     with refusals(f"torch's {backend}"):

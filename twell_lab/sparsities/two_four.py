@@ -47,10 +47,9 @@ def _groups(weight: Tensor) -> Tensor:
 def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
     """Keep the two largest in magnitude of each four neighbours in a row, of equal ones the first: bool [out, in].
 
-    weight: [out, in], finite floating-point values of 16 bits or more; in is a multiple of 4. transposable: keep at
-    most two in each row and each column of every 4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest
-    first where there is room for it, of equal ones the first in row order. Some tiles then keep fewer than 8; out is a
-    multiple of 4, too. InputError for others."""
+    weight: [out, in], finite, in a multiple of 4. transposable: keep at most two in each row and each column of every
+    4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest first where there is room for it, of equal
+    ones the first in row order; out is a multiple of 4, too. InputError for others."""
     groups = _groups(weight).abs()
     rows, columns = weight.shape
     if not transposable:

@@ -97,12 +97,11 @@ class TwoFourLinear(nn.Linear):
         with torch.autocast(device, enabled=False):
             if self.operand == "weight":
                 y = F.linear(rows, two_four(weight, backend=self.backend))
-            elif len(rows):
-                missing = -len(rows) % (SIDE if x.is_cuda else 4)
+            else:
+                side = SIDE if x.is_cuda else 4
+                missing = -len(rows) % side if len(rows) else side
                 filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
                 y = (two_four(filled, backend=self.backend) @ weight.t())[: len(rows)]
-            else:
-                y = F.linear(rows, weight)
             y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], self.out_features)
 

@@ -38,10 +38,9 @@ class _StraightThrough(torch.autograd.Function):
 class SparseLinear(nn.Module):
     """x W^T + b, with W stored as its kept values and their indices (CSR): x [..., in_features], y [..., out_features].
 
-    stored: a Parameter, the kept weights [nnz] row by row, or with gradient="dense" all weights [out_features,
-    in_features]. bias. column: int32 [nnz], ascending within a row; pointer: int32 [out_features + 1], where each row
-    begins. A state of any number of kept weights loads into any SparseLinear of the same widths and gradient; where the
-    number differs, `stored` becomes a new Parameter: load before you make the optimizer.
+    stored: the kept weights [nnz] row by row, or with gradient="dense" all weights [out_features, in_features]; bias;
+    column: int32 [nnz]; pointer: int32 [out_features + 1]. A state of any number of kept weights loads into any
+    SparseLinear of the same widths and gradient; where the number differs, `stored` becomes a new Parameter.
 
     product: "dense" fills W with zeros for each call of torch's dense product; "csr" is torch's sparse product
     (cuSPARSE; on a CPU MKL, float32 and float64 alone), the faster one only where weights are sparse enough. It skips
@@ -54,16 +53,12 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, mask: Tensor | None = None, *, gradient: str = "masked", product: str = "dense"
     ) -> SparseLinear:
-        """Make one of an nn.Linear, whose values are copied.
-
-        mask: bool [out, in], True for what is kept (`magnitude.magnitude_mask`); None keeps what is not zero. Kept
-        zeros are stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense".
-        InputError for others, for a module that is no plain nn.Linear, and a weight on meta or not finite."""
+        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], True for what is kept; None keeps
+        what is not zero. InputError for another mask, "dense" with "csr", and a module that is no plain nn.Linear with
+        a finite weight."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
-            raise InputError(
-                f"gradient is {gradient!r:.80} and product {product!r:.80}; accepted: 'masked' with 'dense' or 'csr', "
-                "and 'dense' with 'dense'"
-            )
+            said = f"gradient is {gradient!r:.80} and product {product!r:.80}"
+            raise InputError(f"{said}; accepted: 'masked' with 'dense' or 'csr', and 'dense' with 'dense'")
         weight, bias = checked_weight(checked_linear(linear).weight), linear.bias
         mask = weight != 0 if mask is None else _checked_mask(mask, weight.shape)
         layer = cls()

@@ -27,6 +27,7 @@ from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
 from ...sparsities import blocks, magnitude, prune, quantised, two_four
+from ...sparsities.weights import SparseLinear
 from ...training.text import source
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
@@ -230,8 +231,8 @@ def pruned_losses(
         model = prune.prune(
             copy.deepcopy(subject.model), mask=mask, only=lambda called, module: ".mlp." in f".{called}."
         )
-        kept = [row for row in prune.table(model) if ".mlp." in f".{row['layer']}."]
-        share = 1 - sum(row["nnz"] for row in kept) / sum(row["shape"][0] * row["shape"][1] for row in kept)
+        layers = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]
+        share = 1 - sum(layer.nnz for layer in layers) / sum(layer.mask.numel() for layer in layers)
         loss = _loss(prune.to_linears(model), subject)
         made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
     return made
