@@ -44,12 +44,11 @@ Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by
 
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
-    """Return what one SHiRA adapter of a peft model makes of the base model's weights.
+    """Return what one SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference,
+    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`).
 
-    model: what peft.get_peft_model or peft.inject_adapter_in_model returned, nothing merged into its weights. The
-    changes have the names that the parameters have once peft's layers are gone (`unload`). A new value is W + scaling *
-    difference, rounded to W's dtype once. InputError for a model without a SHiRA adapter of this name, or a merged
-    one."""
+    model: what peft.get_peft_model or peft.inject_adapter_in_model returned. InputError for one without a SHiRA adapter
+    of this name, or a merged one."""
     check_model(model)
     changes, inner = {}, model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model

@@ -121,22 +121,22 @@ def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
 
 class Blocks(Products):
     """Block-sparse products for each projection of which at least LEAST_EMPTY of the blocks are empty. Exact: nothing
-    is pruned. Weights of 16 bits on a GPU from sm_80 on take the kernel of ops.blocks, others torch's products. The
+    is pruned. Weights of 16 bits take ops.blocks, whose kernel needs a GPU from sm_80 on, others torch's products. The
     layer owns the filled blocks."""
 
     name = "blocks"
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        (size, share), by_kernel = fitting(weight), _has_kernel(weight)
-        if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not by_kernel:
-            raise InputError(f"blocks of {weight.dtype} on a CPU; accepted there: float32 and float64")
+        size, share = fitting(weight)
         if share > 1 - LEAST_EMPTY:
             raise InputError(
                 f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty; at least {LEAST_EMPTY:.0%} are "
                 "accepted (block_mask)"
             )
         blocks = to_bsr(weight, size)
+        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else kernel.OLDEST
+        by_kernel = weight.dtype in kernel.DTYPES and capability >= kernel.OLDEST
         return kernel.BlockOperand(blocks) if by_kernel else partial(_by_torch, blocks)
 
 
@@ -156,12 +156,3 @@ def _by_torch(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     missing = -len(rows) % weight.values().shape[1] if rows.is_cuda else 0
     y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
     return y[: len(rows)].reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _has_kernel(weight: Tensor) -> bool:
-    """Return whether the kernel of ops.blocks multiplies blocks of such a weight."""
-    new_enough = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= kernel.OLDEST
-    return new_enough and weight.dtype in kernel.DTYPES
-
-
-PATHS = (Blocks(),)

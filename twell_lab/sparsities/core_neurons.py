@@ -45,14 +45,12 @@ class CoreFFN(FewNeurons):
 
 @torch.no_grad()
 def core_neurons(model: nn.Module, prompt: Tensor, share: float = 0.4) -> Neurons:
-    """Choose the neurons to go on with after a prompt.
+    """Choose the neurons to go on with after a prompt. Of each token, the share OF_TOKEN of its firing neurons, rounded
+    up, is its core: those of the largest |h|, what enters down. Of the layer, those that are in the cores of the most
+    tokens are; of equally many the first.
 
-    Of each token, the share OF_TOKEN of its firing neurons, rounded up, is its core: those of the largest |h|, what
-    enters down. Of the layer, those that are in the cores of the most tokens are; of equally many the first.
-
-    model: dense, with a ReLU or squared ReLU. It runs once over the prompt and is left as it was. prompt: token ids [1,
-    length]. share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken. InputError for wrong
-    arguments, and for models as `predictors.predict`."""
+    model: runs once over the prompt, and is left as it was; layers and errors are those of `predictors.predict`.
+    prompt: token ids [1, length]. share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken."""
     check_share("share", share)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
         raise InputError(f"prompt is {shown(prompt)}; token ids [1, length] are accepted")

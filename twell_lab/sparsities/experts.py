@@ -71,12 +71,11 @@ class Experts(nn.Module):
     """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T.
 
     Parameters: gate_up_proj [experts, 2 d_ff, d_model], each expert's Wg above its Wu; down_proj [experts, d_model,
-    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. InputError for other values."""
+    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. like: device and dtype."""
 
     def __init__(
         self, d_model: int, d_ff: int, experts: int, activation: str = "silu", way: str = "grouped", **like: Any
     ) -> None:
-        """like: device and dtype of the parameters."""
         super().__init__()
         for name, given in (("d_model", d_model), ("d_ff", d_ff), ("experts", experts)):
             check_count(name, given)
@@ -90,9 +89,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, weighted: [tokens, d_model], in x's dtype.
 
-        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], numbers of experts, no token the
-        same one twice; numbers that no expert has add nothing. weights: [tokens, top_k], floating-point. InputError for
-        other shapes and dtypes, and another way."""
+        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], experts, each once; a number that
+        no expert has adds nothing. weights: [tokens, top_k]. InputError for others, and another way."""
         experts, d_model = self.down_proj.shape[:2]
         top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
         shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k

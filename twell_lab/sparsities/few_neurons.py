@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +94,11 @@ class FewNeurons(nn.Module, ABC):
 def dense_layers(model: nn.Module) -> list[FeedForward]:
     """List the dense layers of a model that have a ReLU or its square and are modules of their own. InputError where
     there is none, and by name for one that computes chosen neurons already."""
+    check_model(model)
     layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:
         raise InputError(f"{chosen[0]!r} computes chosen neurons already; accepted: remove(model) first")
-    found = [layer for layer in layers if layer.acts is None and layer.cut is None and _alone(layer.module)]
+    found = [layer for layer in layers if not layer.both and layer.acts is None is layer.cut and _alone(layer.module)]
     if not found:
         why = next((f"{name} {reason}" for name, reason in reasons.items()), f"{len(layers)} others")
         raise InputError(f"no dense layer with a ReLU in {type(model).__name__} ({why}); one or more is accepted")
@@ -113,17 +115,14 @@ def remove(model: nn.Module) -> nn.Module:
     return replaced(model, {layer: layer.dense for layer in model.modules() if isinstance(layer, FewNeurons)})
 
 
+@dataclass(eq=False)
 class Neurons:
     """Neurons to compute in the layers of a model. By the layer's name, counts: how many; shapes: (d_ff, d_model).
     make: from a layer to what computes them in its place."""
 
-    def __init__(
-        self,
-        counts: dict[str, int],
-        shapes: dict[str, tuple[int, int]],
-        make: Callable[[FeedForward], FewNeurons],
-    ) -> None:
-        self.counts, self.shapes, self.make = counts, shapes, make
+    counts: dict[str, int]
+    shapes: dict[str, tuple[int, int]]
+    make: Callable[[FeedForward], FewNeurons]
 
     @property
     def sparsity(self) -> float:

@@ -68,6 +68,3 @@ class Fp8(Products):
         short = round_tokens(flat, KIND)
         first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
         return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
-
-
-PATHS = (Fp8(),)

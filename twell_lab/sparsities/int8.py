@@ -133,6 +133,3 @@ class Int8(Products):
             return super().compute(layer, x, weights, products)
         given = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(whole, weights[3:]))
         return run(kernels.layer, rows.contiguous(), *given).view(x.shape)
-
-
-PATHS = (Int8(),)

@@ -125,9 +125,6 @@ class AsExperts(Converted):
         return spoilt(y if weights.down_bias is None else y + weights.down_bias, x)
 
 
-PATHS = (AsExperts(),)
-
-
 # ---- two grains of one idea, for teaching
 
 

@@ -56,6 +56,3 @@ class Predicted(Converted):
         scores = F.linear(F.linear(rows, narrow), wide, bias)
         neurons = math.ceil(NEURONS * len(wide))
         return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, down_t), rows).view(x.shape)
-
-
-PATHS = (Predicted(),)

@@ -10,8 +10,8 @@ neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores
 
 At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
 products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
-`recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision`
-the share of the chosen ones that fire."""
+`recall` is the share of firing neurons that were chosen, `precision` the share of the chosen ones that fire, on inputs
+that the predictor was not trained on."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
 
 
 class Predictors(Neurons):
-    """Predictors of a model's layers, by name. recall: what was wished for, in each layer."""
+    """Predictors of a model's layers, by name. recall: what was asked for, in each layer."""
 
     def __init__(self, layers: dict[str, LayerPredictor], recall: float) -> None:
         self.layers, self.recall = layers, check_share("recall", recall)
@@ -125,14 +125,12 @@ class Predictors(Neurons):
 def predict(
     model: nn.Module, batches: Iterable, *, recall: float = 0.95, rank: int = 32, steps: int = 300
 ) -> Predictors:
-    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given.
+    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given: each alone,
+    to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
 
-    Each is trained alone, to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
-
-    model: dense, with a ReLU or squared ReLU. batches: what the model takes, as `twell_lab.profile` takes them. The
-    first ROWS tokens are used; the last quarter of these only to judge. recall: the share of the firing neurons that
-    each layer should compute, above 0 and up to 1, on the tokens that judge; how many it computes follows. rank: how
-    narrow the predictors are, from 1 up. steps: of 256 tokens each, from 1 up.
+    batches: as `twell_lab.profile` takes them. The first ROWS tokens are used; the last quarter of these only to judge.
+    recall: the share of the firing neurons that each layer should compute, above 0 and up to 1, on the tokens that
+    judge; how many it computes follows. rank: how narrow the predictors are. steps: of 256 tokens each.
 
     Layers that do more than their parts say, were swapped by sparsify, are experts, or lie in a block stay dense.
     InputError for wrong arguments, a model without others, fewer than 8 tokens, and inputs that are not finite."""

@@ -128,6 +128,3 @@ class TwoFour(Products):
 
     def product(self, weight: Tensor) -> Product:
         return partial(product, sparse=packed(weight))
-
-
-PATHS = (TwoFour(),)

@@ -66,6 +66,3 @@ class TwellInt8(Converted):
         of_up, of_down = (None if part is None else int8.Weight(*part) for part in form)
         given = (rows.contiguous(), first, of_up, of_down, up_bias, down_bias)
         return run(_packed, *given, layer.tile, layer.words, acts.falls_back).view(x.shape)
-
-
-PATHS = (TwellInt8(),)

@@ -70,11 +70,11 @@ def _packed(values: Tensor, backend: str) -> Tensor:
 
 
 class TwoFourLinear(nn.Linear):
-    """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, in training and in
-    evaluation. Under autocast both are cast first, as nn.Linear's are.
+    """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, also in evaluation. Under
+    autocast both are cast first, as nn.Linear's are.
 
     linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. backend:
-    as of `two_four`, whose errors a forward raises. InputError for others."""
+    as of `two_four`, whose errors a forward raises."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
         if operand not in OPERANDS:

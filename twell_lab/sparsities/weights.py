@@ -23,18 +23,6 @@ from .checks import checked_linear, checked_weight, shown
 PRODUCTS = ("dense", "csr")
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The kept values of a dense weight, zeros elsewhere; its gradient passes as if all had been kept."""
-
-    @staticmethod
-    def forward(ctx, dense: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return torch.zeros_like(dense).index_put_((row, column), dense[row, column])
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient, None, None
-
-
 class SparseLinear(nn.Module):
     """x W^T + b, with W stored as its kept values and their indices (CSR): x [..., in_features], y [..., out_features].
 
@@ -82,10 +70,10 @@ class SparseLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W, [out_features, in_features], made anew: the kept weights and zeros. Gradients go where `gradient` says."""
-        places = self._places()
-        if self.gradient == "dense":
-            return _StraightThrough.apply(self.stored, *places)
-        return self.stored.new_zeros(self.out_features, self.in_features).index_put(places, self.stored)
+        if self.gradient == "dense":  # what is added is a number, so that the gradient goes to all
+            return self.stored + torch.where(self.mask, 0, -self.stored).detach()
+        weight = self.stored.new_zeros(self.out_features, self.in_features)
+        return weight.index_put(self._places(), self.stored)
 
     @property
     def mask(self) -> Tensor:
