@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.models.test_swap import HOT, plan_for
-from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -123,21 +122,3 @@ def test_the_values_are_pefts(dtype):
     model = tuned.unload()
     switch(model, adapter)
     assert torch.equal(model.layers[0].mlp.up_proj.weight, expected.to(dtype)) and len(adapter) == 2
-
-
-def test_bad_input_is_named(trained):
-    adapter, _ = trained
-    model, tuned, merged = tiny(), shira(tiny()), shira(tiny())
-    first = state(model)
-    merged.merge_adapter()
-    for call in (
-        lambda: switch(tiny(torch.bfloat16), adapter),
-        lambda: switch(nn.Linear(2, 2), adapter),
-        lambda: of_peft(model),
-        lambda: of_peft(tuned, "other"),
-        lambda: of_peft(merged),
-        lambda: drawn(model, 1),
-    ):
-        with pytest.raises(InputError, match="accepted"):
-            call()
-    assert same(state(model), first)

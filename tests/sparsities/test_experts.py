@@ -113,26 +113,6 @@ def test_grouped_products_do_not_read_what_is_on_the_device(monkeypatch):
     layer(x)
 
 
-def test_what_is_refused():
-    sizes = dict(d_model=8, d_ff=16, experts=4, top_k=2)
-    changes = {"d_ff": 0}, {"d_model": 8.0}, {"top_k": 5}, {"top_k": True}, {"activation": "tanh"}
-    calls = [lambda changed=changed: ExpertsLayer(**sizes | changed) for changed in changes]
-    module, x, chosen, weights = Experts(8, 16, 3), torch.ones(4, 8), torch.zeros(4, 1).long(), torch.ones(4, 1)
-    for wrong in (
-        (x[:, :7], chosen, weights),
-        (x.double(), chosen, weights),
-        (x, chosen[:3], weights[:3]),
-        (x, chosen.int(), weights),
-        (x, chosen[:, :0], weights[:, :0]),
-        (x, chosen, weights.long()),
-        (x, chosen, weights[:, 0]),
-    ):
-        calls.append(lambda wrong=wrong: module(*wrong))
-    for call in (*calls, lambda: Experts(8, 16, 3, way="dense")(x, chosen, weights)):
-        with pytest.raises(InputError, match="accepted"):
-            call()
-
-
 # ---- a layer's neurons
 
 

@@ -165,24 +165,3 @@ def test_extremes(dense):
     layer.up_proj.bias = nn.Parameter(torch.full((24,), 1.0 if dense else -1.0))
     (row,) = predict(layer, [torch.randn(40, 8)], steps=2, rank=1, recall=1.0).table()
     assert (row["neurons"], row["firing"], row["recall"]) == ((24, 24.0, 1.0) if dense else (1, 0.0, 1.0))
-
-
-def test_what_is_refused_is_named(model):
-    tokens = windows()
-    found, core = predict(model, [tokens], steps=1, rank=1), core_neurons(model, tokens[:1])
-    other = LanguageModel(ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=48, context=24))
-    broken = copy.deepcopy(model)
-    nn.init.constant_(broken.embedding.weight, float("inf"))
-    for call in (
-        lambda: predict(model, [tokens], recall=1.5),
-        lambda: core_neurons(model, tokens[:1], True),
-        lambda: found.at(0),
-        lambda: predict(model, [tokens], rank=0),
-        lambda: predict(model, [tokens[:1, :3]]),
-        lambda: predict(broken, [tokens]),
-        lambda: core_neurons(model, tokens),
-        lambda: found.apply(other),
-        lambda: core.apply(other),
-    ):
-        with pytest.raises(InputError, match="accepted"):
-            call()
