@@ -137,8 +137,6 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype):
 def test_output_error():
     assert output_error(torch.tensor([3.0, 0]), torch.tensor([3.0, 4])) == pytest.approx(0.8)
     assert output_error(torch.zeros(2), torch.zeros(2)) == 0 and output_error(torch.ones(2), torch.zeros(2)) == math.inf
-    with pytest.raises(InputError, match="one shape is accepted"):
-        output_error(torch.zeros(2), torch.zeros(3))
 
 
 @given(matrices())

@@ -170,17 +170,16 @@ def test_a_model_is_pruned_updated_and_put_back():
 
 
 def test_a_model_that_cannot_be_pruned_is_left_as_it_was():
-    tied = nn.ModuleDict(dict(embedding=nn.Embedding(5, 4), head=nn.Linear(4, 5, bias=False), other=nn.Linear(4, 4)))
-    tied.head.weight = tied.embedding.weight
-    broken = stack()
-    broken[2].weight.data[0, 0] = float("nan")
+    tied, broken = (
+        nn.ModuleDict(dict(embedding=nn.Embedding(5, 4), head=nn.Linear(4, 5), other=nn.Linear(4, 4))),
+        stack(),
+    )
+    tied.head.weight, broken[2].weight.data[0, 0] = tied.embedding.weight, float("nan")
     for model, how, words in (
         (tied, dict(sparsity=0.5), r"head \(Linear\): its weight is another module's"),
         (broken, dict(sparsity=0.5), r"2 \(Linear\): the weight holds"),
-        (nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2)), dict(sparsity=0.5), "out_proj"),
         (nn.Sequential(nn.ReLU()), dict(sparsity=0.5), "no nn.Linear"),
         (stack(), dict(sparsity=1.0), "accepted"),
-        (stack(), {}, "accepted"),
         (stack(), dict(sparsity=0.5, mask=abs), "accepted"),
         (stack(), dict(mask=torch.abs), "torch.bool"),
     ):
@@ -217,12 +216,7 @@ def test_it_shrinks_the_named_weights_alone_by_their_groups_rate_or_none():
     optimizer = torch.optim.Adam(
         [{"params": [first], "lr": 0.5}, {"params": [second, third], "lr": torch.tensor(0.25)}]
     )
-    for l1, weights, words in (
-        (-1, [first], "l1 is -1"),
-        (True, [first], "l1"),
-        (0.1, [first, nn.Parameter(torch.ones(2))], r"1 of 2 weights.*\[2\]"),
-    ):
-        with pytest.raises(InputError, match=words):
-            proximal_step(optimizer, l1, weights)
+    with pytest.raises(InputError, match=r"1 of 2 weights.*\[2\]"):
+        proximal_step(optimizer, 0.1, [first, nn.Parameter(torch.ones(2))])
     proximal_step(optimizer, 1.0, iter([first, second]))
     assert [p.tolist() for p in (first, second, third)] == [[0.5] * 3, [0.75] * 3, [1.0] * 3]

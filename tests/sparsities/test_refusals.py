@@ -50,7 +50,7 @@ CALLS = {
     "2:4 of no layer": lambda: pattern.prune_two_four(nn.Conv1d(4, 4, 1)),
     "2:4 of NaN": lambda: two_four(NAN),
     "operand": lambda: TwoFourLinear(nn.Linear(8, 12), "output"),
-    "widths": lambda: TwoFourLinear(nn.Linear(8, 10)),
+    "widths": lambda: TwoFourLinear(nn.Linear(8, 10))(torch.ones(4, 8)),
     "dropout of 6": lambda: two_four_dropout(torch.zeros(3, 6)),
     "dropout of int": lambda: two_four_dropout(torch.zeros(4, dtype=torch.int64)),
     "nested": lambda: blocks.nested_mask(torch.ones(32, 34), 0.5),

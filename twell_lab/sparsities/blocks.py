@@ -95,15 +95,16 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
     wide = needs.shape[2]
     needs = needs.flatten(1).cpu()
     counts, order = needs.sum(0), []
-    unused = counts == 0
+    unused, taken = counts == 0, torch.zeros_like(counts, dtype=torch.bool)
     for place in range(len(counts)):
         if place % wide == 0:
             covered, score = torch.zeros(len(needs), dtype=torch.float64), counts.clone()
         else:
             met = covered @ needs
             score = met - (len(needs) + 1) * (counts - met)
-        score[unused], score[order] = -(needs.numel() + 1.0), -math.inf
+        score[unused], score[taken] = -(needs.numel() + 1.0), -math.inf
         chosen = int(score.argmax())
+        taken[chosen] = True
         covered = torch.maximum(covered, needs[:, chosen])
         order.append(chosen)
     grouped = torch.tensor(order, device=matrix.device)

@@ -33,7 +33,6 @@ from .few_neurons import FewNeurons, Neurons, best_alone, dense_layers, gate_of
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
-_CHUNK = 1024  # inputs whose scores are sorted at a time
 
 
 class LowRank(nn.Sequential):
@@ -82,10 +81,8 @@ class LayerPredictor(NamedTuple):
 def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
     """Return what a predictor makes of inputs x [tokens, d_model] of its layer."""
     d_ff, d_model = layer.up.weight.shape
-    counts = torch.zeros(d_ff, dtype=torch.int64)
-    for some in x.split(_CHUNK):
-        order = predictor(some).argsort(dim=1, descending=True, stable=True)
-        counts += fires(gate_of(layer, some)).gather(1, order).sum(0).cpu()
+    order = predictor(x).argsort(dim=1, descending=True, stable=True)
+    counts = fires(gate_of(layer, x)).gather(1, order).sum(0).cpu()
     total = int(counts.sum())
     recalls = F.pad(counts.cumsum(0).double() / total, (1, 0)) if total else torch.ones(d_ff + 1, dtype=torch.float64)
     return LayerPredictor(predictor, (d_ff, d_model), total / len(x), recalls)

@@ -70,9 +70,8 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
     if watched or type(sparse) is not _CUSPARSELT or sparse.packed_t is not None:
         return F.linear(x, sparse, bias)
     out, inner = sparse.shape
-    checks.check_tensor("x", x, dtype=sparse.dtype, device=sparse.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # torch takes its strides for those of whole rows
-    checks.check_tensor("x", rows, shape=(None, inner))
+    checks.check_tensor("x", rows, shape=(None, inner), dtype=sparse.dtype, device=sparse.device)
     if bias is not None:
         checks.check_tensor("bias", bias, shape=(out,), dtype=sparse.dtype, device=sparse.device)
     if not len(rows):

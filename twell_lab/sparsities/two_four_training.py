@@ -73,16 +73,13 @@ class TwoFourLinear(nn.Linear):
     """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, also in evaluation. Under
     autocast both are cast first, as nn.Linear's are.
 
-    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. backend:
-    as of `two_four`, whose errors a forward raises."""
+    linear: a plain nn.Linear, whose Parameters are taken over. backend: as of `two_four`, whose errors a forward raises:
+    the operand's widths are multiples of 4, on a GPU of SIDE."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
         if operand not in OPERANDS:
             raise InputError(f"operand is {operand!r:.80}; accepted: {', '.join(map(repr, OPERANDS))}")
         weight = checked_linear(linear).weight
-        by = SIDE if weight.is_cuda else 4
-        if any(n % by or not n for n in (weight.shape if operand == "weight" else weight.shape[1:])):
-            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of {by} are accepted")
         super().__init__(linear.in_features, linear.out_features, False, "meta", weight.dtype)
         self.weight, self.bias = weight, linear.bias
         self.operand, self.backend = operand, backend
