@@ -73,7 +73,7 @@ class TwoFourLinear(nn.Linear):
     """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, also in evaluation. Under
     autocast both are cast first, as nn.Linear's are.
 
-    linear: a plain nn.Linear, whose Parameters are taken over. backend: as of `two_four`, whose errors a forward raises:
+    linear: a plain nn.Linear, whose Parameters are taken over. backend: as of `two_four`, whose errors forward raises:
     the operand's widths are multiples of 4, on a GPU of SIDE."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
