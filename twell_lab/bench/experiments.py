@@ -196,8 +196,8 @@ def checked_step(layer: nn.Module, x: Tensor) -> dict[str, float]:
     operands, lost = {"input": x, "weight": layer.weight}, 0.0
     if isinstance(layer, TwoFourLinear):
         whole = operands[layer.operand]
-        kept = operands[layer.operand] = two_four(whole).to_dense()
-        lost = float((whole - kept).double().norm() / whole.double().norm())
+        rest = operands[layer.operand] = two_four(whole).to_dense()
+        lost = float((whole - rest).double().norm() / whole.double().norm())
     exact = operands["input"].double() @ operands["weight"].double().t()
     error = float((layer(x).double() - exact).norm() / exact.norm())
     if not error <= 4 * torch.finfo(x.dtype).eps:

@@ -33,9 +33,9 @@ def two_four_dropout(h: Tensor, *, generator: torch.Generator | None = None) -> 
     for values that are not floating-point."""
     if not isinstance(h, Tensor) or not h.is_floating_point() or not h.dim() or h.shape[-1] % 4:
         raise InputError(f"h is {shown(h)}; floating-point values, a multiple of 4 in the last dimension, are accepted")
-    kept = torch.zeros(6, 4, dtype=torch.bool).scatter_(1, torch.tensor(_PAIRS), True).to(h.device)
+    stays = torch.zeros(6, 4, dtype=torch.bool).scatter_(1, torch.tensor(_PAIRS), True).to(h.device)
     pairs = torch.randint(6, (*h.shape[:-1], h.shape[-1] // 4), device=h.device, generator=generator)
-    return torch.where(kept[pairs].view(h.shape), 2 * h, 0)
+    return torch.where(stays[pairs].view(h.shape), 2 * h, 0)
 
 
 class TwoFourDropout(nn.Module):

@@ -98,15 +98,17 @@ def dense_layers(model: nn.Module) -> list[FeedForward]:
     layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:
         raise InputError(f"{chosen[0]!r} computes chosen neurons already; accepted: remove(model) first")
-    found = [layer for layer in layers if not layer.both and layer.acts is None is layer.cut and _alone(layer.module)]
-    if not found:
+    dense = [layer for layer in layers if _replaceable(layer)]
+    if not dense:
         why = next((f"{name} {reason}" for name, reason in reasons.items()), f"{len(layers)} others")
         raise InputError(f"no dense layer with a ReLU in {type(model).__name__} ({why}); one or more is accepted")
-    return found
+    return dense
 
 
-def _alone(module: nn.Module) -> bool:
-    return not isinstance(module, (StandIn, Expert)) and not parts_of(module).family.inside
+def _replaceable(layer: FeedForward) -> bool:
+    if layer.both or layer.acts is not None or layer.cut is not None or isinstance(layer.module, (StandIn, Expert)):
+        return False
+    return not parts_of(layer.module).family.inside
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -137,7 +139,8 @@ class Neurons:
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
         layers = dense_layers(model)
-        found = {layer.name: tuple(layer.up.weight.shape) for layer in layers}
-        if found != self.shapes:
-            raise InputError(f"the layers' (d_ff, d_model) are {found}; {self.shapes} is accepted: the model of before")
+        shapes = {layer.name: tuple(layer.up.weight.shape) for layer in layers}
+        if shapes != self.shapes:
+            said = f"the layers' (d_ff, d_model) are {shapes!s:.200}; {self.shapes!s:.200}"
+            raise InputError(f"{said} are accepted: the model that this was made for")
         return replaced(model, {one.module: self.make(one).train(one.module.training) for one in layers})

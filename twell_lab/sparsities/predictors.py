@@ -94,13 +94,13 @@ class Predictors(Neurons):
     def __init__(self, layers: dict[str, LayerPredictor], recall: float) -> None:
         self.layers, self.recall = layers, check_share("recall", recall)
         counts = {name: layer.neurons(recall) for name, layer in layers.items()}
-        super().__init__(counts, {name: layer.shape for name, layer in layers.items()}, self._made)
+        super().__init__(counts, {name: layer.shape for name, layer in layers.items()}, self._predicting)
 
     def at(self, recall: float) -> Predictors:
         """Return the same predictors for another recall. InputError for a number that is not above 0 and up to 1."""
         return Predictors(self.layers, recall)
 
-    def _made(self, layer: FeedForward) -> PredictedFFN:
+    def _predicting(self, layer: FeedForward) -> PredictedFFN:
         predictor = copy.deepcopy(self.layers[layer.name].predictor).to(layer.up.weight)
         return PredictedFFN(layer, predictor, self.counts[layer.name])
 
