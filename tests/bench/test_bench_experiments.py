@@ -3,7 +3,6 @@
 from twell_lab.bench import experiments
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
-from twell_lab.sparsities import adapters
 from twell_lab.training.config import TrainConfig
 
 TINY = experiments.Shape(
@@ -16,13 +15,20 @@ TINY = experiments.Shape(
 
 
 def test_rows(monkeypatch):
-    monkeypatch.setattr(adapters.clock, "time_cpu", lambda calls, *_, **__: {name: [1.0, 2.0, 3.0] for name in calls})
+    monkeypatch.setattr(
+        experiments,
+        "clocked",
+        lambda calls, *_, **__: (dict.fromkeys(calls, [1.0]), dict.fromkeys(calls, ([1.0], [1.0]))),
+    )
     made = [row for steps in experiments.sections(TINY).values() for step in steps for row in step()]
     Record.new("experiments", "a test's own", made)
     switched, fused = made[:2]
-    assert (switched["path"], fused["path"]) == (adapters.SWITCH, adapters.FUSE)
-    assert switched["kind"] == "adapters" and switched["worst_error"] == 0 < fused["worst_error"]
+    assert (switched["path"], fused["path"]) == (experiments.SWITCH, experiments.FUSE)
+    assert switched["kind"] == "adapters" and switched["worst_error"] == 0 < fused["worst_error"]  # a LoRA's rounding
+    assert switched["written_bytes"] < 0.03 * fused["written_bytes"]
     trained = made[2:]
+    assert experiments.loss_rows(TINY, 1) == trained[3:]
+    assert all(0 < row["bits_per_byte"] < 9 for row in trained)
     assert [(row["dropout"], row["seed"]) for row in trained] == [
         (kind, seed) for seed in (0, 1) for kind in ("none", "Bernoulli 1/2", "2:4")
     ]

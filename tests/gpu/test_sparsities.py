@@ -12,7 +12,7 @@ from tests.gpu import needed
 from tests.ops.rows import blocks as block_rows
 from tests.ops.rows import microtiles as tile_rows
 from tests.ops.rows import spmm as spmm_rows
-from twell_lab.bench import few_bits, methods
+from twell_lab.bench import experiments, few_bits, methods
 from twell_lab.formats import COO, CSR, ELL
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
@@ -27,7 +27,6 @@ from twell_lab.sparsities.adapters import drawn as drawn_adapter
 from twell_lab.sparsities.adapters import switch
 from twell_lab.sparsities.blocks import block_mask, group_columns, to_bsr
 from twell_lab.sparsities.core_neurons import CoreFFN
-from twell_lab.sparsities.dropout import product_times
 from twell_lab.sparsities.experts import WAYS, ExpertsLayer, takes_grouped
 from twell_lab.sparsities.fp8 import fp8_linear
 from twell_lab.sparsities.int8 import int8_linear, packed_two_four, two_four_int8
@@ -37,9 +36,9 @@ from twell_lab.sparsities.microtiles import product as tile_product
 from twell_lab.sparsities.padding import add_padding, remove_padding
 from twell_lab.sparsities.predictors import predict
 from twell_lab.sparsities.quantised import output_error, quantise
-from twell_lab.sparsities.semi_structured import product, to_semi_structured
+from twell_lab.sparsities.semi_structured import packed, product
 from twell_lab.sparsities.two_four import prune_two_four, two_four_mask
-from twell_lab.sparsities.two_four_training import TwoFourLinear, step_times, two_four
+from twell_lab.sparsities.two_four_training import TwoFourLinear, two_four
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = [
@@ -135,15 +134,16 @@ def test_blocks_take_any_tokens_and_addresses(shape):
 def test_a_two_four_layer_is_the_dense_one(backend, dtype, tokens):
     needed.two_four(backend)
     dense = prune_two_four(drawn(192, 256, dtype))
-    fast, x = to_semi_structured(dense, backend=backend), normal(tokens, 256, dtype=dtype)
+    sparse, bias, x = packed(dense.weight, backend), dense.bias.detach(), normal(tokens, 256, dtype=dtype)
+    fast = lambda x: product(x, sparse, bias)  # noqa: E731
     assert_as_good(fast, dense, x)
-    assert fast.weight.packed.nbytes < dense.weight.nbytes and fast.bias is dense.bias
+    assert sparse.packed.nbytes < dense.weight.nbytes
     with torch.no_grad():
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(fast, fullgraph=True)(x), fast(x), rtol=0.02, atol=0.02)
         if backend == "cusparselt":
-            fast.weight.fuse_transpose_cusparselt = True  # so that torch's way writes y as `product` does
-            assert torch.equal(product(x, fast.weight, fast.bias), nn.functional.linear(x, fast.weight, fast.bias))
+            sparse.fuse_transpose_cusparselt = True  # so that torch's way writes y as `product` does
+            assert torch.equal(fast(x), nn.functional.linear(x, sparse, bias))
             assert_unwaiting_and_captured(lambda: fast(x))
 
 
@@ -183,10 +183,10 @@ def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
 
 def test_experiments_with_two_four_are_timed_after_a_check():
     needed.two_four("cusparselt")
-    rows = {row["path"]: row for row in step_times(256, 512, 256)}
+    rows = {row["path"]: row for row in experiments.step_rows((256, 512, 256))}
     assert len(rows) == 5 and all(row["ms"] > 0 for row in rows.values())
     assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
-    rows = {row["path"]: row for row in product_times(512, 1024, 256, backend="cusparselt")}
+    rows = {row["path"]: row for row in experiments.product_rows((512, 1024, 256), "cusparselt")}
     assert len(rows) == 4 and rows["2:4 product"]["error_over_dense"] <= 2
 
 
@@ -221,9 +221,8 @@ def test_two_four_with_int8():
     weight, x = torch.randn(96, 128), torch.randn(40, 128).bfloat16()
     rows = quantise(weight * two_four_mask(weight))
     there = type(rows)(*(t.cuda() for t in rows))
-    y = two_four_int8(x.cuda(), there)
+    y = two_four_int8(x.cuda(), there, packed_two_four(there))
     torch.testing.assert_close(y.cpu(), int8_linear(x, rows), rtol=0.01, atol=0.05)
-    assert torch.equal(two_four_int8(x.cuda(), there, packed_two_four(there)), y)
 
 
 @ampere
@@ -233,7 +232,7 @@ def test_a_layer_of_int8_is_one_sequence_with_the_bits_of_its_products(tokens, b
     dense = layer_of("int8", bias=bias)
     sparse, x = SparseFFN(dense, plan=Choice("int8")), normal(tokens, D_MODEL)
     y = sparse(x)
-    assert sparse.forms["int8"].rows is not None
+    assert sparse.forms["int8"][1] is not None
     assert_unwaiting_and_captured(lambda: sparse(x))
     monkeypatch.setattr(int8, "MOST_TOKENS", 0)
     monkeypatch.setattr(int8_file, "has_kernel", lambda *given: False)

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.models.test_swap import HOT, plan_for
-from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.sparsities.adapters import FUSE, SWITCH, Change, drawn, of_peft, switch, switching
+from twell_lab.sparsities.adapters import Change, drawn, of_peft, switch
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=300, context=12)
 TOKENS = torch.arange(18).view(2, 9)
@@ -123,32 +122,3 @@ def test_the_values_are_pefts(dtype):
     model = tuned.unload()
     switch(model, adapter)
     assert torch.equal(model.layers[0].mlp.up_proj.weight, expected.to(dtype)) and len(adapter) == 2
-
-
-def test_bad_input_is_named(trained):
-    adapter, _ = trained
-    model, tuned, merged = tiny(), shira(tiny()), shira(tiny())
-    first = state(model)
-    merged.merge_adapter()
-    for call in (
-        lambda: switch(tiny(torch.bfloat16), adapter),
-        lambda: switch(nn.Linear(2, 2), adapter),
-        lambda: of_peft(model),
-        lambda: of_peft(tuned, "other"),
-        lambda: of_peft(merged),
-        lambda: drawn(model, 1),
-        lambda: drawn(nn.LayerNorm(3)),
-    ):
-        with pytest.raises(InputError, match="accepted"):
-            call()
-    assert same(state(model), first)
-
-
-def test_the_measurement_leaves_the_model_and_counts_what_is_written():
-    model = tiny()
-    first = state(model)
-    rows = {row["path"]: row for row in switching(model, 0.02, seconds=0.01)}
-    assert same(state(model), first) and set(rows) == {SWITCH, FUSE}
-    assert all(row["ms"] > 0 and row["samples"] for row in rows.values())
-    assert rows[SWITCH]["worst_error"] == 0.0 < rows[FUSE]["worst_error"]  # a LoRA's rounding stays
-    assert rows[SWITCH]["written_bytes"] < 0.03 * rows[FUSE]["written_bytes"]

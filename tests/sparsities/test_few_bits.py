@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab.core import DeviceError, InputError
-from twell_lab.sparsities.bitmap import Bitmap
 from twell_lab.sparsities.fp8 import fp8_linear
-from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, two_four_int8
-from twell_lab.sparsities.quantised import output_error, quantise
+from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, packed_two_four
+from twell_lab.sparsities.quantised import Bitmap, output_error, quantise
 from twell_lab.sparsities.twell_int8 import rows_product
 from twell_lab.sparsities.two_four import is_two_four, two_four_mask
 
@@ -89,20 +88,6 @@ def test_a_row_that_is_not_finite_is_nan_alone(product, kind, odd):
     assert y[1].isnan().all() and torch.equal(y[[0, 2, 3]], product(x, rows)[[0, 2, 3]])
 
 
-@pytest.mark.parametrize("product, kind", [*PRODUCTS, (two_four_int8, INT8)])
-def test_products_refuse_what_does_not_fit(product, kind):
-    rows, x = quantise(torch.eye(32), kind), torch.ones(2, 32)
-    others = quantise(torch.eye(32), FP8 if kind == INT8 else INT8)
-    for wrong in ((x, others), (x[:, 1:], rows), (x.long(), rows), ([1.0], rows), (x.clone().requires_grad_(), rows)):
-        with pytest.raises(InputError, match="accepted"):
-            product(*wrong)
-    for wrong in (torch.zeros(3), torch.zeros(2, 2).double(), torch.tensor([[1.0, math.nan]]), "x"):
-        with pytest.raises(InputError, match="accepted"):
-            quantise(wrong, kind)
-    with pytest.raises(InputError, match="int8, float8_e4m3fn"):
-        quantise(torch.ones(2, 2), torch.int32)
-
-
 def test_sums_that_int32_cannot_hold():
     wide = torch.ones(1, MOST_COLUMNS + 1)
     most = wide[:, 1:]
@@ -116,11 +101,11 @@ def test_two_four_stays_two_four_and_needs_a_gpu():
     rows = quantise(weight * two_four_mask(weight))
     assert is_two_four(rows.values.half())
     with pytest.raises(DeviceError, match="GPUs of 8.0 and newer"):
-        two_four_int8(torch.randn(3, 64), rows)
+        packed_two_four(rows)
     with pytest.raises(InputError, match="at most two values"):
-        two_four_int8(torch.randn(3, 64), quantise(weight))
+        packed_two_four(quantise(weight))
     with pytest.raises(InputError, match="multiples of 32"):
-        two_four_int8(torch.randn(3, 8), quantise(torch.zeros(32, 8)))
+        packed_two_four(quantise(torch.zeros(32, 8)))
 
 
 @given(
@@ -152,8 +137,6 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype):
 def test_output_error():
     assert output_error(torch.tensor([3.0, 0]), torch.tensor([3.0, 4])) == pytest.approx(0.8)
     assert output_error(torch.zeros(2), torch.zeros(2)) == 0 and output_error(torch.ones(2), torch.zeros(2)) == math.inf
-    with pytest.raises(InputError, match="one shape is accepted"):
-        output_error(torch.zeros(2), torch.zeros(3))
 
 
 @given(matrices())
@@ -163,4 +146,4 @@ def test_a_bitmap_gives_every_value_back(matrix):
     small = Bitmap.of(matrix)
     dense = small.dense()
     assert dense.dtype == matrix.dtype and torch.equal(dense, matrix) and not torch.signbit(dense[dense == 0]).any()
-    assert small.nbytes == int((matrix != 0).sum()) * matrix.itemsize + math.ceil(matrix.numel() / 8)
+    assert len(small.values) == (matrix != 0).sum() and len(small.bits) == math.ceil(matrix.numel() / 8)

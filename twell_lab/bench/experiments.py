@@ -4,18 +4,30 @@ of training with an operand that is made 2:4."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor, nn
 
 from ..core import DeviceError, TwellError
+from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock
-from ..sparsities.adapters import switching
-from ..sparsities.dropout import loss_effect, product_times
-from ..sparsities.two_four_training import step_times
+from ..sparsities.adapters import drawn, switch
+from ..sparsities.checks import refusals
+from ..sparsities.dropout import TwoFourDropout, two_four_dropout
+from ..sparsities.semi_structured import tensor_kind, usual_backend
+from ..sparsities.two_four_training import OPERANDS, SIDE, TwoFourLinear, two_four
 from ..training.config import TrainConfig
+from ..training.loop import initial_model
+from ..training.objective import bits_per_byte, cross_entropy
+from ..training.text import source
+from ..training.text.load import load_any
 from . import rows
+from .comparison import clocked
+
+SWITCH, FUSE = "switch in place", "fuse LoRA"
+DROPOUTS = {"none": nn.Identity, "Bernoulli 1/2": lambda: nn.Dropout(0.5), "2:4": TwoFourDropout}
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ def small() -> Shape:
     return Shape(sizes, config=TrainConfig(layers=2, steps=300), products=(), device="cpu")
 
 
+@torch.no_grad()
 def adapter_rows(shape: Shape, share: float) -> list[dict]:
     """Return the rows of switching on and off once, in place, and of fusing and unfusing a LoRA of as many parameters;
     of random weights. `worst_error`: the largest difference from the weights of before, once it is off."""
@@ -45,41 +58,167 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
     torch.manual_seed(0)
     with torch.device(device):
         model = LanguageModel(shape.model).to(dtype).requires_grad_(False)
-    sizes = {name: getattr(shape.model, name) for name in ("d_model", "d_ff", "layers")}
-    said = {"share": share, "workload": f"{share:.0%} of the weights, on and off once"}
-    shared = {"device": clock.device_name(device), "dtype": str(dtype).removeprefix("torch.")}
-    return [{"kind": "adapters"} | shared | sizes | said | row for row in switching(model, share)]
+    adapter, own = drawn(model, share), dict(model.named_parameters())
+    weights = {name: own[name] for name in adapter}
+    first, factors = {name: weight.clone() for name, weight in weights.items()}, {}
+    for name, weight in weights.items():
+        rank = max(1, round(len(adapter[name].places) / sum(weight.shape)))
+        up, down = weight.new_empty(len(weight), rank), weight.new_empty(rank, weight.shape[1])
+        factors[name] = up.normal_(std=0.01), down.normal_()
+
+    def fuse(turn: int) -> None:
+        for alpha in (1, -1):
+            for name, weight in weights.items():
+                weight.addmm_(*factors[name], alpha=alpha)
+
+    calls, facts = {SWITCH: lambda turn: switch(model, switch(model, adapter)), FUSE: fuse}, {}
+    values = [change.values for change in adapter.values()]
+    trained = {SWITCH: values, FUSE: [t for pair in factors.values() for t in pair]}
+    written = {SWITCH: values, FUSE: weights.values()}
+    for path, call in calls.items():
+        call(0)
+        facts[path] = {"parameters": sum(t.numel() for t in trained[path])}
+        facts[path] |= {"written_bytes": sum(t.nbytes for t in written[path])}
+        facts[path] |= {"worst_error": max(float((weights[name] - first[name]).abs().max()) for name in weights)}
+        for name, weight in weights.items():
+            weight.copy_(first[name])
+    samples, bursts = clocked(calls, device, 2.0, rounds=10)
+    shared = {"kind": "adapters", "device": clock.device_name(device), "dtype": str(dtype).removeprefix("torch.")}
+    shared |= {name: getattr(shape.model, name) for name in ("d_model", "d_ff", "layers")}
+    shared |= {"share": share, "workload": f"{share:.0%} of the weights, on and off once"}
+    walls = {path: {"wall_ms": clock.quartiles(wall)[0]} for path, (_, wall) in bursts.items()}
+    return [rows.row(shared, path, samples[path], **facts[path], **walls[path]) for path in calls]
 
 
 def loss_rows(shape: Shape, seed: int) -> list[dict]:
-    """Return what each kind of dropout makes of a small model (sparsities.dropout.loss_effect)."""
-    return [{"dropout": row.pop("kind"), **row} for row in loss_effect(shape.config, seeds=(seed,))]
+    """Train a small language model with each kind of dropout before the down projections, and return for each its
+    bits_per_byte on held-out text without dropout, and train_loss: the mean of the last tenth of the steps, in nats,
+    with dropout. Weights, windows and schedule are the same."""
+    return [_trained(replace(shape.config, seed=seed), kind) for kind in DROPOUTS]
 
 
-def product_rows(sizes: tuple[int, int, int]) -> list[dict]:
-    """Return the rows of the product of activations that were dropped 2:4, with its compression and without, beside the
-    dense product; of the backend of torch's that runs, cuSPARSELt if it does."""
-    try:
-        made = product_times(*sizes)
-    except DeviceError:
-        made = product_times(*sizes, backend="cutlass")
-    return _beside_first("dropout", "y = h Wd^T", made)
+def _trained(config: TrainConfig, kind: str) -> dict:
+    device = clock.present_device(config.device)
+    text = load_any(config.text)
+    seen, held_out = (part.tokens for part in text.split())
+    model = initial_model(config, text.vocabulary).to(device).train()
+    drop = DROPOUTS[kind]()
+    downs = [layer.down for layer in feed_forwards(model)]
+    hooks = [down.register_forward_pre_hook(lambda module, args: (drop(args[0]),)) for down in downs]
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr, (0.9, 0.95), weight_decay=config.weight_decay)
+    warm = max(1, config.warmup)
+    slope = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
+    draw, losses = torch.Generator().manual_seed(config.seed), []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        for _ in range(config.steps):
+            loss = cross_entropy(model, source.random_windows(seen, config.batch, config.context, draw).to(device))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            slope.step()
+            losses.append(loss.detach())
+    for hook in hooks:
+        hook.remove()
+    bits = bits_per_byte(model.eval(), source.spread_windows(held_out, 128, config.context).to(device))
+    train_loss = float(torch.stack(losses[-max(1, config.steps // 10) :]).mean())
+    facts = {"dropout": kind, "seed": config.seed, "steps": config.steps}
+    return facts | {"bits_per_byte": bits, "train_loss": train_loss}
+
+
+# ---- products with an operand that is made 2:4, on a GPU, in bfloat16
+
+
+def product_rows(sizes: tuple[int, int, int], backend: str | None = None) -> list[dict]:
+    """Return the rows of y = h Wd^T with h [tokens, d_ff] dropped 2:4, with its compression and without, beside the
+    dense product; of the backend of torch's that runs, cuSPARSELt if it does. Drawing the pattern is in none of them.
+    error_over_dense: how far the 2:4 product is from float64, over the dense one's distance. clock.WrongResult for more
+    than twice as far."""
+    if backend is None:
+        try:
+            return product_rows(sizes, usual_backend())
+        except DeviceError:
+            return product_rows(sizes, "cutlass")
+    draw, (tokens, d_ff, d_model) = _drawing(), sizes
+    h = two_four_dropout(torch.relu(draw(tokens, d_ff)).bfloat16(), generator=draw.keywords["generator"])
+    weight = draw(d_model, d_ff).bfloat16() / d_ff**0.5
+    kind = tensor_kind(h.shape, h.dtype, h.device, backend)
+    with torch.no_grad(), refusals(f"torch's {backend}"):
+        sparse = kind.from_dense(h)
+        exact, results = h[:256].double() @ weight.double().t(), (h @ weight.t(), sparse @ weight.t())
+    dense, ours = (float((y[:256].double() - exact).norm()) for y in results)
+    ratio = ours / max(dense, 1e-30)
+    if not ratio <= 2:
+        raise clock.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
+    calls: rows.Calls = {
+        "dense product": lambda turn: h @ weight.t(),
+        "compress": lambda turn: kind.from_dense(h),
+        "2:4 product": lambda turn: sparse @ weight.t(),
+        "compress and 2:4 product": lambda turn: kind.from_dense(h) @ weight.t(),
+    }
+    facts = {path: {"error_over_dense": ratio} for path in calls if path.endswith("2:4 product")}
+    with torch.no_grad():
+        return _beside_first("dropout", "y = h Wd^T", calls, facts, sizes, backend)
 
 
 def step_rows(sizes: tuple[int, int, int]) -> list[dict]:
-    """Return the rows of forward and backward of one linear layer with weight or input made 2:4 in every step, beside
-    the dense layer. RuntimeError where it does not run here, so that a recording leaves it out."""
+    """Return the rows of forward and backward of one linear layer, whose input [tokens, d_ff] is a squared ReLU, with
+    weight or input made 2:4 in every step, beside the dense layer; and of choosing and packing alone. RuntimeError
+    where it does not run here, so that a recording leaves it out; errors otherwise as of `checked_step`."""
+    draw, (tokens, d_ff, d_model) = _drawing(), sizes
+    x = torch.relu(draw(tokens, d_ff) - 1).square().bfloat16()
+    dense = nn.Linear(d_ff, d_model, False, x.device, x.dtype)
+    with torch.no_grad():
+        dense.weight.copy_(draw(d_model, d_ff) / d_ff**0.5)
+    dy = draw(tokens, d_model).bfloat16()
+
+    def step(layer: nn.Module, turn: int) -> None:
+        dense.weight.grad = None
+        layer(x.detach().requires_grad_()).backward(dy)
+
     try:
-        made = step_times(*sizes)
+        tensor_kind(x.shape, x.dtype, x.device)
+        layers = {"dense step": dense} | {f"2:4 {operand} step": TwoFourLinear(dense, operand) for operand in OPERANDS}
+        facts = {name: checked_step(layer, x[:SIDE]) for name, layer in layers.items()}
     except TwellError as error:
         raise RuntimeError(str(error)) from error
-    return _beside_first("two_four_training", "y = h Wd^T, both ways", made)
+    calls: rows.Calls = {name: functools.partial(step, layer) for name, layer in layers.items()}
+    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach())
+    calls["2:4 input chosen"] = lambda turn: two_four(x)
+    return _beside_first("two_four_training", "y = h Wd^T, both ways", calls, facts, sizes, usual_backend())
 
 
-def _beside_first(kind: str, workload: str, made: list[dict]) -> list[dict]:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    shared, dense = {"kind": kind, "device": name, "dtype": "bfloat16", "workload": workload}, made[0]["ms"]
-    return [shared | row | {"dense_ms": dense, "x_dense": dense / row["ms"]} for row in made]
+@torch.no_grad()
+def checked_step(layer: nn.Module, x: Tensor) -> dict[str, float]:
+    """Return `error`, how far y is from float64 of the operands that were kept, as a share of its norm, and `dropped`,
+    what of the operand's norm was not. clock.WrongResult for more than four units of the last place."""
+    operands, lost = {"input": x, "weight": layer.weight}, 0.0
+    if isinstance(layer, TwoFourLinear):
+        whole = operands[layer.operand]
+        rest = operands[layer.operand] = two_four(whole).to_dense()
+        lost = float((whole - rest).double().norm() / whole.double().norm())
+    exact = operands["input"].double() @ operands["weight"].double().t()
+    error = float((layer(x).double() - exact).norm() / exact.norm())
+    if not error <= 4 * torch.finfo(x.dtype).eps:
+        raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
+    return {"error": error, "dropped": lost}
+
+
+def _drawing() -> functools.partial:
+    """Return a function that draws normal values of given sizes, on the GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return functools.partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
+
+
+def _beside_first(
+    kind: str, workload: str, calls: rows.Calls, facts: dict[str, dict], sizes: tuple[int, int, int], backend: str
+) -> list[dict]:
+    shared = {"kind": kind, "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "workload": workload}
+    shared |= dict(zip(("tokens", "d_ff", "d_model"), sizes)) | {"backend": backend}
+    samples = clock.time_cuda(calls, 15)
+    dense = clock.quartiles(next(iter(samples.values())))[0]
+    return [rows.row(shared, path, taken, dense, **facts.get(path, {})) for path, taken in samples.items()]
 
 
 def sections(shape: Shape) -> rows.Sections:

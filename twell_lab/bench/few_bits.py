@@ -16,10 +16,9 @@ from torch.nn.functional import linear
 from ..core import TwellError
 from ..layers.choice import Choice
 from ..ops import clock, int8
-from ..sparsities.bitmap import Bitmap
 from ..sparsities.fp8 import fp8_linear
 from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
-from ..sparsities.quantised import Rows, output_error, quantise
+from ..sparsities.quantised import Bitmap, Rows, output_error, quantise
 from ..sparsities.two_four import two_four_mask
 from . import rows
 from .comparison import about, clocked

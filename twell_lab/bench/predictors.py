@@ -19,7 +19,8 @@ from ..analysis.profile import profile
 from ..models.swap import sparsify
 from ..models.thresholds import LossChange, calibrate
 from ..ops import clock
-from ..sparsities.core_neurons import core_neurons, remove
+from ..sparsities.core_neurons import core_neurons
+from ..sparsities.few_neurons import remove
 from ..sparsities.predictors import predict
 from ..training.config import TrainConfig
 from ..training.loop import train

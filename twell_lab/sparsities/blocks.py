@@ -39,8 +39,7 @@ _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times
 
 
 def _cut(matrix: Tensor, size: Size) -> Tensor:
-    """A view of a matrix as its blocks, [rows / high, columns / wide, high, wide]. InputError for another size than its
-    widths allow."""
+    """Return a view of a matrix as its blocks, [rows / high, columns / wide, high, wide]."""
     high, wide = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
     rows, columns = matrix.shape
     fits = all(type(n) is int and SMALLEST <= n <= LARGEST for n in (high, wide))
@@ -55,9 +54,9 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
 def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
     """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept.
 
-    weight: [out, in], finite floating-point values of 16 bits or more. sparsity: from 0 up to, but not, 1. Exactly
-    round(sparsity * blocks) blocks go; of equal sums, computed in float64, the last in row order. size: of a block: one
-    number for a square, or (rows, columns); 16 to 128, and divisors of out and in. InputError for others."""
+    weight: [out, in], finite. sparsity: from 0 up to, but not, 1. Exactly round(sparsity * blocks) blocks go; of equal
+    sums, in float64, the last in row order. size: of a block: one number for a square, or (rows, columns); 16 to 128,
+    and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
     norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
     kept = largest(norms, kept_of(norms.numel(), sparsity))
@@ -71,52 +70,46 @@ def nested_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
     return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size)
 
 
+def _used(matrix: Tensor, size: Size) -> Tensor:
+    """Return which values of a weight or a mask are not zero, by blocks as `_cut` gives them."""
+    is_mask = isinstance(matrix, Tensor) and matrix.dtype == torch.bool
+    return _cut(as_matrix(matrix.half() if is_mask else matrix).detach() != 0, size)
+
+
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
     """Return the share of the blocks that hold zeros alone: what a block-sparse product may skip.
 
     matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. InputError for other sizes, and for what is
     no dense matrix that holds its values."""
-    return 1 - _filled(_used(matrix), size).double().mean().item()
-
-
-def _used(matrix: Tensor) -> Tensor:
-    is_mask = isinstance(matrix, Tensor) and matrix.dtype == torch.bool
-    return as_matrix(matrix.half() if is_mask else matrix).detach() != 0
-
-
-def _filled(used: Tensor, size: Size) -> Tensor:
-    """Return which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
-    return _cut(used, size).any(3).any(2)
+    return 1 - _used(matrix, size).any(3).any(2).double().mean().item()
 
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
-    """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], column order[i] comes to
-    place i; their own where that leaves no more blocks empty.
+    """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], their own where none does.
+    weight[:, order] takes x[..., order]. Arguments and errors as `empty_share`.
 
     Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
     filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
-    needed already; of equal ones the first. Its time grows with the square of the columns. weight[:, order] takes
-    x[..., order]. Arguments and errors as `empty_share`."""
-    used = _used(matrix)
-    own = torch.arange(used.shape[1], device=used.device)
-    blocks = _cut(used, size)
-    needs = blocks.any(2).flatten(1).cpu().double()  # [blocks of rows, columns]
-    counts, rows, wide = needs.sum(0), len(blocks), blocks.shape[3]
-    left, order = torch.ones(needs.shape[1], dtype=torch.bool), []
-    covered = torch.zeros(rows, dtype=torch.float64)
-    for place in range(needs.shape[1]):
+    needed already; of equal ones the first. Its time grows with the square of the columns."""
+    needs = _used(matrix, size).any(2).double()  # [blocks of rows, blocks of columns, columns of a block]
+    wide = needs.shape[2]
+    needs = needs.flatten(1).cpu()
+    counts, order = needs.sum(0), []
+    unused, taken = counts == 0, torch.zeros_like(counts, dtype=torch.bool)
+    for place in range(len(counts)):
         if place % wide == 0:
-            covered, score = torch.zeros_like(covered), counts
+            covered, score = torch.zeros(len(needs), dtype=torch.float64), counts.clone()
         else:
             met = covered @ needs
-            score = met - (rows + 1) * (counts - met)
-        score = score.masked_fill(counts == 0, -(needs.numel() + 1.0))
-        chosen = int(score.masked_fill(~left, -math.inf).argmax())
-        left[chosen] = False
+            score = met - (len(needs) + 1) * (counts - met)
+        score[unused], score[taken] = -(needs.numel() + 1.0), -math.inf
+        chosen = int(score.argmax())
+        taken[chosen] = True
         covered = torch.maximum(covered, needs[:, chosen])
         order.append(chosen)
-    grouped = torch.tensor(order, device=used.device)
-    return grouped if empty_share(used[:, grouped], size) > empty_share(used, size) else own
+    grouped = torch.tensor(order, device=matrix.device)
+    better = empty_share(matrix[:, grouped], size) > empty_share(matrix, size)
+    return grouped if better else torch.arange(len(order), device=matrix.device)
 
 
 def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
@@ -129,35 +122,33 @@ def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
 
 class Blocks(Products):
     """Block-sparse products for each projection of which at least LEAST_EMPTY of the blocks are empty. Exact: nothing
-    is pruned. Weights of 16 bits on a GPU from sm_80 on take the kernel of ops.blocks, others torch's products. The
+    is pruned. Weights of 16 bits take ops.blocks, whose kernel needs a GPU from sm_80 on, others torch's products. The
     layer owns the filled blocks."""
 
     name = "blocks"
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        blocks = to_bsr(weight, self.fitting(weight)[0])
-        return kernel.BlockOperand(blocks) if _has_kernel(weight) else partial(_by_torch, blocks)
-
-    def fitting(self, weight: Tensor) -> tuple[int, float]:
-        """Return the largest squares of 16 to 128 that leave nearly as much empty as small ones, and the share of them
-        that is filled."""
-        used = checked_weight(weight) != 0
-        sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
-        if not sizes:
-            raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
-        shares = {size: _filled(used, size).double().mean().item() for size in sizes}
-        return next((size, share) for size, share in shares.items() if share <= _NEARLY * min(shares.values()))
-
-    def check(self, weight: Tensor) -> None:
-        size, share = self.fitting(weight)
-        if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not _has_kernel(weight):
-            raise InputError(f"blocks of {weight.dtype} on a CPU; accepted there: float32 and float64")
+        size, share = fitting(weight)
         if share > 1 - LEAST_EMPTY:
             raise InputError(
                 f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty; at least {LEAST_EMPTY:.0%} are "
                 "accepted (block_mask)"
             )
+        blocks = to_bsr(weight, size)
+        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else kernel.OLDEST
+        by_kernel = weight.dtype in kernel.DTYPES and capability >= kernel.OLDEST
+        return kernel.BlockOperand(blocks) if by_kernel else partial(_by_torch, blocks)
+
+
+def fitting(weight: Tensor) -> tuple[int, float]:
+    """Return the largest squares of 16 to 128 that leave nearly as much of a weight empty as small ones, and the share
+    of them that is filled."""
+    sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
+    if not sizes:
+        raise InputError(f"a weight of shape {list(weight.shape)}; multiples of {SMALLEST} are accepted for blocks")
+    shares = {size: 1 - empty_share(weight, size) for size in sizes}
+    return next((size, share) for size, share in shares.items() if share <= _NEARLY * min(shares.values()))
 
 
 def _by_torch(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -166,12 +157,3 @@ def _by_torch(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     missing = -len(rows) % weight.values().shape[1] if rows.is_cuda else 0
     y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
     return y[: len(rows)].reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _has_kernel(weight: Tensor) -> bool:
-    """Return whether the kernel of ops.blocks multiplies blocks of such a weight."""
-    new_enough = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= kernel.OLDEST
-    return new_enough and weight.dtype in kernel.DTYPES
-
-
-PATHS = (Blocks(),)

@@ -20,9 +20,8 @@ def shown(value: object) -> str:
 
 def check_count(name: str, value: int, most: int | None = None) -> None:
     """Raise InputError unless `value` is a whole number from 1 up, to `most` where that is given."""
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        accepted = "a whole number from 1 up" if most is None else f"a whole number from 1 to {most}"
-        raise InputError(f"{name} is {value!r:.80}; {accepted} is accepted")
+    if type(value) is not int or not 1 <= value <= (most or value):
+        raise InputError(f"{name} is {value!r:.80}; a whole number from 1 {f'to {most}' if most else 'up'} is accepted")
 
 
 def check_number(name: str, value: float, fits: Callable[[float], bool], accepted: str) -> float:

@@ -18,6 +18,7 @@ one by one."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
     return all(width * rows.itemsize % 16 == 0 for width in weight.shape[1:])
 
 
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort choices [tokens, top_k] by expert. Return their places before, experts and tokens, and where each
+    expert's end, int32 [experts]. The number `experts` is nobody's."""
+    flat = chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    ends = torch.searchsorted(flat[order], torch.arange(experts, device=chosen.device), right=True)
+    return order, flat[order], order // chosen.shape[1], ends.to(torch.int32)
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, loop: bool = False) -> Tensor:
     """Return rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed.
 
@@ -61,56 +71,43 @@ class Experts(nn.Module):
     """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T.
 
     Parameters: gate_up_proj [experts, 2 d_ff, d_model], each expert's Wg above its Wu; down_proj [experts, d_model,
-    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. InputError for other values."""
+    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. like: device and dtype."""
 
     def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        experts: int,
-        activation: str = "silu",
-        way: str = "grouped",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, d_model: int, d_ff: int, experts: int, activation: str = "silu", way: str = "grouped", **like: Any
     ) -> None:
         super().__init__()
         for name, given in (("d_model", d_model), ("d_ff", d_ff), ("experts", experts)):
             check_count(name, given)
-        if activation not in ACTIVATIONS or way not in WAYS:
-            raise InputError(
-                f"activation is {activation!r:.80} and way {way!r:.80}; accepted: {', '.join(ACTIVATIONS)}, and "
-                f"{', '.join(WAYS)}"
-            )
-        self.way = way
-        drawn = lambda *shape: nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * shape[2] ** -0.5)  # noqa: E731
-        self.gate_up_proj, self.down_proj = drawn(experts, 2 * d_ff, d_model), drawn(experts, d_model, d_ff)
-        self.act_fn = ACTIVATIONS[activation]()
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation is {activation!r:.80}; accepted: {', '.join(ACTIVATIONS)}")
+        self.way, self.act_fn = way, ACTIVATIONS[activation]()
+        for name, shape in (("gate_up_proj", (2 * d_ff, d_model)), ("down_proj", (d_model, d_ff))):
+            weight = torch.randn(experts, *shape, **like) * shape[1] ** -0.5
+            self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, weighted: [tokens, d_model], in x's dtype.
 
-        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], numbers of experts, no token the
-        same one twice; numbers that no expert has add nothing. weights: [tokens, top_k], floating-point. InputError for
-        other shapes and dtypes, and another way."""
+        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], experts, each once; a number that
+        no expert has adds nothing. weights: [tokens, top_k]. InputError for others, and another way."""
         experts, d_model = self.down_proj.shape[:2]
         top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
         shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k
         dtypes = (x.dtype, chosen.dtype) == (self.down_proj.dtype, torch.int64) and weights.is_floating_point()
-        if not shapes or not dtypes or self.way not in WAYS:
-            given = ", ".join(map(shown, (x, chosen, weights)))
+        if not shapes or not dtypes:
             raise InputError(
-                f"x, chosen and weights are {given}, way {self.way!r:.80}; {self.down_proj.dtype} [tokens, {d_model}], "
-                f"int64 [tokens, top_k], floating-point [tokens, top_k] and {', '.join(WAYS)} are accepted"
+                f"x, chosen and weights are {', '.join(map(shown, (x, chosen, weights)))}; {self.down_proj.dtype} "
+                f"[tokens, {d_model}], int64 [tokens, top_k] and floating-point [tokens, top_k] are accepted"
             )
+        if self.way not in WAYS:
+            raise InputError(f"way is {self.way!r:.80}; accepted: {', '.join(WAYS)}")
         somebody = (chosen >= 0) & (chosen < experts)
-        chosen = torch.where(somebody, chosen, experts)
-        order = chosen.reshape(-1).argsort(stable=True)  # by expert; nobody's come last
-        of = chosen.reshape(-1)[order]
-        ends = torch.searchsorted(of, torch.arange(experts, device=x.device), right=True)
-        rows = x[order // chosen.shape[1]]
+        order, of, token, ends = by_expert(torch.where(somebody, chosen, experts), experts)
+        rows = x[token]
         if rows.requires_grad:  # what is nobody's gets no gradient, whatever the products left past the last end
             rows = torch.where((of < experts)[:, None], rows, 0)
-        y = self._padded(rows, of, ends) if self.way == "padded" else self._in_groups(rows, ends.to(torch.int32))
+        y = self._padded(rows, of, ends) if self.way == "padded" else self._in_groups(rows, ends)
         back = y[order.argsort()].view(*chosen.shape, d_model)
         share = torch.where(somebody, weights, 0)[..., None]
         return (torch.where(somebody[..., None], back, 0) * share).sum(1).to(x.dtype)
@@ -126,8 +123,8 @@ class Experts(nn.Module):
     def _padded(self, rows: Tensor, of: Tensor, ends: Tensor) -> Tensor:
         """Rows, sorted, of experts `of`, which end at `ends`. Waits for the largest number of rows of one expert."""
         experts = len(ends)
-        starts = F.pad(ends, (1, 0))
-        capacity = int(ends.diff(prepend=starts[:1]).max())
+        starts = F.pad(ends, (1, 0)).long()
+        capacity = int(starts.diff().max())
         place = of * capacity + torch.arange(len(rows), device=rows.device) - starts[of]
         place = torch.where(of < experts, place, experts * capacity)  # one row more, for what is nobody's
         padded = rows.new_zeros(experts * capacity + 1, rows.shape[1]).index_copy(0, place, rows)
@@ -144,25 +141,15 @@ class ExpertsLayer(nn.Module):
     """A router and its experts, in the place of a feed-forward layer: x [..., d_model] -> [..., d_model].
 
     The router is Mixtral's: a softmax over all experts in float32, of which each token takes the top_k largest, their
-    weights scaled to a sum of 1. Arguments and errors as of `Experts`; top_k: experts of each token."""
+    weights scaled to a sum of 1. how: further arguments of `Experts`, whose errors it raises."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        experts: int = 8,
-        top_k: int = 2,
-        *,
-        activation: str = "silu",
-        way: str = "grouped",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int, experts: int = 8, top_k: int = 2, **how: Any) -> None:
         super().__init__()
-        self.experts = Experts(d_model, d_ff, experts, activation, way, device, dtype)
+        self.experts = Experts(d_model, d_ff, experts, **how)
         check_count("top_k", top_k, experts)
         self.top_k = top_k
-        self.gate = nn.Linear(d_model, experts, bias=False, device=device, dtype=dtype)
+        down = self.experts.down_proj
+        self.gate = nn.Linear(d_model, experts, bias=False, device=down.device, dtype=down.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return of each token of x [tokens, d_model] its experts, int64 [tokens, top_k], and their weights,
@@ -171,7 +158,5 @@ class ExpertsLayer(nn.Module):
         return chosen, weights / weights.sum(-1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.gate.in_features:
-            raise InputError(f"x is {list(x.shape)}; [..., {self.gate.in_features}] is accepted")
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, *self.route(rows)).view(x.shape)

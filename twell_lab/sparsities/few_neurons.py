@@ -9,6 +9,8 @@ prompt. `sparsities.predicted` does it as a path, from the weights alone."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +18,18 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, Only, StandIn, check_model, examine, feed_forwards, replaced
+from ..layers.find import FeedForward, StandIn, check_model, replaced, survey
 from ..layers.parts import Weights, parts_of
-from ..layers.probe import raise_all, title
 from ..ops.activation import Activation
 from .products import hidden_of
 
 LOSSY = "lossy: a layer that computes chosen neurons alone computes something else than the layer it was made of"
+
+
+def gate_of(layer: FeedForward, x: Tensor) -> Tensor:
+    """Return what decides which neurons fire, [rows, d_ff], for x [rows, d_model] of any dtype."""
+    first = layer.pattern
+    return F.linear(x.to(first.weight.dtype), first.weight, first.bias)
 
 
 def of_neurons(weights: Weights, neurons: Tensor, down_t: Tensor) -> Weights:
@@ -34,7 +41,7 @@ def of_neurons(weights: Weights, neurons: Tensor, down_t: Tensor) -> Weights:
 
 
 def computed(x: Tensor, weights: Weights, acts: Activation, chosen: Tensor | None = None) -> Tensor:
-    """Return the output of a layer with these weights for x [rows, d_model]; chosen: bool [rows, d_ff], each row's
+    """Return the output of a layer with these weights for x [..., d_model]; chosen: bool [..., d_ff], each row's
     neurons, None for all."""
     gate, up, down, gate_bias, up_bias, down_bias = weights
     first = None if gate is None or gate is up else F.linear(x, gate, gate_bias)
@@ -43,7 +50,7 @@ def computed(x: Tensor, weights: Weights, acts: Activation, chosen: Tensor | Non
 
 
 def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: Activation, down_t: Tensor) -> Tensor:
-    """Return the same, of the `neurons` neurons with the highest scores [rows, d_ff] for each row.
+    """Return the same for x [rows, d_model], of the `neurons` neurons with the highest scores [rows, d_ff] of each row.
 
     One row gathers them; several rows, which have each their own, are computed densely and masked, and spare
     nothing."""
@@ -54,10 +61,9 @@ def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: 
 
 
 class FewNeurons(nn.Module, ABC):
-    """A feed-forward layer that computes some of its neurons, for inference. Lossy.
-
-    dense: the layer as it was, with its projections. What a subclass makes of their weights (`renew`) it owns: it is
-    made once, and again when a state is loaded."""
+    """A feed-forward layer that computes some of its neurons, for inference. Lossy. dense: the layer as it was. What a
+    subclass makes of its weights (`renew`) it owns: that is made again when a state is loaded, and when the layer is
+    moved or cast."""
 
     label = "chosen neurons"
 
@@ -76,33 +82,33 @@ class FewNeurons(nn.Module, ABC):
     def renew(self) -> None:
         """Make anew what this layer owns of the weights."""
 
-    def own(self, **tensors: Tensor | None) -> None:
-        """Keep tensors as buffers that are in no state."""
-        for name, t in tensors.items():
-            self.register_buffer(name, t if t is None else t.detach(), persistent=False)
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.renew()
+        return self
 
     def extra_repr(self) -> str:
         return f"lossy: {self.label}"
 
 
-def dense_layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
-    """List the dense ReLU layers of a model. InputError, by name, for those that cannot be replaced."""
+def dense_layers(model: nn.Module) -> list[FeedForward]:
+    """List the dense layers of a model that have a ReLU or its square and are modules of their own. InputError where
+    there is none, and by name for one that computes chosen neurons already."""
     check_model(model)
+    layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:
         raise InputError(f"{chosen[0]!r} computes chosen neurons already; accepted: remove(model) first")
-    layers, reasons = feed_forwards(model, only=only), []
-    for layer in layers:
-        module, name = layer.module, title(layer.name, layer.module)
-        if isinstance(module, StandIn):
-            reasons.append(f"{name} was swapped by sparsify; accepted: densify(model) first")
-        elif isinstance(module, Expert) or (family := parts_of(module).family).inside or family.residual:
-            reasons.append(f"{name} is an expert, or does more than its projections; accepted: an `only` without it")
-        elif layer.acts is not None or layer.cut is not None:
-            reasons.append(f"{name} has a threshold; accepted: layers with a ReLU or its square")
-        elif (reason := examine(module)[0]) is not None:
-            reasons.append(f"{name} {reason}")
-    raise_all(reasons)
-    return layers
+    dense = [layer for layer in layers if _replaceable(layer)]
+    if not dense:
+        why = next((f"{name} {reason}" for name, reason in reasons.items()), f"{len(layers)} others")
+        raise InputError(f"no dense layer with a ReLU in {type(model).__name__} ({why}); one or more is accepted")
+    return dense
+
+
+def _replaceable(layer: FeedForward) -> bool:
+    if layer.both or layer.acts is not None or layer.cut is not None or isinstance(layer.module, (StandIn, Expert)):
+        return False
+    return not parts_of(layer.module).family.inside
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -111,34 +117,30 @@ def remove(model: nn.Module) -> nn.Module:
     return replaced(model, {layer: layer.dense for layer in model.modules() if isinstance(layer, FewNeurons)})
 
 
-class Neurons(ABC):
-    """A count of neurons to compute for each layer of a model, with the layer that computes them."""
+@dataclass(eq=False)
+class Neurons:
+    """Neurons to compute in the layers of a model. By the layer's name, counts: how many; shapes: (d_ff, d_model).
+    make: from a layer to what computes them in its place."""
 
-    @abstractmethod
-    def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:
-        """Return by the layer's name how many neurons it computes, and (d_ff, d_model)."""
-
-    @abstractmethod
-    def make(self, layer: FeedForward) -> FewNeurons:
-        """Return what computes them in the place of a layer."""
+    counts: dict[str, int]
+    shapes: dict[str, tuple[int, int]]
+    make: Callable[[FeedForward], FewNeurons]
 
     @property
     def sparsity(self) -> float:
         """The share of the neurons that is not computed, over all layers."""
-        counts = self.counts().values()
-        return 1 - sum(count for count, _ in counts) / sum(shape[0] for _, shape in counts)
+        return 1 - sum(self.counts.values()) / sum(d_ff for d_ff, _ in self.shapes.values())
+
+    def __str__(self) -> str:
+        return f"{self.sparsity:.1%} of the neurons are not computed\n{LOSSY}"
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Have the model's layers compute their chosen neurons alone, in place; returns the model. For inference.
 
         InputError, with nothing changed, for another model, and for layers that compute chosen neurons already."""
-        counts = self.counts()
-        there = {layer.name: layer for layer in dense_layers(model, lambda name, module: name in counts)}
-        for name, (_, shape) in counts.items():
-            own = tuple(there[name].up.weight.shape) if name in there else "not there"
-            if own != shape:
-                raise InputError(f"{name!r} is {own}; (d_ff, d_model) {shape} is accepted: the model this was made for")
-        made = {layer.module: self.make(layer).train(layer.module.training) for layer in there.values()}
-        return replaced(model, made)
-
-    remove = staticmethod(remove)
+        layers = dense_layers(model)
+        shapes = {layer.name: tuple(layer.up.weight.shape) for layer in layers}
+        if shapes != self.shapes:
+            said = f"the layers' (d_ff, d_model) are {shapes!s:.200}; {self.shapes!s:.200}"
+            raise InputError(f"{said} are accepted: the model that this was made for")
+        return replaced(model, {one.module: self.make(one).train(one.module.training) for one in layers})

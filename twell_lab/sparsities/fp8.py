@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..core import InputError
 from ..layers.parts import Weights
 from .checks import check_gpu
-from .products import Product, Products, hidden_of
-from .quantised import Rows, check_weight, flattened, quantise, round_tokens
+from .products import Product, Products, hidden_of, tried
+from .quantised import Rows, flattened, quantise, round_tokens
 
 KIND = torch.float8_e4m3fn
 OLDEST = (8, 9)
@@ -35,8 +35,8 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
-    """[tokens, rows] in the dtype of flat [tokens, columns], for its E4M3 rows, padded or not. On a GPU the product
-    itself scales, adds a bias of bfloat16, and rounds to bfloat16."""
+    """Return [tokens, rows] in the dtype of flat [tokens, columns], for its E4M3 rows, padded or not. On a GPU the
+    product itself scales, adds a bias of bfloat16, and rounds to bfloat16."""
     if not short.values.is_cuda:
         y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
         return (y if bias is None else y + bias).to(flat.dtype)
@@ -53,7 +53,10 @@ class Fp8(Products):
     exact = False
 
     def product(self, weight: Tensor) -> Product:
-        return partial(fp8_linear, rows=quantise(weight, KIND))
+        check_gpu("the weight", weight.device, OLDEST, "FP8 products")
+        if any(n % 16 or not n for n in weight.shape):
+            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
+        return tried(partial(fp8_linear, rows=quantise(weight, KIND)), weight, "torch's product of fp8")
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
         """Compute as of Products; x is rounded once for gate and up, and a row that is not finite needs no pass of its
@@ -65,12 +68,3 @@ class Fp8(Products):
         short = round_tokens(flat, KIND)
         first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
         return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)
-
-    def check(self, weight: Tensor) -> None:
-        check_gpu("the weight", check_weight(weight).device, OLDEST, "FP8 products")
-        if any(n % 16 or not n for n in weight.shape):
-            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
-        self.check_runs(weight.device, torch.float32)
-
-
-PATHS = (Fp8(),)

@@ -14,7 +14,6 @@ it by cuSPARSELt, on GPUs from sm_80 on."""
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,8 @@ from ..layers.parts import Weights
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
 from .checks import check_gpu
-from .products import Product, Products
-from .quantised import Rows, check_weight, flattened, quantise, round_tokens
+from .products import Product, Products, tried
+from .quantised import Rows, flattened, quantise, round_tokens
 from .two_four import check_two_four
 
 MOST_COLUMNS = 2**31 // (127 * 127) - 1  # that an int32 sum of products holds
@@ -67,8 +66,8 @@ def _sums(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the first
-    reads them as they are and writes float32, the second writes `dtype`."""
+    """Return int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the
+    first reads them as they are and writes float32, the second writes `dtype`."""
     first = torch.mul(sums, tokens.scale[: len(sums), None])
     y = torch.empty_like(first, dtype=dtype)
     if bias is None:
@@ -90,12 +89,10 @@ def packed_two_four(rows: Rows) -> Tensor:
     return torch._cslt_compress(rows.values)
 
 
-def two_four_int8(x: Tensor, rows: Rows, packed: Tensor | None = None) -> Tensor:
+def two_four_int8(x: Tensor, rows: Rows, packed: Tensor) -> Tensor:
     """Return x W^T for INT8 rows that are 2:4, by cuSPARSELt's product: x [..., columns] -> [..., rows], one scale a
-    token; two operations scale the int32 sums. packed: of `packed_two_four(rows)`; None: it is made in each call.
-    Raises as `int8_linear` and `packed_two_four`."""
+    token; two operations scale the int32 sums. packed: `packed_two_four(rows)`. Raises as `int8_linear`."""
     flat = flattened(x, rows, torch.int8)
-    packed = packed_two_four(rows) if packed is None else packed
     short = round_tokens(flat, torch.int8)
     values = F.pad(short.values, (0, 0, 0, -len(short.values) % 32))
     sums = torch._cslt_sparse_mm(packed, values.t(), out_dtype=torch.int32)
@@ -105,13 +102,6 @@ def two_four_int8(x: Tensor, rows: Rows, packed: Tensor | None = None) -> Tensor
 # ---- as a path
 
 
-class _Form(NamedTuple):
-    """products: of gate, up and down. rows: those of a gated layer that the kernel of ops.int8 takes, else None."""
-
-    products: list[Product | None]
-    rows: tuple[Rows, ...] | None
-
-
 class Int8(Products):
     """All neurons, by INT8 products of weights and x (`int8_linear`). Lossy. The layer owns the rows."""
 
@@ -119,33 +109,27 @@ class Int8(Products):
     exact = False
 
     def product(self, weight: Tensor) -> Product:
-        return partial(int8_linear, rows=quantise(weight))
-
-    def make(self, weights: Weights) -> _Form:
-        products = super().make(weights)
-        if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
-            return _Form(products, None)
-        rows = tuple(product.keywords["rows"] for product in products)
-        near = (
-            has_kernel(r.values, kernels.Weight(r.values, r.scale, b), weights.up.dtype)
-            for r, b in zip(rows, weights[3:])
-        )
-        return _Form(products, rows if all(near) else None)
-
-    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: _Form) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if form.rows is None or layer.acts != RELU or not 0 < len(rows) <= kernels.MOST_TOKENS:
-            return super().compute(layer, x, weights, form.products)
-        whole = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(form.rows, weights[3:]))
-        return run(kernels.layer, rows.contiguous(), *whole).view(x.shape)
-
-    def check(self, weight: Tensor) -> None:
-        check_weight(weight)
         if weight.is_cuda and any(n % 8 or not n for n in weight.shape):
             raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 8 are accepted on a GPU")
-        if weight.shape[1] > MOST_COLUMNS:
-            raise InputError(f"the weight has {weight.shape[1]} columns; up to {MOST_COLUMNS} are accepted")
-        self.check_runs(weight.device, torch.float32)  # of which the product is torch's
+        rows = quantise(weight)
+        tried(partial(int8_linear, rows=rows, apart=True), weight, "torch's product of int8")
+        return partial(int8_linear, rows=rows)
 
+    def make(self, weights: Weights) -> tuple[list[Product | None], tuple[Rows, ...] | None]:
+        """Return products, and the rows of a gated layer that the kernel of ops.int8 takes, else None."""
+        products = super().make(weights)
+        if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
+            return products, None
+        rows = tuple(product.keywords["rows"] for product in products)
+        near = (
+            has_kernel(part.values, kernels.Weight(part.values, part.scale, bias), weights.up.dtype)
+            for part, bias in zip(rows, weights[3:])
+        )
+        return products, rows if all(near) else None
 
-PATHS = (Int8(),)
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple) -> Tensor:
+        (products, whole), rows = form, x.reshape(-1, x.shape[-1])
+        if whole is None or layer.acts != RELU or not 0 < len(rows) <= kernels.MOST_TOKENS:
+            return super().compute(layer, x, weights, products)
+        given = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(whole, weights[3:]))
+        return run(kernels.layer, rows.contiguous(), *given).view(x.shape)

@@ -67,6 +67,3 @@ class KeptInputs(Path):
             "launches": 2 * rates.launch,
             "lost": 0.0,
         }
-
-
-PATHS = (KeptInputs(),)

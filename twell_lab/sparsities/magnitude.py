@@ -25,10 +25,8 @@ def kept_of(count: int, sparsity: float) -> int:
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
-    """Return which values are the `count` largest: bool, of the shape of `sizes`, exactly `count` of them True.
-
-    Of equal values the first in row order are taken, on every device: the count-th largest value is found by
-    torch.topk, and all others are compared with it. sizes: finite. count: 0 to sizes.numel()."""
+    """Return which values are the `count` largest: bool, of the shape of `sizes`, exactly `count` of them True. Of
+    equal values the first in row order are taken, on every device. sizes: finite. count: 0 to sizes.numel()."""
     flat = sizes.reshape(-1)
     if count in (0, flat.numel()):
         return torch.full_like(sizes, count > 0, dtype=torch.bool)

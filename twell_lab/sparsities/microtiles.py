@@ -7,8 +7,7 @@ Method: Zheng et al., "PIT: Optimization of Dynamic Sparse Deep Learning Models 
 Transformation", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so what is sparse
 along k can be gathered into dense tiles: of a stripe of 32 rows of a, the columns that hold anything, micro-tiles of
 32 x 1. They meet the same rows of b, and the result is the stripe of c, in place. Along the rows, micro-tiles of 1 x k,
-the same is padding (`sparsities.padding`). Finding the tiles costs one pass over a, whatever
-it holds; `product` costs by how many there are. CUDA graphs hold both, torch.compile neither."""
+the same is padding (`sparsities.padding`). CUDA graphs hold both functions, torch.compile neither."""
 
 from __future__ import annotations
 
@@ -63,11 +62,10 @@ class MicroTiles(Format):
 
 
 def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
-    """Find the micro-tiles of height x 1 that hold a value that is not zero; NaN is none.
+    """Find the micro-tiles of height x 1 that hold a value that is not zero; NaN is none. It costs one pass over a.
 
     On a GPU, 16-bit values and heights of 32, 64 and 128 are found by a kernel, which does not wait; everything else by
-    torch's own operations. a: [rows, width], floating-point values of 16 bits or more; its history is left out. height:
-    from 1 up. InputError for another height, and for what is no dense matrix that holds its values."""
+    torch's operations. a: [rows, width], its history is left out. height: from 1 up. InputError for others."""
     check_count("height", height)
     a = as_matrix(a).detach()
     by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
@@ -76,12 +74,12 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
-    """Multiply a [rows, width], as its micro-tiles, with b [width, n]: c [rows, n]. It has no gradient.
+    """Multiply a [rows, width], as its micro-tiles, with b [width, n]: c [rows, n], the dense product for every finite
+    b; what is not finite in b is met by occupied tiles alone.
 
-    It is the dense product for every a and every finite b; what is not finite in b is met by occupied tiles alone. On a
-    GPU of compute capability 8.0 or more, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums in
-    float32, and nothing waits. Everything else is gathered stripe by stripe by torch, which waits for the counts.
-    InputError for a b of another shape, dtype or device than the tiles', and for one that needs a gradient."""
+    On a GPU from sm_80 on, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums in float32, and
+    nothing waits. Everything else is gathered stripe by stripe by torch, which waits for the counts. InputError for a b
+    of another shape, dtype or device than the tiles', and for one that needs a gradient, which this does not have."""
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
     wanted = tiles.values.dtype, tiles.shape[1], tiles.values.device

@@ -23,48 +23,43 @@ class Padding(NamedTuple):
     of all rows, such as (sequences, length)."""
 
     places: Tensor
-    shape: tuple[int, ...]
+    shape: torch.Size
 
     @property
     def whole(self) -> bool:
-        """Return whether every row is real."""
-        return len(self.places) == torch.Size(self.shape).numel()
+        """Return whether every row is real: then nothing is moved."""
+        return len(self.places) == self.shape.numel()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the real rows of x [*shape, width], side by side: [real rows, width]; x itself where every row is
-        real. Does not wait. InputError for an x of other rows, or on another device."""
+        """Return the real rows of x [*shape, width], side by side: [real rows, width]. Does not wait. InputError for an
+        x of other rows, or on another device."""
         if not isinstance(x, Tensor) or x.shape[:-1] != self.shape or x.device != self.places.device:
             raise InputError(f"x is {shown(x)}; {[*self.shape, 'width']} on {self.places.device} is accepted")
-        rows = x.reshape(torch.Size(self.shape).numel(), x.shape[-1])
+        rows = x.reshape(self.shape.numel(), x.shape[-1])
         return rows if self.whole else rows.index_select(0, self.places)
 
 
 def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
-    """Return the rows of x [..., width] that are real, [real rows, width], in their order, and where they were.
-
-    How many there are decides the shape, so this waits for the device once; one `Padding` serves all layers of a model.
+    """Return the rows of x [..., width] that are real, [real rows, width], in their order, and where they were. How
+    many there are decides the shape, so this waits for the device once; one `Padding` serves all layers of a model.
 
     real: bool [...], True for rows that are not padding, such as an attention mask of transformers compared with 0.
     InputError for another shape, dtype or device of `real`."""
-    wanted = (torch.bool, x.shape[:-1], x.device) if isinstance(x, Tensor) else None
-    if not isinstance(real, Tensor) or (real.dtype, real.shape, real.device) != wanted:
-        raise InputError(
-            f"x is {shown(x)} and real {shown(real)}; [..., width] and bool [...], of one device, accepted"
-        )
-    padding = Padding(real.reshape(-1).nonzero()[:, 0], tuple(real.shape))
+    if not isinstance(real, Tensor) or (real.dtype, real.device) != (torch.bool, getattr(x, "device", None)):
+        raise InputError(f"x is {shown(x)} and real {shown(real)}; a tensor and bool, on one device, are accepted")
+    padding = Padding(real.reshape(-1).nonzero()[:, 0], real.shape)
     return padding.gather(x), padding
 
 
 def add_padding(rows: Tensor, padding: Padding) -> Tensor:
     """Return the padded batch, [..., width]: the rows [real rows, width] where they were, bit for bit, and zeros
     elsewhere. Does not wait. InputError for another number of rows, or another device."""
-    count, device = len(padding.places), padding.places.device
-    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != count or rows.device != device:
-        raise InputError(f"rows is {shown(rows)}; [{count}, width] on {device} is accepted")
-    if padding.whole:
-        return rows.reshape(*padding.shape, rows.shape[1])
-    batch = rows.new_zeros(torch.Size(padding.shape).numel(), rows.shape[1])
-    return batch.index_copy(0, padding.places, rows).view(*padding.shape, rows.shape[1])
+    places, shape = padding
+    if not isinstance(rows, Tensor) or rows.shape[:-1] != places.shape or rows.device != places.device:
+        raise InputError(f"rows is {shown(rows)}; [{len(places)}, width] on {places.device} is accepted")
+    if not padding.whole:
+        rows = rows.new_zeros(shape.numel(), rows.shape[1]).index_copy(0, places, rows)
+    return rows.reshape(*shape, rows.shape[1])
 
 
 def unpadded(layer: Callable[[Tensor], Tensor], x: Tensor, real: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ better, and are applied to a model by themselves."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 
 from ..layers.parts import Weights
 from ..layers.paths.path import Converted
-from .checks import check_count, checked_weight
 from .few_neurons import best_alone
 from .products import spoilt
 
@@ -24,30 +22,20 @@ RANK, NEURONS = 1 / 4, 1 / 8  # of the path's predictors, as a share of d_model;
 
 
 def truncated(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return narrow [rank, columns] and wide [rows, rank], whose product is the closest matrix of this rank to weight
-    [rows, columns] by the sum of squares: its truncated singular value decomposition, of weight's dtype.
+    """Return narrow [rank, columns] and wide [rows, rank], whose product is the closest matrix of this rank to a finite
+    weight [rows, columns] by the sum of squares: its truncated singular value decomposition, of weight's dtype.
 
-    From the eigenvectors of weight^T weight, in float32. InputError for a rank that is not from 1 to the number of
-    columns, and for a weight that is no matrix, on meta or not finite."""
-    matrix = checked_weight(weight)
-    check_count("rank", rank, matrix.shape[1])
-    wide = matrix.float()
+    From the eigenvectors of weight^T weight, in float32. rank: 1 to the number of columns."""
+    wide = weight.float()
     size = wide.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if wide.numel() else 1.0
     scaled = wide / size  # whose squares float32 holds
     narrow = torch.linalg.eigh(scaled.t() @ scaled).eigenvectors[:, -rank:].t().contiguous()
     return narrow.to(weight.dtype), (wide @ narrow.t()).to(weight.dtype)
 
 
-class Guess(NamedTuple):
-    """narrow [rank, d_model] and wide [d_ff, rank]: the truncated gate. down_t: [d_ff, d_model]."""
-
-    narrow: Tensor
-    wide: Tensor
-    down_t: Tensor
-
-
 class Predicted(Converted):
-    """For each token the NEURONS of a layer that the `truncated` gate, of RANK, scores highest. Lossy.
+    """For each token the share NEURONS of a layer's neurons, rounded up, that the `truncated` gate, of the share RANK
+    of d_model, scores highest. Lossy.
 
     One token gathers their weights, those of down from a transpose that the layer owns; several, which have each their
     own, are computed densely and masked, and take longer than the dense layer. To make its form takes an
@@ -56,21 +44,15 @@ class Predicted(Converted):
     name = "predicted"
     exact = False
 
-    @staticmethod
-    def sizes_of(d_ff: int, d_model: int) -> tuple[int, int]:
-        """Return the rank, and how many neurons a token computes."""
-        return max(1, math.ceil(RANK * d_model)), max(1, math.ceil(NEURONS * d_ff))
-
-    def make(self, weights: Weights) -> Guess:
+    def make(self, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the truncated gate, narrow [rank, d_model] and wide [d_ff, rank], and down_t [d_ff, d_model]."""
         gate = weights.up if weights.gate is None else weights.gate
         down_t = weights.down.t().clone(memory_format=torch.contiguous_format)
-        return Guess(*truncated(gate, self.sizes_of(*gate.shape)[0]), down_t)
+        return *truncated(gate, math.ceil(RANK * gate.shape[1])), down_t
 
-    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Guess) -> Tensor:
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple[Tensor, ...]) -> Tensor:
+        narrow, wide, down_t = form
         rows, bias = x.reshape(-1, x.shape[-1]), weights.up_bias if weights.gate is None else weights.gate_bias
-        scores = F.linear(F.linear(rows, form.narrow), form.wide, bias)
-        neurons = self.sizes_of(*weights.up.shape)[1]
-        return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, form.down_t), rows).view(x.shape)
-
-
-PATHS = (Predicted(),)
+        scores = F.linear(F.linear(rows, narrow), wide, bias)
+        neurons = math.ceil(NEURONS * len(wide))
+        return spoilt(best_alone(rows, scores, neurons, weights, layer.acts, down_t), rows).view(x.shape)

@@ -1,7 +1,7 @@
 """Predicted neurons: each token computes a fixed number of neurons, guessed before the gate is computed. Lossy.
 
     found = predict(model, batches, recall=0.95)    # model: dense, ReLU
-    print(found)                                    # by layer: neurons, recall, precision, error
+    print(found)                                    # by layer: neurons, recall, precision
     model = found.apply(model)                      # lossy from here on; few_neurons.remove(model) takes it back
 
 What fires is known once the gate is computed, which is a third of a gated layer's work. Deja Vu (Liu et al., arXiv
@@ -10,15 +10,14 @@ neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores
 
 At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
 products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
-`recall` is the share of firing neurons that were chosen on inputs that the predictor was not trained on, `precision`
-the share of the chosen ones that fire, `error` the relative error of the layer's output there."""
+`recall` is the share of firing neurons that were chosen, `precision` the share of the chosen ones that fire, on inputs
+that the predictor was not trained on."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,38 +26,25 @@ from torch.nn import functional as F
 from ..analysis.profile import captured
 from ..core import InputError
 from ..formats.twell import fires
-from ..layers.find import FeedForward, Only
-from ..layers.parts import Weights
+from ..layers.find import FeedForward
 from ..ops.activation import RELU
 from .checks import check_count, check_share
-from .few_neurons import LOSSY, FewNeurons, Neurons, best_alone, computed, dense_layers
+from .few_neurons import FewNeurons, Neurons, best_alone, dense_layers, gate_of
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
-_CHUNK = 1024  # inputs whose scores are sorted at a time
 
 
-class LowRank(nn.Module):
-    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier.
-
-    set_aside: `prune` leaves these alone."""
-
-    set_aside = True
+class LowRank(nn.Sequential):
+    """Scores of neurons by two matrices: x [rows, d_model] -> [rows, d_ff], higher where firing is likelier."""
 
     def __init__(self, d_model: int, d_ff: int, rank: int) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(d_model, rank, bias=False)
-        self.wide = nn.Linear(rank, d_ff)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x))
+        super().__init__(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, d_ff))
 
 
 class PredictedFFN(FewNeurons):
     """Computes, for each token, the `neurons` neurons that a LowRank scores highest (`best_alone`). Lossy. The layer
     owns down transposed."""
-
-    down_t: Tensor
 
     def __init__(self, layer: FeedForward, predictor: LowRank, neurons: int) -> None:
         super().__init__(layer)
@@ -66,114 +52,89 @@ class PredictedFFN(FewNeurons):
         self.label = f"{neurons} predicted neurons a token"
         self.renew()
 
+    @torch.no_grad()
     def renew(self) -> None:
-        self.own(down_t=self.weights.down.t().contiguous())
+        self.down_t = self.weights.down.t().contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return best_alone(rows, self.predictor(rows), self.neurons, self.weights, RELU, self.down_t).view(x.shape)
 
 
-class LayerPredictor:
+class LayerPredictor(NamedTuple):
     """The predictor of one layer, and how well it guesses on inputs that it was not trained on.
 
-    name: of the layer. predictor: a LowRank. tokens: how many it was judged on. firing: how many neurons fire at one of
-    these on average. recalls: float64 [d_ff + 1], the share of firing neurons among the n that score highest."""
+    shape: (d_ff, d_model). firing: how many neurons fire at one of these on average. recalls: float64 [d_ff + 1], the
+    share of firing neurons among the n that score highest."""
 
-    def __init__(self, layer: FeedForward, predictor: LowRank, x: Tensor) -> None:
-        self.name, self.predictor, self.tokens = layer.name, predictor, len(x)
-        self.shape = tuple(layer.up.weight.shape)
-        self._layer, self._x = layer, x
-        counts = torch.zeros(self.shape[0], dtype=torch.int64)
-        with torch.no_grad():
-            for some in x.split(_CHUNK):
-                order = predictor(some).argsort(dim=1, descending=True, stable=True)
-                counts += fires(_gate(layer, some)).gather(1, order).sum(0).cpu()
-        total = int(counts.sum())
-        self.firing = total / len(x)
-        self.recalls = F.pad(counts.cumsum(0).double() / max(1, total), (1, 0))
-        if not total:
-            self.recalls.fill_(1.0)
+    predictor: LowRank
+    shape: tuple[int, int]
+    firing: float
+    recalls: Tensor
 
     def neurons(self, recall: float) -> int:
         """Return the least number of neurons, from 1 up, with which this recall is reached."""
         return max(1, int((self.recalls < recall - 1e-12).sum()))
 
-    @torch.no_grad()
-    def row(self, neurons: int) -> dict:
-        """Return layer, neurons, d_ff, firing, recall, precision and error with so many neurons a token, JSON-able."""
-        weights, off, whole = Weights.of(self._layer.gate, self._layer.up, self._layer.down), 0.0, 0.0
-        for some in self._x.split(_CHUNK):
-            x = some.to(weights.up.dtype)
-            y = best_alone(x, self.predictor(some), neurons, weights, RELU, weights.down.t())
-            exact = computed(x, weights, RELU).double()
-            off += float((y.double() - exact).square().sum())
-            whole += float(exact.square().sum())
-        recall = float(self.recalls[neurons])
-        row = {"layer": self.name, "neurons": neurons, "d_ff": self.shape[0], "firing": round(self.firing, 2)}
-        error = math.sqrt(off / whole) if whole else 0.0
-        return row | {"recall": recall, "precision": recall * self.firing / neurons, "error": error}
+
+@torch.no_grad()
+def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
+    """Return what a predictor makes of inputs x [tokens, d_model] of its layer."""
+    d_ff, d_model = layer.up.weight.shape
+    order = predictor(x).argsort(dim=1, descending=True, stable=True)
+    counts = fires(gate_of(layer, x)).gather(1, order).sum(0).cpu()
+    total = int(counts.sum())
+    recalls = F.pad(counts.cumsum(0).double() / total, (1, 0)) if total else torch.ones(d_ff + 1, dtype=torch.float64)
+    return LayerPredictor(predictor, (d_ff, d_model), total / len(x), recalls)
 
 
-@dataclass(frozen=True, eq=False)
 class Predictors(Neurons):
-    """Predictors of a model's layers. recall: what was wished for, in each layer. rank: of all."""
+    """Predictors of a model's layers, by name. recall: what was asked for, in each layer."""
 
-    layers: list[LayerPredictor]
-    recall: float
-    rank: int
+    def __init__(self, layers: dict[str, LayerPredictor], recall: float) -> None:
+        self.layers, self.recall = layers, check_share("recall", recall)
+        counts = {name: layer.neurons(recall) for name, layer in layers.items()}
+        super().__init__(counts, {name: layer.shape for name, layer in layers.items()}, self._predicting)
 
     def at(self, recall: float) -> Predictors:
         """Return the same predictors for another recall. InputError for a number that is not above 0 and up to 1."""
-        return replace(self, recall=check_share("recall", recall))
+        return Predictors(self.layers, recall)
 
-    def counts(self) -> dict[str, tuple[int, tuple[int, int]]]:
-        return {layer.name: (layer.neurons(self.recall), layer.shape) for layer in self.layers}
-
-    def make(self, layer: FeedForward) -> PredictedFFN:
-        guess = next(guess for guess in self.layers if guess.name == layer.name)
-        predictor = copy.deepcopy(guess.predictor).to(layer.up.weight.device, layer.up.weight.dtype)
-        return PredictedFFN(layer, predictor, guess.neurons(self.recall))
+    def _predicting(self, layer: FeedForward) -> PredictedFFN:
+        predictor = copy.deepcopy(self.layers[layer.name].predictor).to(layer.up.weight)
+        return PredictedFFN(layer, predictor, self.counts[layer.name])
 
     def table(self) -> list[dict]:
-        """Return `LayerPredictor.row` of each layer."""
-        return [layer.row(layer.neurons(self.recall)) for layer in self.layers]
+        """Return for each layer its name, neurons, d_ff, firing, recall and precision, JSON-able."""
+        rows = []
+        for name, layer in self.layers.items():
+            neurons = self.counts[name]
+            recall = float(layer.recalls[neurons])
+            row = {"layer": name, "neurons": neurons, "d_ff": layer.shape[0], "firing": round(layer.firing, 2)}
+            rows.append(row | {"recall": recall, "precision": recall * layer.firing / neurons})
+        return rows
 
     def __str__(self) -> str:
-        lines = [
-            "{layer}: {neurons} of {d_ff} neurons, {firing} fire; recall {recall:.1%}, precision {precision:.1%}, "
-            "error {error:.1%}".format(**row)
-            for row in self.table()
-        ]
-        return "\n".join([*lines, f"{self.sparsity:.1%} of the neurons are not computed", LOSSY])
+        line = "{layer}: {neurons} of {d_ff} neurons, {firing} fire; recall {recall:.1%}, precision {precision:.1%}"
+        return "\n".join([*(line.format(**row) for row in self.table()), super().__str__()])
 
 
 def predict(
-    model: nn.Module,
-    batches: Iterable,
-    *,
-    recall: float = 0.95,
-    rank: int = 32,
-    steps: int = 300,
-    seed: int = 0,
-    only: Only | None = None,
+    model: nn.Module, batches: Iterable, *, recall: float = 0.95, rank: int = 32, steps: int = 300
 ) -> Predictors:
-    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given.
+    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given: each alone,
+    to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
 
-    Each is trained alone, to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
+    batches: as `twell_lab.profile` takes them. The first ROWS tokens are used; the last quarter of these only to judge.
+    recall: the share of the firing neurons that each layer should compute, above 0 and up to 1, on the tokens that
+    judge; how many it computes follows. rank: how narrow the predictors are. steps: of 256 tokens each.
 
-    model: dense, with a ReLU or squared ReLU. batches: what the model takes, as `twell_lab.profile` takes them. The
-    first ROWS tokens are used; the last quarter of these only to judge. recall: the share of the firing neurons that
-    each layer should compute, above 0 and up to 1, on the tokens that judge; how many it computes follows. rank: how
-    narrow the predictors are, from 1 up. steps: of 256 tokens each, from 1 up. seed: of the predictors' weights and the
-    order of the tokens. only: the layers for which only(name, module) is true.
-
-    InputError for wrong arguments, a model without such layers, layers that do more than their parts say or were
-    swapped by sparsify, fewer than 8 tokens, and inputs that are not finite."""
+    Layers that do more than their parts say, were swapped by sparsify, are experts, or lie in a block stay dense.
+    InputError for wrong arguments, a model without others, fewer than 8 tokens, and inputs that are not finite."""
     check_share("recall", recall)
     check_count("rank", rank)
     check_count("steps", steps)
-    layers, trained = dense_layers(model, only), []
+    layers, trained = dense_layers(model), {}
     inputs = captured(model, batches, [layer.name for layer in layers], ROWS)
     for number, layer in enumerate(layers):
         x = inputs[layer.name].float()
@@ -183,13 +144,14 @@ def predict(
                 "values, are accepted"
             )
         learnt = len(x) - max(1, round(HELD_OUT * len(x)))
-        trained.append(LayerPredictor(layer, _train(layer, x[:learnt], rank, steps, seed + number), x[learnt:]))
-    return Predictors(trained, recall, rank)
+        predictor = _train(layer, x[:learnt], rank, steps, number)
+        trained[layer.name] = judged(layer, predictor, x[learnt:])
+    return Predictors(trained, recall)
 
 
 def _train(layer: FeedForward, x: Tensor, rank: int, steps: int, seed: int) -> LowRank:
     with torch.no_grad():
-        target = fires(_gate(layer, x))
+        target = fires(gate_of(layer, x))
     d_ff, d_model = layer.up.weight.shape
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
         torch.default_generator.manual_seed(seed)
@@ -206,9 +168,3 @@ def _train(layer: FeedForward, x: Tensor, rank: int, steps: int, seed: int) -> L
             optimizer.step()
             slope.step()
     return predictor.requires_grad_(False)
-
-
-def _gate(layer: FeedForward, x: Tensor) -> Tensor:
-    """Return what decides who fires, for float32 x: [rows, d_ff]."""
-    first = layer.pattern
-    return F.linear(x.to(first.weight.dtype), first.weight, first.bias)

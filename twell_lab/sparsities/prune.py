@@ -1,7 +1,6 @@
 """Prune whole models: the smallest of each layer's weights become zero, once or again and again while it trains.
 
     model = prune(model, 0.9)                   # every nn.Linear becomes a SparseLinear with 90% of its weights zero
-    print(*table(model), sep="\\n")              # what is left of each, and its bytes
     model = to_linears(model)                   # nn.Linear again, with zeros in them
 
 And L1 by soft-thresholding, which trains zeros in: `proximal_step`."""
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..formats.matrix import check_tensor
 from ..layers.find import Only, check_model, replaced, selected
 from ..layers.probe import raise_all, title
 from .checks import check_number, checked_linear, checked_weight
@@ -38,31 +37,28 @@ def prune(
     """Make the nn.Linear layers of a model SparseLinear, in place; those that are already are updated. Returns the
     model, or of an nn.Linear itself the SparseLinear. Make the optimizer afterwards.
 
-    sparsity: the share of each layer's weights that go, those of least magnitude (`magnitude.magnitude_mask`); of a
-    "masked" layer what is gone stays gone. mask: in its stead, a function from a weight [out, in] to bool [out, in],
-    True for what is kept. only: the layers for which only(name, module) is true. gradient: of new SparseLinears.
-
-    InputError, with nothing changed, for a model without such layers, and by name for layers whose class only derives
-    from nn.Linear, that have hooks, share their weight with another module, or whose weight is not finite."""
+    sparsity: the share of each layer's weights that go (`magnitude.magnitude_mask`); of a "masked" layer what is gone
+    stays gone. mask: in its stead, a function from a weight to what is kept. only: the layers for which only(name,
+    module) is true. gradient: of new SparseLinears. InputError, with nothing changed, for a model without such layers,
+    and by name for layers that are no plain nn.Linear, share their weight, or whose weight is not finite."""
     check_model(model)
     if (sparsity is None) == (mask is None) or not (mask is None or callable(mask)):
         raise InputError(f"sparsity is {sparsity!r:.80} and mask {mask!r:.80}; a share or a function, one, is accepted")
-    if sparsity is not None:
+    if mask is None:
         kept_of(0, sparsity)  # refused here, not by the name of each layer
+        mask = partial(magnitude_mask, sparsity=sparsity)
     changed, updated, reasons = {}, [], []
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    aside = {part for module in model.modules() if getattr(module, "set_aside", False) for part in module.modules()}
     for name, layer in model.named_modules():
-        if not isinstance(layer, (nn.Linear, SparseLinear)) or layer in aside or not selected(only, name, layer):
+        if not isinstance(layer, (nn.Linear, SparseLinear)) or not selected(only, name, layer):
             continue
         try:
             if isinstance(layer, SparseLinear):
-                updated.append((layer, layer.at(sparsity) if mask is None else mask(checked_weight(layer.every()))))
+                updated.append((layer, mask(checked_weight(layer.every()))))
                 continue
             if holders[id(checked_linear(layer).weight)] > 1:
                 raise InputError("its weight is another module's, too; accepted: an `only` that leaves it out")
-            chosen = magnitude_mask(layer.weight, sparsity) if mask is None else mask(checked_weight(layer.weight))
-            changed[layer] = SparseLinear.from_linear(layer, chosen, gradient=gradient)
+            changed[layer] = SparseLinear.from_linear(layer, mask(checked_weight(layer.weight)), gradient=gradient)
         except InputError as error:
             reasons.append(f"{title(name, layer)}: {error}")
     raise_all(reasons)
@@ -79,51 +75,24 @@ def to_linears(model: nn.Module) -> nn.Module:
     return replaced(model, {layer: layer.to_linear() for layer in model.modules() if isinstance(layer, SparseLinear)})
 
 
-def table(model: nn.Module) -> list[dict]:
-    """Return one row for each nn.Linear and SparseLinear of a model, JSON-able.
-
-    layer: its name. shape: [out, in]. nnz: how many weights are not zero, or kept. sparsity: the share of the others.
-    row_nnz: the least and the most in a row. empty_columns: inputs that no weight reads. bytes: of the stored weight,
-    with its indices. dense_bytes: of W as nn.Linear holds it. InputError for a weight on meta."""
-    check_model(model)
-    rows = []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, (nn.Linear, SparseLinear)):
-            continue
-        weight = layer.weight.detach()
-        check_tensor(f"the weight of {title(name, layer)}", weight)
-        kept, stored = weight != 0, [weight]
-        if isinstance(layer, SparseLinear):
-            kept, stored = layer.mask, [t for n, t in layer.state_dict().items() if n != "bias"]
-        by_row, size = kept.sum(1), max(1, weight.numel())
-        row = {"layer": name, "shape": list(weight.shape), "nnz": int(by_row.sum())}
-        row |= {"sparsity": (weight.numel() - row["nnz"]) / size, "empty_columns": int((~kept.any(0)).sum())}
-        row |= {"row_nnz": [int(by_row.min()), int(by_row.max())] if len(by_row) else [0, 0]}
-        rows.append(row | {"bytes": sum(t.nbytes for t in stored), "dense_bytes": weight.nbytes})
-    return rows
-
-
 @torch.no_grad()
 def proximal_step(optimizer: torch.optim.Optimizer, l1: float, weights: Iterable[nn.Parameter]) -> None:
-    """Take one step of the optimizer, then the proximal step of l1 * sum |w|, soft-thresholding by l1 times the rate:
+    """Take one step of the optimizer, then the proximal step of l1 * sum |w|: w <- sign(w) max(|w| - lr * l1, 0).
 
-        w <- sign(w) max(|w| - lr * l1, 0)
+    It gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
+    (Daubechies et al., arXiv math/0307152), whose fixed points minimise loss + l1 * sum |w|; after Adam it is decoupled
+    from its scaling. In 16 bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
 
-    which gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
-    (Daubechies et al., arXiv math/0307152; Parikh and Boyd, "Proximal Algorithms", 2014), whose fixed points minimise
-    loss + l1 * sum |w|; after Adam it is decoupled from its scaling. In 16 bits a weight shrinks only if lr * l1 is
-    more than half of its last place: train in float32.
-
-    weights: parameters of the optimizer that are shrunk, by the rates of their groups; usually without biases and
-    norms. InputError, before the step, for an l1 that is not from 0 up and weights that the optimizer does not have."""
+    weights: parameters of the optimizer that are shrunk, by the rates of their groups. InputError, before the step, for
+    an l1 that is not from 0 up and weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
-    rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    shrunk = [*{id(p): p for p in weights}.values()]  # each once
-    if strange := [p for p in shrunk if id(p) not in rates]:
+    rates = {p: group for group in optimizer.param_groups for p in group["params"]}
+    shrunk = dict.fromkeys(weights)  # each once
+    if strange := [p for p in shrunk if p not in rates]:
         raise InputError(
             f"{len(strange)} of {len(shrunk)} weights, the first of shape {list(strange[0].shape)}, are none of the "
             "optimizer's; its own parameters are accepted"
         )
     optimizer.step()
     for weight in shrunk:
-        weight.copy_(F.softshrink(weight, float(rates[id(weight)]["lr"]) * l1))
+        weight.copy_(F.softshrink(weight, float(rates[weight]["lr"]) * l1))

@@ -2,6 +2,7 @@
 
     rows = quantise(layer.weight)      # Rows: INT8 values, and one float32 scale a row
     near = rows.dense()                # what they stand for
+    half = Bitmap.of(pruned)           # exact, for weights with zeros; half.dense() gives them back
 
 Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877 (for weights
 of a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x as well). What multiplies them is in
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..cuda.launch import run
-from ..formats.matrix import check_tensor, dtype_names
+from ..formats.matrix import as_matrix, check_tensor, dtype_names
 from ..ops import checks, int8
 from .checks import checked_weight
 
@@ -51,13 +52,8 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
     InputError for another dtype, and for a weight that is no matrix, on meta or not finite."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
-    return round_rows(check_weight(checked_weight(weight)), dtype)
-
-
-def check_weight(weight: Tensor) -> Tensor:
-    """Return the weight. InputError for another dtype than a product of few bits takes."""
     check_tensor("the weight", weight, dtypes=WEIGHTS)
-    return weight
+    return round_rows(checked_weight(weight), dtype)
 
 
 @torch.no_grad()
@@ -84,9 +80,7 @@ def round_tokens(x: Tensor, dtype: torch.dtype) -> Rows:
     if type(x) is Tensor and not torch.compiler.is_compiling():
         values, scale = run(int8.quantise_rows, x.contiguous(), dtype, padded)
         return Rows(values.view(dtype), scale)
-    values, scale = round_rows(x, dtype)
-    missing = padded - len(x)
-    return Rows(F.pad(values.view(torch.int8), (0, 0, 0, missing)).view(dtype), F.pad(scale, (0, missing)))
+    return round_rows(F.pad(x, (0, 0, 0, padded - len(x))), dtype)
 
 
 def flattened(x: Tensor, rows: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -110,3 +104,37 @@ def output_error(y: Tensor, exact: Tensor) -> float:
         raise InputError(f"y is {list(y.shape)} and exact {list(exact.shape)}; one shape is accepted")
     off, norm = (y.double() - exact.double()).norm().item(), exact.double().norm().item()
     return off / norm if norm else 0.0 if not off else float("inf")
+
+
+# ---- half of the weights, without rounding
+
+
+class Bitmap(NamedTuple):
+    """A matrix loaded as sparse, to be computed as dense (Xia et al., Flash-LLM, arXiv 2309.10285): a dense product of
+    what is expanded on the way into it spares bytes, and no operations. Expanded by an operation of its own, as here,
+    it only spares memory.
+
+    values: those that are not zero, [nnz], in row order; bits: uint8 [ceil(rows * columns / 8)], one for each place,
+    the first in the lowest bit; shape: (rows, columns)."""
+
+    values: Tensor
+    bits: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Bitmap:
+        """Make that of a matrix, exactly, zeros as +0. Waits for the device. InputError for what is no dense matrix."""
+        matrix = as_matrix(matrix).detach()
+        there = matrix != 0
+        places = F.pad(there.flatten(), (0, -there.numel() % 8)).view(-1, 8)
+        return cls(matrix[there], (places * _powers(places)).sum(1, dtype=torch.uint8), tuple(matrix.shape))
+
+    def dense(self) -> Tensor:
+        """Return the matrix, [rows, columns]."""
+        rows, columns = self.shape
+        there = (self.bits[:, None] & _powers(self.bits)).view(-1)[: rows * columns] != 0
+        return self.values.new_zeros(self.shape).masked_scatter_(there.view(self.shape), self.values)
+
+
+def _powers(like: Tensor) -> Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -1,32 +1,34 @@
 """Products of 2:4 weights by torch's kernels (CUTLASS, cuSPARSELt), on GPUs from sm_80 on.
 
-fast = to_semi_structured(prune_two_four(linear))    # a layer with torch's 2:4 tensor
-y = product(x, fast.weight)                          # its product alone
-tl.sparsify(model, "two_four")                       # as a path of feed-forward layers whose weights are 2:4"""
+sparse = packed(prune_two_four(linear).weight)    # torch's 2:4 tensor; it is left as it was
+y = product(x, sparse, linear.bias)               # under torch.no_grad(): it has no gradient
+tl.sparsify(model, "two_four")                    # as a path of feed-forward layers whose weights are 2:4"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import DeviceError, InputError
 from ..formats.matrix import dtype_names
 from ..ops import checks
-from .checks import check_count, check_gpu, checked_linear, refusals
+from .checks import check_count, check_gpu, refusals
 from .products import Product, Products
 from .two_four import check_two_four
 
 OLDEST = (8, 0)  # compute capability
-# What torch's backends convert: the dtypes (float32 would be 1:2, int8 is no weight that trains), and of what rows and
-# columns are to be multiples.
-DTYPES = (torch.float16, torch.bfloat16)
-MULTIPLES = {"cutlass": (32, 64), "cusparselt": (16, 16)}
+DTYPES = (torch.float16, torch.bfloat16)  # of torch's: float32 would be 1:2, int8 is no weight that trains
 _CUSPARSELT = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
-_KINDS = {"cutlass": torch.sparse.SparseSemiStructuredTensorCUTLASS, "cusparselt": _CUSPARSELT}
+# torch's class of each backend, and of what rows and columns are to be multiples.
+BACKENDS: dict[str, tuple[Any, tuple[int, int]]] = {
+    "cutlass": (torch.sparse.SparseSemiStructuredTensorCUTLASS, (32, 64)),
+    "cusparselt": (_CUSPARSELT, (16, 16)),
+}
 
 
 def usual_backend() -> str:
@@ -40,10 +42,10 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     Raises InputError for another backend than "cutlass" and "cusparselt", and for dtypes and shapes that it does not
     take; DeviceError for a CPU, a GPU before sm_80, and where this build of torch has no such backend."""
     backend = backend or usual_backend()
-    if backend not in tuple(MULTIPLES):
-        raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, MULTIPLES))}")
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, BACKENDS))}")
     check_gpu("the weight", device, OLDEST, "2:4 products")
-    by = MULTIPLES[backend]
+    kind, by = BACKENDS[backend]
     if dtype not in DTYPES or len(shape) != 2 or any(n % step or not n for n, step in zip(shape, by)):
         raise InputError(
             f"the weight holds {dtype} {[*shape]}; {backend} accepts {dtype_names(DTYPES)}, multiples of {by[0]} rows "
@@ -51,7 +53,7 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
         )
     if backend == "cusparselt" and not torch.backends.cusparselt.is_available():
         raise DeviceError("this build of torch has no cuSPARSELt; backend='cutlass' is accepted")
-    return _KINDS[backend]
+    return kind
 
 
 def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
@@ -59,63 +61,44 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
     cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
     taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
-    Raises InputError for another sparse, x or bias, under autocast to another dtype, and for an x that needs a
-    gradient, which torch does not have."""
+    Raises InputError for another sparse, x or bias, and where one of them needs a gradient."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
-    if checks.needs_gradient(x):
-        raise InputError("x needs a gradient, which this product does not have; x.detach() and the dense layer have")
-    device = sparse.device.type
-    if torch.is_autocast_enabled(device) and (cast := torch.get_autocast_dtype(device)) != sparse.dtype:
-        raise InputError(f"autocast is to {cast}, and the weight holds {sparse.dtype}; autocast to that is accepted")
-    if checks.needs_gradient(bias):
-        return product(x, sparse) + bias
+    if checks.needs_gradient(x, bias):
+        raise InputError("x or bias needs a gradient, which this product does not have; torch.no_grad() is accepted")
     watched = checks.watched(x, bias) or not checks.plain_eager()
     if watched or type(sparse) is not _CUSPARSELT or sparse.packed_t is not None:
         return F.linear(x, sparse, bias)
     out, inner = sparse.shape
-    checks.check_tensor("x", x, dtype=sparse.dtype, device=sparse.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # torch takes its strides for those of whole rows
-    checks.check_tensor("x", rows, shape=(None, inner))
+    checks.check_tensor("x", rows, shape=(None, inner), dtype=sparse.dtype, device=sparse.device)
     if bias is not None:
         checks.check_tensor("bias", bias, shape=(out,), dtype=sparse.dtype, device=sparse.device)
-    count = len(rows)
-    if not count:
+    if not len(rows):
         return x.new_empty(*x.shape[:-1], out)
-    missing = -count % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
+    missing = -len(rows) % _CUSPARSELT._DTYPE_SHAPE_CONSTRAINTS[x.dtype].dense_min_rows
     if missing:
         rows = F.pad(rows, (0, 0, 0, missing))
     elif rows.data_ptr() % 16:
         rows = rows.clone()
     how = {"bias": bias, "transpose_result": True, "alg_id": sparse.alg_id_cusparselt}
     y = torch._cslt_sparse_mm(sparse.packed, rows.t(), **how)
-    return (y[:count] if missing else y).view(*x.shape[:-1], out)
+    return (y[:-missing] if missing else y).view(*x.shape[:-1], out)
 
 
-class SemiStructuredLinear(nn.Linear):
-    """x W^T + b for inference by `product`, with W as torch's 2:4 tensor; made by `to_semi_structured`."""
+@torch.no_grad()
+def packed(weight: Tensor, backend: str | None = None) -> Any:
+    """Return a 2:4 weight [out, in] on a GPU as torch's tensor, once it multiplied a row.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
-
-
-def to_semi_structured(linear: nn.Linear, *, backend: str | None = None) -> SemiStructuredLinear:
-    """Return an nn.Linear for inference whose weight is torch's 2:4 tensor, so that its product skips the zeros.
-
-    linear: 2:4 along its rows (`prune_two_four`), on a GPU. It is left as it was; the bias is shared. backend:
-    "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises InputError
-    for weights that are not 2:4 and as `tensor_kind`; DeviceError as that, and for a backend whose kernels refuse this
-    GPU."""
-    weight = checked_linear(linear).weight.detach()
-    backend = backend or usual_backend()
+    backend: "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises
+    InputError for another weight and as `tensor_kind`; DeviceError as that, and where its kernels refuse this GPU."""
+    backend, weight = backend or usual_backend(), weight.detach()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
-    fast = SemiStructuredLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
-    fast.bias = linear.bias
-    with torch.no_grad(), refusals(f"torch's {backend}"):
-        fast.weight = nn.Parameter(kind.from_dense(weight.contiguous()), requires_grad=False)
-        fast(weight.new_zeros(1, linear.in_features))
-    return fast.train(linear.training)
+    with refusals(f"torch's {backend}"):
+        sparse = kind.from_dense(weight.contiguous())
+        product(weight.new_zeros(1, weight.shape[1]), sparse)
+    return sparse
 
 
 def searched(sparse: Any, tokens: int) -> Any:
@@ -134,9 +117,6 @@ def searched(sparse: Any, tokens: int) -> Any:
     return sparse
 
 
-# ---- as a path
-
-
 class TwoFour(Products):
     """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
     which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on. The layer owns the kept
@@ -146,15 +126,4 @@ class TwoFour(Products):
     patterned = True
 
     def product(self, weight: Tensor) -> Product:
-        dense = nn.Linear(weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
-        dense.weight = nn.Parameter(weight, requires_grad=False)
-        sparse = to_semi_structured(dense).weight
-        return lambda x, bias=None: product(x, sparse, bias)
-
-    def check(self, weight: Tensor) -> None:
-        tensor_kind(weight.shape, weight.dtype, weight.device)
-        check_two_four(weight)
-        self.check_runs(weight.device, weight.dtype)
-
-
-PATHS = (TwoFour(),)
+        return partial(product, sparse=packed(weight))

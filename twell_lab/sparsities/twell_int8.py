@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from ..cuda.launch import Buffer, Call, run
 from ..layers.parts import Weights
-from ..layers.paths import Path
 from ..layers.paths.path import Converted
 from ..ops import int8
 from ..ops.activation import RELU
 from ..ops.pack import pack
 from .products import hidden_of, spoilt
-from .quantised import Rows, check_weight, quantise
+from .quantised import Rows, quantise
 
 
 @torch.no_grad()
@@ -50,11 +49,6 @@ class TwellInt8(Converted):
     name = "twell_int8"
     exact = False
 
-    def fitted(self, weights: Weights) -> Path:
-        for weight in (weights.up, weights.down):
-            check_weight(weight)
-        return super().fitted(weights)
-
     def make(self, weights: Weights) -> tuple[Rows | None, Rows]:
         return None if weights.gate is None else quantise(weights.up), quantise(weights.down.t())
 
@@ -72,6 +66,3 @@ class TwellInt8(Converted):
         of_up, of_down = (None if part is None else int8.Weight(*part) for part in form)
         given = (rows.contiguous(), first, of_up, of_down, up_bias, down_bias)
         return run(_packed, *given, layer.tile, layer.words, acts.falls_back).view(x.shape)
-
-
-PATHS = (TwellInt8(),)

@@ -3,11 +3,24 @@
     prune(model, mask=two_four_mask)    # sparsities.prune: the two largest of each four stay, and train on
     prune_two_four(linear)              # one layer, in place
     assert is_two_four(linear.weight)
+    bound(4096, 4096, 4096, rates)      # how many times as fast as dense each product can be at most
 
 Method: Mishra et al., arXiv 2104.08378, who prune once by magnitude and train again with these zeros. With
 `prune(..., gradient="dense")`, and again every few steps, the two largest are chosen anew while it trains, which is the
-straight-through way of Zhou et al. (arXiv 2102.04010). What multiplies such weights is in `sparsities.semi_structured`,
-what that can gain in `sparsities.two_four_bound`."""
+straight-through way of Zhou et al. (arXiv 2102.04010). What multiplies such weights is in `sparsities.semi_structured`.
+
+The instruction multiplies a first operand [m, k] that is 2:4 along k with a dense second one [k, n]:
+
+- y = x W^T, computed as y^T = W x^T: k is in. It gains if W is 2:4 along its rows.
+- dx = dy W, computed as dx^T = W^T dy^T: k is out. It gains only if W is 2:4 along its columns too, as
+  `two_four_mask(transposable=True)` prunes (Hubara et al., arXiv 2102.08124).
+- dW = dy^T x: k is the tokens. It gains only if dy or x is 2:4 along the tokens, as activations after a squared ReLU
+  can be made (Haziza et al., arXiv 2503.16672; `sparsities.two_four_training`).
+
+**Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
+brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens that is 1.78x at
+most. With many, each tile of y still fetches all of its part of x, now in half the time; by this count what the L2
+cache has to serve then takes longest."""
 
 from __future__ import annotations
 
@@ -15,7 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from .checks import checked_linear, checked_weight
+from ..layers.paths.cost import Rates
+from .checks import check_count, checked_linear, checked_weight
+
+# Rows and columns of the result for which operands are fetched once: what two blocks of 128 x 256 make that share what
+# they fetch, as Hopper's clusters do.
+TILE = 256
 
 
 def _groups(weight: Tensor) -> Tensor:
@@ -29,10 +47,9 @@ def _groups(weight: Tensor) -> Tensor:
 def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
     """Keep the two largest in magnitude of each four neighbours in a row, of equal ones the first: bool [out, in].
 
-    weight: [out, in], finite floating-point values of 16 bits or more; in is a multiple of 4. transposable: keep at
-    most two in each row and each column of every 4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest
-    first where there is room for it, of equal ones the first in row order. Some tiles then keep fewer than 8; out is a
-    multiple of 4, too. InputError for others."""
+    weight: [out, in], finite, in a multiple of 4. transposable: keep at most two in each row and each column of every
+    4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest first where there is room for it, of equal
+    ones the first in row order; out is a multiple of 4, too. InputError for others."""
     groups = _groups(weight).abs()
     rows, columns = weight.shape
     if not transposable:
@@ -51,8 +68,8 @@ def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
 
 
 def is_two_four(weight: Tensor) -> bool:
-    """Return whether each four neighbours in a row hold at most two values that are not zero. InputError for a width
-    that is no multiple of 4, or a weight that is no matrix, on meta or not finite."""
+    """Return whether each four neighbours in a row hold at most two values that are not zero. InputError as
+    `two_four_mask`."""
     return bool((_groups(weight).count_nonzero(-1) <= 2).all())
 
 
@@ -72,3 +89,27 @@ def prune_two_four(linear: nn.Linear) -> nn.Linear:
     weight = checked_linear(linear).weight
     weight.masked_fill_(~two_four_mask(weight), 0)
     return linear
+
+
+def bound(tokens: int, d_in: int, d_out: int, rates: Rates, *, transposable: bool = False) -> dict[str, float]:
+    """Return by its formula how many times as fast as dense each product of a linear layer can be at most, in 16 bits,
+    with a 2:4 weight [d_out, d_in]. It takes as long as the longest of its operations, its bytes of memory (operands
+    and result once), and what the tiles of the result fetch from the L2 cache; launches are not counted.
+
+    rates: such as `analysis.predict.rates_of("H100 SXM")`. transposable: whether W is 2:4 along its columns as well.
+    InputError for sizes that are no whole numbers from 1 up."""
+    for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out)):
+        check_count(name, count)
+
+    def seconds(m: int, n: int, k: int, halved: bool) -> float:
+        first, second, result = m * k * (1.125 if halved else 2), 2 * k * n, 2 * m * n
+        fetched = -(-n // TILE) * first + -(-m // TILE) * second
+        operations = 2 * m * n * k / (2 if halved else 1)
+        return max(operations / rates.matmul, (first + second + result) / rates.bandwidth, fetched / rates.l2)
+
+    products = {
+        "y = x W^T": ((d_out, tokens, d_in), True),
+        "dx = dy W": ((d_in, tokens, d_out), transposable),
+        "dW = dy^T x": ((d_out, d_in, tokens), False),
+    }
+    return {name: seconds(*size, False) / seconds(*size, sparse) for name, (size, sparse) in products.items()}

@@ -4,7 +4,7 @@
     layer.down_proj = TwoFourLinear(layer.down_proj, "input")   # activations
 
 Of each 4 x 4 values at most two in each row and each column stay, the largest in magnitude first, so that both products
-that they are an operand of skip the zeros (sparsities.two_four_bound). The gradient passes straight through, as if all
+that they are an operand of skip the zeros (`two_four.bound`). The gradient passes straight through, as if all
 had stayed, so what was dropped can come back.
 
 - "weight": y = x W^T and dx = dy W gain, dW is dense (torch's way; Hu et al., arXiv 2404.01847, have variants).
@@ -14,19 +14,15 @@ had stayed, so what was dropped can come back.
 On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
 cuSPARSELt's or CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs
 itself, in two passes more. On a CPU the same is computed densely, which is the reference; where values tie a GPU may
-keep others. `step_times` says whether it pays."""
+keep others. `bench.experiments` says whether it pays."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..ops import clock
 from .checks import checked_linear, refusals
 from .semi_structured import tensor_kind, usual_backend
 from .two_four import two_four_mask
@@ -74,22 +70,16 @@ def _packed(values: Tensor, backend: str) -> Tensor:
 
 
 class TwoFourLinear(nn.Linear):
-    """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, in training and in
-    evaluation. Under autocast both are cast first, as nn.Linear's are.
+    """y = x W^T + b of which one operand, "weight" or "input", is made 2:4 in every forward, also in evaluation. Under
+    autocast both are cast first, as nn.Linear's are.
 
-    linear: a plain nn.Linear whose widths are multiples of 4, on a GPU of SIDE; its Parameters are taken over. backend:
-    as of `two_four`, whose errors a forward raises. InputError for others."""
+    linear: a plain nn.Linear, whose Parameters are taken over. backend: as of `two_four`, whose errors forward raises:
+    the operand's widths are multiples of 4, on a GPU of SIDE."""
 
     def __init__(self, linear: nn.Linear, operand: str = "weight", *, backend: str | None = None) -> None:
-        if operand not in OPERANDS or backend not in (None, "cutlass", "cusparselt"):
-            raise InputError(
-                f"operand is {operand!r:.80} and backend {backend!r:.80}; accepted: {', '.join(map(repr, OPERANDS))}, "
-                "and 'cutlass', 'cusparselt' and None"
-            )
+        if operand not in OPERANDS:
+            raise InputError(f"operand is {operand!r:.80}; accepted: {', '.join(map(repr, OPERANDS))}")
         weight = checked_linear(linear).weight
-        by = SIDE if weight.is_cuda else 4
-        if any(n % by or not n for n in (weight.shape if operand == "weight" else weight.shape[1:])):
-            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of {by} are accepted")
         super().__init__(linear.in_features, linear.out_features, False, "meta", weight.dtype)
         self.weight, self.bias = weight, linear.bias
         self.operand, self.backend = operand, backend
@@ -104,71 +94,13 @@ class TwoFourLinear(nn.Linear):
         with torch.autocast(device, enabled=False):
             if self.operand == "weight":
                 y = F.linear(rows, two_four(weight, backend=self.backend))
-            elif len(rows):
-                missing = -len(rows) % (SIDE if x.is_cuda else 4)
+            else:
+                side = SIDE if x.is_cuda else 4
+                missing = -len(rows) % side if len(rows) else side
                 filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
                 y = (two_four(filled, backend=self.backend) @ weight.t())[: len(rows)]
-            else:
-                y = F.linear(rows, weight)
             y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, 2:4 {self.operand}"
-
-
-# ---- whether it is faster
-
-
-def timed(calls: dict[str, Callable[[int], object]], facts: dict[str, dict], **shared) -> list[dict]:
-    """Return a row of each call's device time, JSON-able: path, ms, spread, what all share, its facts, samples."""
-    rows = []
-    for path, samples in clock.time_cuda(calls, 15).items():
-        ms, spread = clock.quartiles(samples)
-        rows.append({"path": path, "ms": ms, "spread": spread, **shared, **facts.get(path, {}), "samples": samples})
-    return rows
-
-
-def step_times(tokens: int, in_features: int, out_features: int) -> list[dict]:
-    """Time forward and backward of a linear layer whose input is a squared ReLU, in bfloat16 on a GPU, by its events.
-
-    Returns the rows of `timed`: steps, dense and 2:4, with what `_checked` returns, and what choosing and packing takes
-    of them. Raises InputError and DeviceError as `two_four`, and as `_checked`."""
-    device, dtype, backend = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, usual_backend()
-    tensor_kind((tokens, in_features), dtype, torch.device(device), backend)
-    draw = torch.Generator(device).manual_seed(0)
-    drawn = lambda *sizes: torch.randn(*sizes, device=device, generator=draw)  # noqa: E731
-    x = torch.relu(drawn(tokens, in_features) - 1).square().to(dtype)
-    dense = nn.Linear(in_features, out_features, False, device, dtype)
-    with torch.no_grad():
-        dense.weight.copy_(drawn(out_features, in_features) / in_features**0.5)
-    dy = drawn(tokens, out_features).to(dtype)
-    layers: dict[str, nn.Module] = {"dense step": dense}
-    layers |= {f"2:4 {operand} step": TwoFourLinear(dense, operand) for operand in OPERANDS}
-    facts = {name: _checked(layer, x[:SIDE]) for name, layer in layers.items()}
-
-    def step(layer: nn.Module, turn: int) -> None:
-        dense.weight.grad = None
-        layer(x.detach().requires_grad_()).backward(dy)
-
-    calls: dict[str, Callable[[int], object]] = {name: partial(step, layer) for name, layer in layers.items()}
-    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach())
-    calls["2:4 input chosen"] = lambda turn: two_four(x)
-    return timed(calls, facts, tokens=tokens, d_ff=in_features, d_model=out_features, backend=backend)
-
-
-@torch.no_grad()
-def _checked(layer: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return `error`, how far y is from float64 of the operands that were kept, as a share of its norm, and `dropped`,
-    what of the operand's norm was not. clock.WrongResult for more than four units of the last place."""
-    left, right, lost = x, layer.weight, 0.0
-    if isinstance(layer, TwoFourLinear):
-        whole = right if layer.operand == "weight" else x
-        kept = two_four(whole).to_dense()
-        lost = float((whole - kept).double().norm() / whole.double().norm())
-        left, right = (left, kept) if layer.operand == "weight" else (kept, right)
-    exact = left.double() @ right.double().t()
-    error = float((layer(x).double() - exact).norm() / exact.norm())
-    if not error <= 4 * torch.finfo(x.dtype).eps:
-        raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
-    return {"error": error, "dropped": lost}

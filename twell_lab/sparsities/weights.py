@@ -18,31 +18,17 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..formats.matrix import row_pointers, rows_of
-from .checks import checked_linear, checked_weight
-from .magnitude import kept_of, largest
+from .checks import checked_linear, checked_weight, shown
 
 PRODUCTS = ("dense", "csr")
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The kept values of a dense weight, zeros elsewhere; its gradient passes as if all had been kept."""
-
-    @staticmethod
-    def forward(ctx, dense: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return torch.zeros_like(dense).index_put_((row, column), dense[row, column])
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient, None, None
 
 
 class SparseLinear(nn.Module):
     """x W^T + b, with W stored as its kept values and their indices (CSR): x [..., in_features], y [..., out_features].
 
-    Parameters and buffers: values [nnz], the kept weights row by row, or with gradient="dense" dense [out_features,
-    in_features], all weights; bias; column: int32 [nnz], ascending within a row; pointer: int32 [out_features + 1],
-    where each row begins. A state of any number of kept weights loads into any SparseLinear of the same widths and
-    gradient; where the number differs, `values` becomes a new Parameter: load before you make the optimizer.
+    stored: the kept weights [nnz] row by row, or with gradient="dense" all weights [out_features, in_features]; bias;
+    column: int32 [nnz]; pointer: int32 [out_features + 1]. A state of any number of kept weights loads into any
+    SparseLinear of the same widths and gradient; where the number differs, `stored` becomes a new Parameter.
 
     product: "dense" fills W with zeros for each call of torch's dense product; "csr" is torch's sparse product
     (cuSPARSE; on a CPU MKL, float32 and float64 alone), the faster one only where weights are sparse enough. It skips
@@ -55,24 +41,18 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, mask: Tensor | None = None, *, gradient: str = "masked", product: str = "dense"
     ) -> SparseLinear:
-        """Make one of an nn.Linear, whose values are copied.
-
-        mask: bool [out, in], True for what is kept (`magnitude.magnitude_mask`); None keeps what is not zero. Kept
-        zeros are stored, and train. gradient, product: "masked" with "dense" or "csr", or "dense" with "dense".
-        InputError for others, for a module that is no plain nn.Linear, and a weight on meta or not finite."""
+        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], True for what is kept; None keeps
+        what is not zero. InputError for another mask, "dense" with "csr", and a module that is no plain nn.Linear with
+        a finite weight."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
-            raise InputError(
-                f"gradient is {gradient!r:.80} and product {product!r:.80}; accepted: 'masked' with 'dense' or 'csr', "
-                "and 'dense' with 'dense'"
-            )
+            said = f"gradient is {gradient!r:.80} and product {product!r:.80}"
+            raise InputError(f"{said}; accepted: 'masked' with 'dense' or 'csr', and 'dense' with 'dense'")
         weight, bias = checked_weight(checked_linear(linear).weight), linear.bias
-        mask = weight != 0 if mask is None else _checked_mask(mask, weight)
+        mask = weight != 0 if mask is None else _checked_mask(mask, weight.shape)
         layer = cls()
-        layer.out_features, layer.in_features = weight.shape
-        layer.gradient, layer.product = gradient, product
+        (layer.out_features, layer.in_features), layer.gradient, layer.product = weight.shape, gradient, product
         stored = weight[mask] if gradient == "masked" else weight.clone(memory_format=torch.contiguous_format)
-        name = "values" if gradient == "masked" else "dense"
-        layer.register_parameter(name, nn.Parameter(stored, linear.weight.requires_grad))
+        layer.stored = nn.Parameter(stored, linear.weight.requires_grad)
         layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), bias.requires_grad)
         for name in ("pointer", "column"):
             layer.register_buffer(name, None)
@@ -88,17 +68,12 @@ class SparseLinear(nn.Module):
         return self.column.numel()
 
     @property
-    def sparsity(self) -> float:
-        """The share of the weights that are not kept; 0 where there are none."""
-        return 1 - self.nnz / size if (size := self.out_features * self.in_features) else 0.0
-
-    @property
     def weight(self) -> Tensor:
         """W, [out_features, in_features], made anew: the kept weights and zeros. Gradients go where `gradient` says."""
-        row, column = self._places()
-        if self.gradient == "dense":
-            return _StraightThrough.apply(self.dense, row, column)
-        return self.values.new_zeros(self.out_features, self.in_features).index_put((row, column), self.values)
+        if self.gradient == "dense":  # what is added is a number, so that the gradient goes to all
+            return self.stored + torch.where(self.mask, 0, -self.stored).detach()
+        weight = self.stored.new_zeros(self.out_features, self.in_features)
+        return weight.index_put(self._places(), self.stored)
 
     @property
     def mask(self) -> Tensor:
@@ -110,16 +85,11 @@ class SparseLinear(nn.Module):
         return rows_of(self.pointer, self.nnz), self.column.long()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y [..., out_features] of x [..., in_features]. InputError for the "csr" product of 16-bit values on a
-        CPU, which torch does not have."""
+        """Return y [..., out_features] of x [..., in_features]."""
         if self.product == "dense":
             return F.linear(x, self.weight, self.bias)
-        cast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
-        if x.device.type == "cpu" and dtype.itemsize < 4:
-            raise InputError(f"product 'csr' of {dtype} on a CPU; float32 and float64, without autocast, are accepted")
         shape = self.out_features, self.in_features
-        weight = torch.sparse_csr_tensor(self.pointer, self.column, self.values, shape, check_invariants=False)
+        weight = torch.sparse_csr_tensor(self.pointer, self.column, self.stored, shape, check_invariants=False)
         # Turned in a copy: an entry then reads the values of neighbouring tokens side by side, not each in a sector.
         y = (weight @ x.reshape(-1, self.in_features).t().contiguous()).t()
         y = y if self.bias is None else y + self.bias
@@ -128,30 +98,24 @@ class SparseLinear(nn.Module):
     @torch.no_grad()
     def update(self, mask: Tensor) -> SparseLinear:
         """Keep the weights of a mask, bool [out, in], in place; returns the layer. With gradient="masked" weights can
-        only go, and `values` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
-        mask = _checked_mask(mask, self.every())
+        only go, and `stored` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
+        mask = _checked_mask(mask, (self.out_features, self.in_features))
         if self.gradient == "masked":
             stay = mask[self._places()]
             mask = self.mask & mask
-            self.values = nn.Parameter(self.values.detach()[stay], self.values.requires_grad)
+            self.stored = nn.Parameter(self.stored.detach()[stay], self.stored.requires_grad)
         self._index(mask)
         return self
 
     def every(self) -> Tensor:
         """Return all weights that may be kept, [out, in], without their history; zeros for those that are gone."""
-        return (self.dense if self.gradient == "dense" else self.weight).detach()
-
-    def at(self, sparsity: float) -> Tensor:
-        """Return the mask of the largest weights that are not gone: bool [out, in]."""
-        sizes = checked_weight(self.every()).abs()
-        sizes = sizes if self.gradient == "dense" else sizes.masked_fill(~self.mask, -1)
-        return largest(sizes, kept_of(sizes.numel(), sparsity))
+        return (self.stored if self.gradient == "dense" else self.weight).detach()
 
     def to_linear(self) -> nn.Linear:
         """Return an nn.Linear with copies of the kept weights, and zeros where none are."""
         weight = self.weight.detach()
         linear = nn.Linear(self.in_features, self.out_features, False, "meta", weight.dtype)
-        linear.weight = nn.Parameter(weight, (self.dense if self.gradient == "dense" else self.values).requires_grad)
+        linear.weight = nn.Parameter(weight, self.stored.requires_grad)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return linear.train(self.training)
@@ -165,21 +129,19 @@ class SparseLinear(nn.Module):
             except RuntimeError as error:
                 errors.append(f"{prefix}: pointer and column are no indices of such a matrix: {error}")
                 return
-            if column.numel() != self.nnz:
-                self.column = self.column.new_empty(column.shape)
-                if self.gradient == "masked":
-                    self.values = nn.Parameter(self.values.detach().new_empty(column.shape), self.values.requires_grad)
+            self.column = self.column.new_empty(column.shape)
+            if self.gradient == "masked" and len(self.stored) != len(column):
+                self.stored = nn.Parameter(self.stored.detach().new_empty(column.shape), self.stored.requires_grad)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"nnz={self.nnz}, sparsity={self.sparsity:.4g}, gradient={self.gradient!r}, product={self.product!r}"
+            f"nnz={self.nnz}, gradient={self.gradient!r}, product={self.product!r}"
         )
 
 
-def _checked_mask(mask: Tensor, weight: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != weight.shape:
-        shown = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.80}"
-        raise InputError(f"the mask is {shown}; torch.bool {list(weight.shape)} is accepted")
+def _checked_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+        raise InputError(f"the mask is {shown(mask)}; torch.bool {[*shape]} is accepted")
     return mask

@@ -26,8 +26,9 @@ from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import microtiles, routed
-from ...sparsities.core_neurons import core_neurons, remove
+from ...sparsities import microtiles, neuron_experts
+from ...sparsities.core_neurons import core_neurons
+from ...sparsities.few_neurons import remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest, sourced
@@ -245,12 +246,12 @@ def hot_sentence(rows: list[dict]) -> str:
 @torch.no_grad()
 def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
     """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
-    tokens for which one of theirs fires (sparsities.routed.routed_by_firing)."""
+    tokens for which one of theirs fires (sparsities.neuron_experts.routed_by_firing)."""
     layer, (x, *_) = clock.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
     weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
     made, wanted = [], layer(x)
     for grain in sizes:
-        found = routed.routed_by_firing(x, *weights, hot=hot, grain=grain)
+        found = neuron_experts.routed_by_firing(x, *weights, hot=hot, grain=grain)
         error = float((found.y - wanted).norm() / wanted.norm())
         made.append({"grain": grain, "groups": len(found.routed), "work": found.work, "error": error})
     return made

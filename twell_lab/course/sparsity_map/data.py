@@ -26,7 +26,8 @@ from ...models.thresholds import losses
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, magnitude, prune, quantised, two_four, two_four_bound
+from ...sparsities import blocks, magnitude, prune, quantised, two_four
+from ...sparsities.weights import SparseLinear
 from ...training.text import source
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
@@ -230,8 +231,8 @@ def pruned_losses(
         model = prune.prune(
             copy.deepcopy(subject.model), mask=mask, only=lambda called, module: ".mlp." in f".{called}."
         )
-        kept = [row for row in prune.table(model) if ".mlp." in f".{row['layer']}."]
-        share = 1 - sum(row["nnz"] for row in kept) / sum(row["shape"][0] * row["shape"][1] for row in kept)
+        layers = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]
+        share = 1 - sum(layer.nnz for layer in layers) / sum(layer.mask.numel() for layer in layers)
         loss = _loss(prune.to_linears(model), subject)
         made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
     return made
@@ -412,11 +413,10 @@ def unstructured_in_blocks(sparsities: Sequence[float], size: int = 32) -> list[
 
 def row_products(tokens: int, d_in: int, d_out: int, gpu: str = "H100 SXM") -> dict[str, float]:
     """Return how many times as fast as dense each product of a linear layer can be at most with a 2:4 weight: forward,
-    and the two backward ones (two_four_bound.linear_products), counted with the rates of this GPU."""
+    and the two backward ones (`two_four.bound`), counted with the rates of this GPU."""
     from ...analysis.predict import rates_of
 
-    rates = rates_of(gpu)
-    return {one.name: two_four_bound.bound([one], rates) for one in two_four_bound.linear_products(tokens, d_in, d_out)}
+    return two_four.bound(tokens, d_in, d_out, rates_of(gpu))
 
 
 def three_lines(lost: list[dict], weighed: Weighed, timed: Sequence[dict]) -> list[str]:

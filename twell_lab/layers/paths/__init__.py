@@ -14,7 +14,7 @@ class Registry(dict[str, Path]):
     """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well,
     and are weighed where somebody named them.
 
-    further: of these, the name and the module that has it among its PATHS, which is imported when it is first used."""
+    further: of these, the name, and module and class, which is imported when it is first used."""
 
     def __init__(self, *paths: Path) -> None:
         super().__init__({path.name: path for path in paths})
@@ -30,7 +30,8 @@ class Registry(dict[str, Path]):
         if name not in self._found:
             if name not in self.names():
                 raise KeyError(name)
-            self._found |= {path.name: path for path in import_module(self.further[name]).PATHS}
+            module, _, kind = self.further[name].rpartition(".")
+            self._found[name] = getattr(import_module(module), kind)()
         return self._found[name]
 
 

@@ -110,7 +110,7 @@ class Converted(Path):
         """Return what the layer keeps for this path, made now if it is not there: a TwellError where none can be."""
         if self.name not in layer.forms:
             try:
-                self.fitted(weights)
+                Converted.fitted(self, weights)
                 plain = {id(t): None if t is None else t.detach() for t in weights}  # what is there twice stays one
                 layer.forms[self.name] = self.make(Weights(*[plain[id(t)] for t in weights]))
             except TwellError as error:
