@@ -305,9 +305,11 @@ class SparseFFN(nn.Module, StandIn):
 
     def _forward(self, x: Tensor) -> Tensor:
         """`forward`, with nothing taken for granted."""
-        if not self._is_usual(x):
+        if type(x) is not Tensor or not is_plain(self):
             return self.dense(x)
         weights = self.weights()
+        if not self._is_usual(x, weights):
+            return self.dense(x)
         path, hot = self._path(x.shape[:-1].numel())
         if self.told is not None or checks.needs_gradient(x, *weights):
             return learn(self, x, weights, path)
@@ -323,18 +325,21 @@ class SparseFFN(nn.Module, StandIn):
         choice = self.choice(tokens)
         return PATHS[choice.path], choice.hot
 
-    def _is_usual(self, x: Tensor) -> bool:
-        """Return whether this is a plain call on plain tensors: inference, or training, there also under autocast."""
-        up = self._parts[1].weight
-        if type(x) is not Tensor or x.layout != torch.strided or x.dim() == 0 or not is_plain(self):
+    def _is_usual(self, x: Tensor, weights: Weights) -> bool:
+        """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
+        up = weights.up
+        if x.layout is not _STRIDED or x.dim() == 0:
             return False
-        if x.shape[-1] != up.shape[1] or x.device != up.device or up.device.type not in ("cpu", "cuda"):
+        place, dtype = x.get_device(), x.dtype  # a number costs the host less than a torch.device
+        if x.shape[-1] != up.shape[1] or not (x.is_cuda or x.is_cpu) or not (up.is_cuda or up.is_cpu):
             return False
-        if not checks.plain_eager():
-            casts = torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()
-            if not casts or checks.transformed() or checks.watched(x):
-                return False
-        elif any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in self.weights()):
+        if checks.plain_eager():
+            for t in weights:
+                if t is not None and (t.dtype is not dtype or t.get_device() != place):
+                    return False
+        elif up.get_device() != place or not (torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()):
+            return False
+        elif checks.transformed() or checks.watched(x):
             return False
         if self._known_for != (up.dtype, up.device):
             self._know_activation()
