@@ -85,8 +85,7 @@ class TrainConfig:
             elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
         compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
-            kernels auto layer by layer first, since each change of a path is another graph
-            (twell_lab.training.compiled).
+            kernels auto layer by layer, since each change of a path is another graph.
 
     Reports:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.

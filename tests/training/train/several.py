@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from twell_lab.cuda import launch
-from twell_lab.training import compiled
 from twell_lab.training.parallel import joined
 
 trainer = importlib.import_module("twell_lab.training.loop")  # the module: the package's `train` is the function
@@ -48,7 +47,6 @@ def run(options, status, names):
 
 
 def main(device, asked):
-    compiled.QUIET, compiled.WORTH = 12, 1  # so that runs as short as these are compiled layer by layer, and as a whole
     names, real = set(), launch.Call.__call__
 
     def called(call, *tensors):

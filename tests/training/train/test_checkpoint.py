@@ -1,7 +1,6 @@
 """Checkpoints: a killed or interrupted run goes on as if nothing had happened, a save that fails leaves the one before,
 and what is damaged, foreign or in use is refused."""
 
-import dataclasses
 import json
 import math
 import os
@@ -38,17 +37,17 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def same(one: checkpoint.State, other: checkpoint.State) -> bool:
+def same(one: dict, other: dict) -> bool:
+    """Whether two checkpoints hold the same, but for what holds times."""
+
     def equal(a, b):
         if isinstance(a, torch.Tensor):
             return torch.equal(a, b)
         if isinstance(a, dict):
             return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
-        if isinstance(a, list):
-            return len(a) == len(b) and all(map(equal, a, b))
-        return a == b
+        return a == b if not isinstance(a, list) else len(a) == len(b) and all(map(equal, a, b))
 
-    return equal(vars(one), vars(other))
+    return all(equal(one[name], other[name]) for name in one if name not in ("history", "seconds", "config"))
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +69,13 @@ def saved(tiny, tmp_path_factory):
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
     broken_off(tiny(**FULL, checkpoint_every=5), tmp_path, 8)
-    assert checkpoint.load(tmp_path).step == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
     assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # re-initialised after
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     mine, other = checkpoint.load(tmp_path), checkpoint.load(folder)
-    mine.history, mine.seconds, mine.config = other.history, other.seconds, other.config  # that hold times
     assert same(mine, other)
     with pytest.warns(UserWarning, match="all 12 steps of the run had been made"):
         again = train(tiny(**FULL), resume=tmp_path, progress=False)
@@ -88,7 +86,7 @@ def test_more_steps_go_on(tiny, curve, tmp_path):
     first = train(tiny(steps=6), out=tmp_path, progress=False)
     result = train(tiny(steps=12), resume=tmp_path, progress=False)
     assert curve(result.history[: len(first.history)]) == curve(first.history) and result.history[-1]["step"] == 12
-    assert result.history[-1]["lr"] < first.history[-1]["lr"] * 2 and checkpoint.load(tmp_path).step == 12
+    assert result.history[-1]["lr"] < first.history[-1]["lr"] * 2 and checkpoint.load(tmp_path)["step"] == 12
     with pytest.raises(InputError, match="steps is 5; accepted: more than 12"):
         train(tiny(steps=5), resume=tmp_path, progress=False)
 
@@ -111,15 +109,15 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
         if number != signal.SIGKILL:
             assert process.returncode == 130 and printed == "" and "Traceback" not in told
             assert f"to go on: python -m twell_lab train --resume {out}" in told.splitlines()[-1]
-            assert checkpoint.load(out).step > step and LanguageModel.load(out)
-        step = checkpoint.load(out).step
+            assert checkpoint.load(out)["step"] > step and LanguageModel.load(out)
+        step = checkpoint.load(out)["step"]
         same_as_unbroken(config, out, step, curve)
 
 
 def same_as_unbroken(config, folder, step, curve) -> None:
     seen = {}
     for name, resume in (("resumed", folder), ("unbroken", None)):
-        seen[name] = [] if resume is None else list(checkpoint.load(folder).history)
+        seen[name] = [] if resume is None else list(checkpoint.load(folder)["history"])
         with pytest.raises(Enough):
             train(
                 config,
@@ -156,23 +154,6 @@ def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
         with running.Stop(active=False, several=False) as stop, pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert before == {number: signal.getsignal(number) for number in SIGNALS}
-
-
-def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, monkeypatch):
-    """Their paths and break-evens are in the checkpoint: the next rows are those of the unbroken run, bit for bit."""
-    measured = []
-    below = {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
-    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: measured.append(1) or dict(below))
-    config = tiny(kernels="auto", l1=1.0, lr=0.05, warmup=2, steps=16, log_every=4, eval_every=8, checkpoint_every=14)
-    whole = train(config, progress=False)
-    broken_off(config, tmp_path, 16)
-    state = checkpoint.load(tmp_path)
-    assert state.step == 14 and state.paths["layers"] == dict.fromkeys(below, "twell")
-    measured.clear()
-    again = train(config, resume=tmp_path, progress=False)
-    assert curve(again.history) == curve(whole.history) and not measured
-    assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
-    assert checkpoint.load(tmp_path).paths["below"] == below
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):
@@ -215,7 +196,7 @@ def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, t
 @pytest.mark.parametrize("harmed_at", [killed_at, full_at])
 def test_a_save_that_fails_anywhere_leaves_a_whole_checkpoint(saved, tmp_path, harmed_at):
     older = checkpoint.load(saved)
-    newer = dataclasses.replace(older, step=5, seconds=2.0)
+    newer = {**older, "step": 5}
     seen, change, harmed = [], 0, True
     while harmed:
         change += 1
@@ -225,7 +206,7 @@ def test_a_save_that_fails_anywhere_leaves_a_whole_checkpoint(saved, tmp_path, h
         harmed = harmed_at(change, lambda: checkpoint.save(home, newer))
         found = checkpoint.load(home)
         assert same(found, older) or same(found, newer), change
-        seen.append(found.step)
+        seen.append(found["step"])
         checkpoint.save(home, newer)
         assert names(home) == ["training.pt"] and same(checkpoint.load(home), newer)
     assert seen == sorted(seen) and seen[0] == 4 and seen[-1] == 5
@@ -264,14 +245,14 @@ def test_a_second_training_into_a_folder_is_refused(tiny, tmp_path):
         seen.append(row["step"])
 
     result = train(tiny(checkpoint_every=2), out=tmp_path, progress=False, on_step=second)
-    assert seen == [row["step"] for row in result.history] and checkpoint.load(tmp_path).step == 12
+    assert seen == [row["step"] for row in result.history] and checkpoint.load(tmp_path)["step"] == 12
     assert LOCK not in names(tmp_path)
 
 
 def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch):
     assert loop.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
     steps, real = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda folder, state: (steps.append(state.step), real(folder, state))[1])
+    monkeypatch.setattr(checkpoint, "save", lambda folder, state: (steps.append(state["step"]), real(folder, state))[1])
     for name, changes, seconds, share, wanted in (
         ("whole", {}, 300, 10, [12]),
         ("often", {}, 0, 0, [*range(1, 13)]),
@@ -305,7 +286,7 @@ def test_another_text_is_refused_and_bytes_may_be_named(tiny, unbroken, tmp_path
     with pytest.raises(InputError, match="the text's sha256 is .* in the checkpoint"):
         train(tiny(**FULL, text=tmp_path / "other.txt"), resume=unbroken[1], progress=False)
     state = checkpoint.load(unbroken[1])
-    checkpoint.check_same(state, tiny(**FULL, tokenizer="bytes"), state.text)
+    checkpoint.check_same(state, tiny(**FULL, tokenizer="bytes"), state["text"])
 
 
 def test_a_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path, capsys):
@@ -328,7 +309,7 @@ def test_folders_that_cannot_be_used_are_named(tiny, saved, some_text, tmp_path)
     for out in ("file/folder", "loop", "metrics"):
         for more in ({}, {"resume": saved, "dead_window": 60, "reinit": 0.1}):
             resume = more.pop("resume", None)
-            with pytest.raises(InputError, match=f"cannot save in .*{out}"):
+            with pytest.raises(InputError, match=f"{out}.*cannot be written|cannot save in .*{out}"):
                 train(tiny(**more), out=tmp_path / out, resume=resume, progress=False)
     with pytest.raises(InputError, match="no checkpoint in .*nothing"):
         train(tiny(), resume=tmp_path / "nothing", progress=False)
@@ -368,15 +349,18 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
         monkeypatch.setattr(loop, "bits_per_byte", lambda *_: math.nan)
     else:
         monkeypatch.setattr(loop, "_step", spoil)
-    words = {"gradient": r"gradient is nan at step 3 with lr 0\.002 and l1 0\.01", "validation": "nan at step 4"}
+    words = {
+        "gradient": r"the norm of its gradient.* at step 4 with lr 0\.002 and l1 0\.01",
+        "validation": "nan at step 4",
+    }
     config = tiny(steps=6, checkpoint_every=2, kernels="off" if what in words else what)
     with pytest.raises(InputError, match=words.get(what, r"not finite in layers\.0\.mlp\.up_proj\.weight")):
         train(config, out=tmp_path, progress=False)
-    assert checkpoint.load(tmp_path).step == 2 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 2 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_first_step_that_fails_saves_nothing(tiny, tmp_path):
-    with pytest.raises(InputError, match="the loss is inf at step 1 .*a lower lr or l1"):
+    with pytest.raises(InputError, match="not finite in the loss.* at step 1 .*a lower lr or l1"):
         train(tiny(l1=1e38), out=tmp_path, progress=False)
     assert names(tmp_path) == ["metrics.jsonl"]

@@ -22,8 +22,7 @@ from twell_lab.core import InputError
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
-from twell_lab.training import checkpoint as checkpoint_module
-from twell_lab.training import compiled, presets
+from twell_lab.training import presets
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult
 from twell_lab.training.loop import initial_model, train
@@ -216,9 +215,6 @@ def graphs(monkeypatch):
 def change_over(run, *_):
     """The ten layers change over to the kernels one by one, at the first ten rows of the history."""
     run.layers[min(run.step - 1, 9)].module.learn("twell")
-    run.graphs.follow(
-        tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step
-    )
 
 
 def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs, monkeypatch):
@@ -231,27 +227,7 @@ def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs
     close(result.history, train(tiny(**config), progress=False).history, 1e-5)
 
 
-def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monkeypatch, tmp_path):
-    monkeypatch.setattr(running.Run, "follow", change_over)
-    monkeypatch.setattr(compiled, "QUIET", 4)
-    monkeypatch.setattr(compiled, "WORTH", 1)
-    counts, states = [], []
-    config = tiny(layers=10, log_every=1, kernels="auto", compile=True, steps=18, checkpoint_every=1)
-
-    def on_step(row):
-        counts.append(graphs.frame_count)
-        if row["step"] > 1:  # what was saved after the step before
-            states.append(checkpoint_module.load(tmp_path).paths["graphs"])
-
-    result = train(config, out=tmp_path, progress=False, on_step=on_step)
-    states.append(checkpoint_module.load(tmp_path).paths["graphs"])
-    assert counts == [2] + [3] * 13 + [4] * 4  # the whole is one graph, from the step after row 14 on
-    assert [state["whole"] for state in states] == [False] * 13 + [True] * 5 and states[-1]["changed_at"] == 10
-    monkeypatch.undo()
-    close(result.history, train(tiny(layers=10, log_every=1, steps=18), progress=False).history, 1e-5)
-
-
-def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, tmp_path):
+def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
     """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
     real, calls = operator.train, []
 
@@ -264,17 +240,13 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, 
     monkeypatch.setattr(operator, "train", losing)
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
     monkeypatch.setattr(switching, "LOST", 1e4)
-    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), out=tmp_path, progress=False)
+    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), progress=False)
     lost = [row["lost_layers"] for row in result.history]
     assert lost[0] == [0, 0] and lost[1] == [0, pytest.approx(0.5)] and lost[2:] == [[0, 0]] * 4
-    kept = checkpoint_module.load(tmp_path).paths
-    assert kept["layers"] == {"layers.0.mlp": "twell", "layers.1.mlp": "dense"}
-    below = result.history[1]["nnz_layers"][1]
-    assert kept["below"] == {"layers.0.mlp": 1000, "layers.1.mlp": below} and below < 1000
     assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
 
 
-def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
+def test_an_objective_leaves_validations_alone(tiny):
     model = initial_model(tiny())
     measured = Objective(model)
     windows = torch.randint(256, (2, 17))
@@ -283,8 +255,6 @@ def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
     loss, numbers, *by_layer = measured(windows, None, False)
     assert loss.requires_grad and numbers[1] == 0 and measured.seen == [[], []]
     assert [each.numel() for each in by_layer] == [0] * 5
-    measured.hooks.close()
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):

@@ -78,7 +78,7 @@ def test_a_llama_is_trained_further_saved_and_resumed_bit_for_bit(tiny, curve, l
 
     with pytest.raises(KeyError):
         train(config, out=tmp_path / "broken", progress=False, on_step=stop)
-    fields = checkpoint.load(tmp_path / "broken").config
+    fields = checkpoint.load(tmp_path / "broken")["config"]
     assert (fields["d_ff"], fields["d_model"], fields["layers"], fields["gated"]) == (40, 24, 2, True)
     result = train(config, resume=tmp_path / "broken", progress=False)
     assert curve(result.history) == curve(whole.history)
