@@ -112,11 +112,11 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     if out is not None:
         opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
 
-        def write_rows() -> None:
+        def begin_to_write() -> None:
             file = ending.enter_context(opened)
             writers.append(lambda row: print(json.dumps(row), file=file, flush=True))
 
-        world.led(write_rows)
+        world.led(begin_to_write)
     if board is not None and world.lead:
         writers.append(log.writer(board, out, checkpoint.fields_of(config), ending))
     if on_step is not None:

@@ -8,11 +8,8 @@ text in the same order. `twell-lab record sweep` makes the record that the cours
 from __future__ import annotations
 
 import bisect
-import bz2
-import lzma
 import statistics
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,13 +22,13 @@ from ..records import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train
 from .objective import EVAL_BATCH
-from .text.source import Text, load, spread_windows
+from .text.source import load, spread_windows
 
 PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
 
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
-    "left_out, joined in the order of their names (twell_lab.training.text.source.read)",
+    "left_out, joined in the order of their names (twell_lab.training.text.source.stream)",
     "name": "95-english-novels",
     "source": "https://github.com/computationalstylistics/100_english_novels",
     "commit": "143e601875d70e195f2cc5ebd8b034609271194d",
@@ -65,9 +62,9 @@ class Plan:
     """Which runs a sweep makes.
 
     base: what all runs share, the text, sizes and first seed included. lrs: learning rates tried without L1. l1:
-    coefficients, each run at the best of these rates. reinit: those of the coefficients that also run with dead gate
-    rows re-initialised: every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent
-    for `window` tokens. seeds: further seeds, of the twin without L1 and of the coefficients `again`."""
+    coefficients, each run at the best of these rates. reinit: those that also run with dead gate rows re-initialised:
+    every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent for `window` tokens.
+    again: those that run from the second seed, too, as the twin without L1 does."""
 
     base: TrainConfig = MODEL
     lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
@@ -76,28 +73,23 @@ class Plan:
     share: float = 0.1
     every: int = 5
     window: int = 1_000_000
-    seeds: tuple[int, ...] = (1,)
     again: tuple[float, ...] = (1e-4, 2e-4)
-
-    def runs(self, lr: float) -> dict[str, TrainConfig]:
-        """Return the runs at the learning rate chosen, by label: the most important first, should time run out."""
-        base = replace(self.base, lr=lr)
-        renewed = replace(base, reinit=self.share, dead_every=self.every, dead_window=self.window)
-        again = [(l1, seed) for seed in self.seeds for l1 in (0.0, *self.again)]
-        return {
-            **{f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1},
-            **{f"L1 {l1:g}, seed {n}" if l1 else f"seed {n}": replace(base, l1=l1, seed=n) for l1, n in again},
-            **{f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in self.reinit},
-        }
 
 
 def sweep(plan: Plan) -> Iterator[dict]:
-    """Make the runs of a plan, one after the other, and yield the row of each (see `run`)."""
+    """Make the runs of a plan, the most important first, should time run out, and yield the row of each (see `run`)."""
     rows = []
     for lr in plan.lrs:
         rows.append(run(f"lr {lr:g}", replace(plan.base, lr=lr, l1=0.0))[0])
         yield rows[-1]
-    for label, config in plan.runs(twin(rows)["config"]["lr"]).items():
+    base = replace(plan.base, lr=twin(rows)["config"]["lr"])
+    seed = base.seed + 1
+    renewed = replace(base, reinit=plan.share, dead_every=plan.every, dead_window=plan.window)
+    runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in plan.l1}
+    runs[f"seed {seed}"] = replace(base, seed=seed, l1=0.0)
+    runs |= {f"L1 {l1:g}, seed {seed}": replace(base, l1=l1, seed=seed) for l1 in plan.again}
+    runs |= {f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in plan.reinit}
+    for label, config in runs.items():
         yield run(label, config)[0]
 
 
@@ -135,14 +127,14 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
 def columns(history: list[dict]) -> dict[str, list]:
     """Return a history of rows as one list a column, its numbers rounded to five significant digits; None where a row
     has no value."""
-    names = list(dict.fromkeys(name for row in history for name in row))
-    return {name: [_short(row.get(name)) for row in history] for name in names}
 
+    def short(value):
+        if isinstance(value, list):
+            return [short(item) for item in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
 
-def _short(value):
-    if isinstance(value, (list, tuple)):
-        return list(map(_short, value))
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    names = dict.fromkeys(name for row in history for name in row)
+    return {name: [short(row.get(name)) for row in history] for name in names}
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
@@ -157,24 +149,19 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     with autocast(dtype, device):
         profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
     layers, places = profiled.layers, profiled.by_position()
-    seen = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
+    read = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
+    by_place = [[round(place["layers"][at] * layer.d_ff, 3) for place in places] for at, layer in enumerate(layers)]
     return {
         "counted": windows[:, :-1].numel(),
         "layers": [
             {"nnz": round(layer.mean_nnz, 3), "dead": layer.dead, "overflow": round(layer.overflow_rows, 5)}
             for layer in layers
         ],
-        "positions": {
-            "start": [place["first"] for place in places],
-            "nnz": [
-                [round(place["layers"][number] * layer.d_ff, 3) for place in places]
-                for number, layer in enumerate(layers)
-            ],
-        },
+        "positions": {"start": [place["first"] for place in places], "nnz": by_place},
         "bytes": {
-            "value": [row["token"] for row in seen],
-            "count": [row["count"] for row in seen],
-            "nnz": [[round(row["nnz"] / len(layers), 2) for row in seen]],
+            "value": [row["token"] for row in read],
+            "count": [row["count"] for row in read],
+            "nnz": [[round(row["nnz"] / len(layers), 2) for row in read]],
         },
     }
 
@@ -231,20 +218,11 @@ def settled(row: dict, part: float = 0.25) -> float:
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def compressors(text: Text) -> dict[str, float]:
-    """Return the bits per byte to which Python's compressors pack a text, each at its strongest setting."""
-    content = text.data.numpy().tobytes()
-    strongest = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
-    packed = {"zlib": zlib.compress(content, 9), "bz2": bz2.compress(content, 9), "xz": strongest}
-    return {name: round(8 * len(some) / len(content), 3) for name, some in packed.items()}
-
-
 def record(path: str | None, plan: Plan = Plan()) -> Record:
     """Run a plan on the text at `path` (for NOVELS, the folder of its files) and return the record.
 
     Prints the results of each run on stderr. Raises InputError where no text is named, and TextError for a text that
-    can't be read.
-    """
+    can't be read."""
     if not path:
         raise InputError(
             f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
@@ -258,7 +236,6 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
         "training_size": training.size,
         "validation_size": validation.size,
         "validation_sha256": validation.sha256,
-        "compressors": compressors(validation),
         "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",
@@ -266,10 +243,6 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
     }
     for row in sweep(replace(plan, base=replace(plan.base, text=text))):
         rows.append(row)
-        print(
-            f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
-            f"{row['seconds']:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}"
+        print(f"{said}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
     return Record.new("sweep", PURPOSE, rows, notes)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from ...core import InputError, TextError
-from .source import LARGEST, Text, of_pieces
 from .tokenizer import optional
 
-MOST_BYTES = 100_000_000  # unless said otherwise: a few minutes of a good connection
 SEPARATOR = b"\n\n"  # after each document: shows the model where one ends
 _PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
 
@@ -23,9 +19,9 @@ _PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "re
 def parse(spec: str) -> dict:
     """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
-    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files; the others may be left out.
-    column: holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or
-    bytes that are no whole number from 1 up."""
+    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet or .csv files; the others may be left out. column:
+    holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or bytes
+    that are no whole number from 1 up."""
     name, _, rest = spec.removeprefix("hf:").partition("?")
     try:
         parts = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
@@ -45,20 +41,15 @@ def documents(parts: dict) -> Iterator[bytes]:
     line.
 
     parts: from `parse`. StackError without the library, and TextError, naming what was asked for, where the dataset is
-    not there or cannot be reached, lacks the subset, split or column, or holds no text."""
+    not there or cannot be reached, or lacks the subset, split or column."""
     library, size = optional("datasets", "a Hugging Face dataset"), 0
     dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
     tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
     try:
-        # Text files are read as one document each, not as one a line.
-        how = {"sample_by": "document"} if _only_txt(dataset) else {}
-        rows = iter(
-            library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True, **how)
-        )
-        first = next(rows, {})
-        if column not in first:
-            raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, first)) or 'none'}")
-        for document in (row[column] for row in chain([first], rows)):
+        for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
+            if column not in row:
+                raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, row))}")
+            document = row[column]
             if document is not None and not isinstance(document, str):
                 raise TextError(f"{tried} holds a {type(document).__name__} in {column!r}; accepted: text")
             if document:
@@ -75,47 +66,13 @@ def documents(parts: dict) -> Iterator[bytes]:
             f"cannot read {tried} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
             "accepted: a folder that is here, or a dataset of the Hub, which needs a network"
         ) from error
-    if not size:
-        raise TextError(f"{tried} holds no text: every document in {column!r} is empty")
 
 
 def name_of(parts: dict) -> str:
     """Return dataset, subset and split, for records; of a folder only its name."""
-    return ", ".join(part for part in (_shown(parts["dataset"]), parts["subset"], parts["split"]) if part)
+    return ", ".join(part for part in (shown(parts["dataset"]), parts["subset"], parts["split"]) if part)
 
 
-def origin(parts: dict, count: int) -> dict:
-    """Return where a text of `count` documents comes from, for a record, and for a dataset of the Hub its commit and
-    licence, None for what the Hub does not say."""
-    fields = {name: parts[name] for name in ("subset", "split", "column")} | {"documents": count}
-    fields = {"dataset": _shown(parts["dataset"]), **fields}
-    if os.path.isdir(parts["dataset"]):
-        return fields
-    try:
-        from huggingface_hub import HfApi
-
-        info = HfApi().dataset_info(parts["dataset"], revision=parts["revision"])
-        return {**fields, "revision": info.sha, "licence": (info.card_data or {}).get("license")}
-    except Exception:  # noqa: BLE001  the text itself was read: its commit and licence may be missing
-        return {**fields, "revision": parts["revision"], "licence": None}
-
-
-def from_spec(spec: str) -> Text:
-    """Return the text that "hf:owner/name?..." names (see `parse`): its first MOST_BYTES bytes, unless it says how
-    many, its documents as files. InputError for more than memory is to hold."""
-    parts = parse(spec)
-    parts["bytes"] = parts["bytes"] or MOST_BYTES
-    if parts["bytes"] > LARGEST:
-        raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-    pieces = [*documents(parts)]
-    name = f"{name_of(parts)}, first {sum(map(len, pieces)):,} bytes"
-    return of_pieces(name, pieces, origin(parts, len(pieces)))
-
-
-def _shown(dataset: str) -> str:
+def shown(dataset: str) -> str:
+    """Return what records call a dataset: never a path of this machine."""
     return os.path.basename(os.path.abspath(dataset)) if os.path.isdir(dataset) else dataset
-
-
-def _only_txt(folder: str) -> bool:
-    paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name[0] != "."]
-    return bool(paths) and all(path.suffix == ".txt" for path in paths)
