@@ -53,12 +53,6 @@ def l1_penalty(hidden: list[Tensor]) -> Tensor:
     return sum(map(layer_l1, hidden)) / len(hidden)
 
 
-def mean_nnz(hidden: list[Tensor]) -> float:
-    """Return how many neurons have h != 0 at a token, averaged over tokens and layers: one tensor [..., d_ff] a
-    layer."""
-    return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
-
-
 @contextmanager
 def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
     """A context with a list, to which each forward pass appends what enters the down projection of every layer.

@@ -190,6 +190,5 @@ class Stop:
         if before and number == signal.SIGINT and not self.several:
             raise KeyboardInterrupt
         if not before and not self.several:
-            # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
-            with suppress(OSError, RuntimeError):
+            with suppress(OSError, RuntimeError):  # as where Ctrl-C has ended tee, or a line is being printed
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)

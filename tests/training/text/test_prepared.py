@@ -50,14 +50,13 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     maps = Path("/proc/self/maps")
     assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
     training, validation = text.split()
-    assert training.size in whole.starts and training.size + validation.size == whole.size
-    assert abs(validation.size - whole.size / 10) < 400
+    assert training.size + validation.size == whole.size and abs(validation.size - whole.size / 10) < 100
     assert (bytes_of(training), bytes_of(validation)) == (raw[: training.size], raw[training.size :])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
 
 
-@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=30), st.integers(1, 200))
+@given(st.lists(st.binary(min_size=6, max_size=40), min_size=1, max_size=30), st.integers(1, 200))
 def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
     documents = [each.replace(b"\0", b" ") for each in documents]
     folder, out = (tmp_path_factory.mktemp(name) for name in ("text", "prepared"))
@@ -65,13 +64,10 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
         (folder / f"{number:02}").write_bytes(document)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "CHUNK", chunk)
-        try:
-            text = prepared.prepare(folder, out)
-        except TextError as error:
-            assert "no cut between two of them holds out" in str(error) and not prepared.is_prepared(out)
-            return
-    assert bytes_of(text) == b"".join(documents)
-    assert text.cut[0] == text.cut[1] and text.cut[0] in source.load(folder).starts[1:]
+        text = prepared.prepare(folder, out)
+    assert bytes_of(text) == (raw := b"".join(documents)) and text.cut[0] == text.cut[1] == len(raw) - round(
+        len(raw) / 10
+    )
 
 
 @pytest.mark.parametrize("sample", [1, 1000, 10**9])
@@ -94,7 +90,7 @@ def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
     whole = source.load(tmp_path / "long.txt").read_as(text.tokenizer)
     assert torch.equal(text.tokens, whole.tokens) and text.sha256 == whole.sha256
     (tmp_path / "binary").write_bytes(b"a" * 2**20 + b"\0")
-    with pytest.raises(TextError, match="binary holds no text"):
+    with pytest.raises(TextError, match="binary has 0 bytes"):
         prepared.prepare(tmp_path / "binary", tmp_path / "none")
 
 
@@ -178,16 +174,6 @@ def test_a_preparation_that_fails_anywhere_is_cleared_away_by_the_next(folder, t
         text = prepared.load(out) if prepared.is_prepared(out) else prepared.prepare(folder, out)
         assert bytes_of(text) == raw and {path.name for path in out.iterdir()} - {LOCK} == {*FILES}
     assert change > 4 and (harmed_at is full_at or {"tokens.bin.part", "twell-lab-text.json"} <= left)
-
-
-@pytest.mark.parametrize("sizes", [[100], [10, 90], [1], [100_000, 6]])
-def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
-    (tmp_path / "some").mkdir()
-    for number, size in enumerate(sizes):
-        (tmp_path / "some" / str(number)).write_text("a" * size)
-    with pytest.raises(TextError, match="some has .*, and no cut between two of them holds out about .* bytes"):
-        prepared.prepare(tmp_path / "some", tmp_path / "out")
-    assert not prepared.is_prepared(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def prepare(
         tokenizer: as for load.load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of a shorter text.
         on_bytes: called time after time with the number of bytes of the text that were encoded so far.
 
-    TextError for a text that can't be read, or has no document that begins where the validation part may. InputError
-    for an `out` that is not empty, can't be written or lies in the text's folder."""
+    TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
+    or lies in the text's folder."""
     if spec is not None and is_prepared(spec):
         raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
     out, (name, files, source), wanted = Path(out), stream(spec), named(tokenizer)
@@ -130,42 +130,23 @@ def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer
         some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
         wanted = train_tokenizer(of_pieces(f"the beginning of {name}", some), wanted)
         documents = chain(first, documents)
-    digest, counts, size, kind = hashlib.sha256(), [torch.empty(0, 2, dtype=torch.int64)], 0, None
+    digest, size, count, tokens = hashlib.sha256(), 0, 0, torch.empty(0)
     with open(path, "wb") as file:
         for chunk in _batches(documents, CHUNK):
-            raw, ends = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk))])
-            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), (0, *ends[:-1].tolist()))
-            kind = str(tokens.dtype).removeprefix("torch.")
+            raw, starts = bytearray().join(chunk), accumulate(map(len, chunk[:-1]), initial=0)
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(starts))
             file.write(tokens.numpy().tobytes())
             digest.update(raw)
-            # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
-            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), ends) + 1
-            counts.append(torch.stack([ends, places], 1).diff(dim=0, prepend=torch.zeros(1, 2, dtype=torch.int64)))
+            count += len(tokens)
             on_bytes(size := size + len(raw))
-    ends = torch.cat(counts).cumsum(0)
-    if not len(ends):
-        raise TextError(f"{name} holds no text")
-    cut = _cut(ends, name)
+    held_out = round(min(0.1, HELD_OUT / max(1, size)) * count)
+    if not held_out:
+        raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
+    kind = str(tokens.dtype).removeprefix("torch.")
+    last = torch.from_numpy(numpy.memmap(path, kind, mode="c")[-held_out:]).long()
+    cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
     fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
-    fields |= {"count": int(ends[-1, 1]), "pieces": len(ends), "tokenizer": wanted.sha256}
-    return {**fields, "cut": {"bytes": cut[0], "tokens": cut[1]}}, wanted.content
-
-
-def _cut(ends: Tensor, name: str) -> tuple[int, int]:
-    """Return bytes and tokens before the validation part. It begins where a document or piece ends, as near as possible
-    to where it should. TextError, naming the text, where none ends near enough.
-
-    ends: int64 [documents, 2], bytes and tokens up to the end of each."""
-    size = int(ends[-1, 0])
-    share = min(HELD_OUT, size // 10)
-    if len(ends) > 1:
-        cut = ends[:-1][(ends[:-1, 0] - (size - share)).abs().argmin()].tolist()
-        if share / 2 <= size - cut[0] <= 2 * share:
-            return tuple(cut)
-    raise TextError(
-        f"{name} has {size} bytes in {len(ends)} documents or pieces, and no cut between two of them holds out about "
-        f"{share} bytes for validation; accepted: more and shorter documents, or up to 1 GiB the text itself"
-    )
+    return {**fields, "count": count, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
 
 
 def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
