@@ -42,7 +42,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: str | os.PathLike, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}, saved in {os.fspath(folder)!r}")
-        self.folder, self.step = os.fspath(folder), step
+        self.folder = os.fspath(folder)
 
 
 def fields_of(config: TrainConfig) -> dict:
@@ -51,17 +51,16 @@ def fields_of(config: TrainConfig) -> dict:
     return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": _lasting(config.from_)}
 
 
+def describe(text: Readable, given, training_size: int) -> dict:
+    """Return what a checkpoint says of its text: what the text says of itself, its training part's size in bytes, and
+    `given`, the config's text, if that is a path or a name, for the resumption."""
+    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
+
+
 def _lasting(path) -> str | None:
     """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     return os.path.abspath(name) if name is not None and os.path.exists(name) else name
-
-
-def describe(text: Readable, given, training_size: int) -> dict:
-    """Return what a checkpoint says of its text: what the text says of itself, its path, and its training part's size.
-
-    given: the config's `text`. A path, or the name of a dataset, is stored for the resumption. training_size: bytes."""
-    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
 
 
 def save(folder: str | os.PathLike, state: dict) -> None:
@@ -114,9 +113,11 @@ def check_same(state: dict, config: TrainConfig, text: dict) -> None:
 
     def begun(config: dict, text: dict) -> dict:
         fields = {name: value for name, value in config.items() if name not in FREE}
-        fields["tokenizer"] = fields["tokenizer"] or "bytes"
         fields |= {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
-        return fields | {"the sha256 of the text's tokenizer": text.get("tokenizer", {}).get("sha256")}
+        return fields | {
+            "tokenizer": config["tokenizer"] or "bytes",
+            "the sha256 of the text's tokenizer": text.get("tokenizer", {}).get("sha256"),
+        }
 
     then = begun(state["config"], state["text"])
     for name, value in begun(fields_of(config), text).items():

@@ -30,7 +30,7 @@ from . import checkpoint, log, parallel, start
 from .config import TrainConfig, TrainResult
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
-from .run import Run, Stop
+from .run import Run, stopping
 from .schedule import l1_coefficient, learning_rate
 from .text.load import load_any, tokenizer_of
 from .text.source import check_enough, spread_windows
@@ -64,15 +64,10 @@ def train(
         progress: show a bar on stderr, where that is a terminal.
         on_step: called with each row of the history as it is made.
 
-    Raises:
-        TextError: for a text that cannot be read or is too short for the batch.
-        DeviceError: for a device that is not there, and for more processes than GPUs.
-        InputError: where the loss is no finite number, and nothing of that is saved; for a model to start from that has
-            no ReLU, or does not fit the config; for a checkpoint that can't be read, or is of another model or config;
-            for an `out` that holds a run or a model, is in use, or lies in the folder of the text.
-        StackError: for an optional package that is missing.
-        checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
-    """
+    TextError for a text that cannot be read or is too short; DeviceError for a device that is not there; StackError for
+    an optional package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where
+    a loss or a weight is no finite number: nothing of that is saved. checkpoint.Interrupted, a KeyboardInterrupt, once
+    an interrupted run is saved."""
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:
@@ -135,7 +130,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             disable=not progress or None,
         ) as bar,
-        Stop(out is not None, world.size > 1) as stop,
+        stopping(out is not None, world.size > 1) as signals,
     ):
         for step in range(run.step + 1, config.steps + 1):
             last = step == config.steps
@@ -146,12 +141,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             # Several processes must agree to stop, and that it is time to save. Agreeing takes a message between them,
             # so they do it only at the rows of the history, which take one anyway.
             agree = world.size == 1 or logged
-            stopping = agree and world.any(stop.asked)
+            stop = agree and world.any(bool(signals))
             if (every := config.checkpoint_every) is None:
                 in_turn = out is not None and agree and world.any(time.perf_counter() >= due)
             else:
                 in_turn = every > 0 and step % every == 0
-            saved = out is not None and (last or stopping or in_turn)
+            saved = out is not None and (last or stop or in_turn)
             if logged or revive or saved:
                 run.check(step)
             run.step = step
@@ -185,7 +180,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 took = time.perf_counter() - before
                 lap += took
                 due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
-            if stopping and not last:
+            if stop and not last:
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
     model = initial_model(config, whole.vocabulary)

@@ -49,7 +49,7 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
 
 
 def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Return the sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    """Return the sum over neurons of |h|, averaged over tokens and layers. hidden: one tensor [..., d_ff] a layer."""
     return sum(map(layer_l1, hidden)) / len(hidden)
 
 

@@ -1,12 +1,13 @@
-"""A training run in progress: what changes from step to step (Run), how that is saved and restored, and Stop, which
-handles the signals that end a run."""
+"""A training run in progress: what changes from step to step (Run), how that is saved and restored, and the signals
+that end a run (stopping)."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -166,29 +167,29 @@ class Run:
         self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
 
 
-class Stop:
-    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself: they set `asked`.
+@contextmanager
+def stopping(active: bool, several: bool) -> Iterator[list[int]]:
+    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself: with the list of those
+    that came.
 
     Another Ctrl-C stops at once, but not one of `several` processes: they must agree to stop, and the terminal, and
     torchrun too, send it to each of them. active: False leaves the signals alone, for a run that is not saved."""
+    came: list[int] = []
 
-    def __init__(self, active: bool, several: bool) -> None:
-        self.several, self.asked = several, False
-        main = threading.current_thread() is threading.main_thread()
-        self.numbers = (signal.SIGINT, signal.SIGTERM) if active and main else ()
-
-    def __enter__(self) -> Stop:
-        self.old = {number: signal.signal(number, self._note) for number in self.numbers}
-        return self
-
-    def __exit__(self, *raised) -> None:
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        before, self.asked = self.asked, True
-        if before and number == signal.SIGINT and not self.several:
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if several:
+            return
+        if len(came) > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not before and not self.several:
+        if len(came) == 1:
             with suppress(OSError, RuntimeError):  # as where Ctrl-C has ended tee, or a line is being printed
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if active and main}
+    try:
+        yield came
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -11,7 +11,7 @@ import bisect
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +28,17 @@ PURPOSE = "one model trained with more and more L1, beside its twins without: lo
 
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
-    "left_out, joined in the order of their names (twell_lab.training.text.source.stream)",
+    "left_out, joined in the order of their names; the last ten, by Trollope, Ward, Collins and Woolf, are held out",
     "name": "95-english-novels",
     "source": "https://github.com/computationalstylistics/100_english_novels",
     "commit": "143e601875d70e195f2cc5ebd8b034609271194d",
     "licence": "public domain in the United States (all published by 1930) and wherever copyright ends 70 years after "
     "the author's death; the repository states no licence of its own",
-    "left_out": [
-        "Forster_Angels_1905.txt",
-        "Forster_Howards_1910.txt",
-        "Forster_View_1908.txt",
-        "Galsworthy_River_1933.txt",
-        "Woolf_Years_1937.txt",
-    ],
+    "left_out": "Forster_Angels_1905.txt Forster_Howards_1910.txt Forster_View_1908.txt Galsworthy_River_1933.txt "
+    "Woolf_Years_1937.txt".split(),
     "why_left_out": "still under copyright in some countries",
     "size": 75855091,
     "sha256": "b2586cd6b034bf99f5156c8558940516858fc70f0cf4e69b351e63971ac46749",
-    "validation": "the last ten novels in that order, by Trollope, Ward, Collins and Woolf; of these authors only "
-    "Trollope is among those trained on",
 }
 
 # 57 million parameters; 1200 steps of 32,768 bytes are 39 MB, a little over half of the training text.
@@ -57,38 +50,28 @@ MODEL = TrainConfig(**_SIZES, **_STEPS, dtype="bfloat16", compile=True)
 SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr=3e-3)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which runs a sweep makes.
-
-    base: what all runs share, the text, sizes and first seed included. lrs: learning rates tried without L1. l1:
-    coefficients, each run at the best of these rates. reinit: those that also run with dead gate rows re-initialised:
-    every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent for `window` tokens.
-    again: those that run from the second seed, too, as the twin without L1 does."""
-
-    base: TrainConfig = MODEL
-    lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
-    l1: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 7e-4, 1e-3, 2e-3)
-    reinit: tuple[float, ...] = (2e-4, 7e-4)
-    share: float = 0.1
-    every: int = 5
-    window: int = 1_000_000
-    again: tuple[float, ...] = (1e-4, 2e-4)
+# Which runs a sweep makes. Learning rates tried without L1, and coefficients, each run at the best of these rates.
+LRS = (6e-4, 1.2e-3, 2.4e-3)
+L1 = (1e-5, 3e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 7e-4, 1e-3, 2e-3)
+AGAIN = (1e-4, 2e-4)  # coefficients that run from the next seed, too, as the twin without L1 does
+RENEWED = (2e-4, 7e-4)  # coefficients that also run with dead gate rows re-initialised, in this way
+RENEW = {"reinit": 0.1, "dead_every": 5, "dead_window": 1_000_000}
 
 
-def sweep(plan: Plan) -> Iterator[dict]:
-    """Make the runs of a plan, the most important first, should time run out, and yield the row of each (see `run`)."""
+def sweep(base: TrainConfig) -> Iterator[dict]:
+    """Make the runs of a sweep, the most important first, should time run out, and yield the row of each (see `run`).
+
+    base: what all runs share, the text, sizes and first seed included."""
     rows = []
-    for lr in plan.lrs:
-        rows.append(run(f"lr {lr:g}", replace(plan.base, lr=lr, l1=0.0))[0])
+    for lr in LRS:
+        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0))[0])
         yield rows[-1]
-    base = replace(plan.base, lr=twin(rows)["config"]["lr"])
-    seed = base.seed + 1
-    renewed = replace(base, reinit=plan.share, dead_every=plan.every, dead_window=plan.window)
-    runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in plan.l1}
-    runs[f"seed {seed}"] = replace(base, seed=seed, l1=0.0)
-    runs |= {f"L1 {l1:g}, seed {seed}": replace(base, l1=l1, seed=seed) for l1 in plan.again}
-    runs |= {f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in plan.reinit}
+    base = replace(base, lr=twin(rows)["config"]["lr"])
+    other = replace(base, seed=base.seed + 1)
+    runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in L1}
+    runs[f"seed {other.seed}"] = replace(other, l1=0.0)
+    runs |= {f"L1 {l1:g}, seed {other.seed}": replace(other, l1=l1) for l1 in AGAIN}
+    runs |= {f"L1 {l1:g}, dead rows renewed": replace(base, l1=l1, **RENEW) for l1 in RENEWED}
     for label, config in runs.items():
         yield run(label, config)[0]
 
@@ -218,8 +201,8 @@ def settled(row: dict, part: float = 0.25) -> float:
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def record(path: str | None, plan: Plan = Plan()) -> Record:
-    """Run a plan on the text at `path` (for NOVELS, the folder of its files) and return the record.
+def record(path: str | None, base: TrainConfig = MODEL) -> Record:
+    """Sweep over the text at `path` (for NOVELS, the folder of its files) and return the record.
 
     Prints the results of each run on stderr. Raises InputError where no text is named, and TextError for a text that
     can't be read."""
@@ -239,9 +222,9 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
         "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",
-        "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window},
+        "renewed": dict(zip(("share", "every_steps", "silent_tokens"), RENEW.values())),
     }
-    for row in sweep(replace(plan, base=replace(plan.base, text=text))):
+    for row in sweep(replace(base, text=text)):
         rows.append(row)
         said = f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}"
         print(f"{said}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)

@@ -130,17 +130,17 @@ def test_what_a_folder_holds_after_a_run(unbroken):
 def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
     before = [signal.getsignal(number) for number in SIGNALS]
     for first in SIGNALS:
-        with running.Stop(active=True, several=False) as stop:
+        with running.stopping(active=True, several=False) as came:
             signal.raise_signal(first)
             signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
-            assert stop.asked
+            assert came == [first, signal.SIGTERM]
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        with running.Stop(active=True, several=True) as stop:
+        with running.stopping(active=True, several=True) as came:
             for number in (first, *SIGNALS):
                 signal.raise_signal(number)
-            assert stop.asked
-    with running.Stop(active=False, several=False), pytest.raises(KeyboardInterrupt):
+            assert came == [first, *SIGNALS]
+    with running.stopping(active=False, several=False), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert before == [signal.getsignal(number) for number in SIGNALS]
 

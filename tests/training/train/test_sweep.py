@@ -10,7 +10,8 @@ from twell_lab.training import sweep
 from twell_lab.training.loop import initial_model
 from twell_lab.training.text.source import spread_windows
 
-PLAN = dict(lrs=(5e-3, 1e-2), l1=(1e-3, 3e-2), reinit=(3e-2,), again=(3e-2,), window=200, every=4)
+PLAN = {"LRS": (5e-3, 1e-2), "L1": (1e-3, 3e-2), "RENEWED": (3e-2,), "AGAIN": (3e-2,)}
+PLAN["RENEW"] = {"reinit": 0.1, "dead_every": 4, "dead_window": 200}
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,10 @@ def base(tiny):
 
 @pytest.fixture(scope="module")
 def rows(base):
-    return [*sweep.sweep(sweep.Plan(base=base, **PLAN))]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PLAN.items():
+            patch.setattr(sweep, name, value)
+        return [*sweep.sweep(base)]
 
 
 def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
