@@ -8,8 +8,7 @@ from urllib.parse import urlencode
 import pytest
 
 from twell_lab.core import InputError, StackError, TextError
-from twell_lab.training.text import datasets as ours
-from twell_lab.training.text import load
+from twell_lab.training.text import load, source
 
 DOCUMENTS = ["First, Straße.", "second\nwith two lines\n", "", "third"]
 JOINED = "First, Straße.\n\nsecond\nwith two lines\n\n\nthird\n\n".encode()
@@ -61,7 +60,7 @@ def test_no_more_is_read_than_asked_for(folder):
 
 @pytest.mark.parametrize("rest, parts", [("", {}), ("?bytes=1e3&revision=v1", {"bytes": 1000, "revision": "v1"})])
 def test_what_the_parts_of_a_name_mean(rest, parts):
-    assert ours.parse(f"hf:a/b{rest}") == USUAL | parts | {"dataset": "a/b"}
+    assert source.parse(f"hf:a/b{rest}") == USUAL | parts | {"dataset": "a/b"}
 
 
 @pytest.mark.parametrize(

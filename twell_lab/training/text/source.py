@@ -2,7 +2,10 @@
 
 Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes. The default text is the
 source of Python's own standard library (PSF licence), which is on every machine that runs this; it differs by Python
-version, so its SHA-256 goes into every record."""
+version, so its SHA-256 goes into every record.
+
+A dataset of Hugging Face needs the `datasets` library, an optional package, and a network. The paper (arXiv 2603.23198)
+trains on a deduplicated fineweb-edu; "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
 
 from __future__ import annotations
 
@@ -19,19 +22,21 @@ from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor
 
 from ...core import InputError, TextError
-from . import datasets
-from .tokenizer import BYTES, CHUNK, Tokenizer, pieces
+from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
 MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
+SEPARATOR = b"\n\n"  # after each document of a dataset: shows the model where one ends
+_PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 
 
@@ -128,7 +133,7 @@ def digest(data: Tensor) -> str:
 
 class Stream(NamedTuple):
     """A text before it is read: its name, its files or documents in order, each in pieces, and for a dataset its parts
-    (see datasets.parse)."""
+    (see `parse`)."""
 
     name: str
     files: Iterable[Iterable[bytes]]
@@ -139,7 +144,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
     """Return the text that a command line or a config names, to be read piece by piece.
 
     spec: None (Python's standard library), a file or folder, "FILE?field=NAME" (of a .jsonl or .csv file) or "hf:..."
-    (see datasets.parse), of which at most `most` bytes are read unless it says how many. The files of a folder come in
+    (see `parse`), of which at most `most` bytes are read unless it says how many. The files of a folder come in
     the order of their relative paths, compared as bytes, with "/" between the parts: `find . -type f | LC_ALL=C sort |
     xargs cat | sha256sum` gives the text's digest. Left out are names that begin with a dot, binary files (they hold a
     NUL byte, which UTF-16 text does too) and links to folders. TextError for what can't be read."""
@@ -150,12 +155,15 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
             raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
         return Stream(name, map(_pieces_of, files))
     if isinstance(spec, str) and spec.startswith("hf:"):
-        parts = datasets.parse(spec)
+        parts = parse(spec)
         parts["bytes"] = parts["bytes"] or most
         if most is not None and parts["bytes"] > LARGEST:
             raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-        documents = ([document] for document in datasets.documents(parts))
-        return Stream(datasets.name_of(parts), documents, {**parts, "dataset": datasets.shown(parts["dataset"])})
+        documents = ([document] for document in _documents(dict(parts)))
+        if os.path.isdir(parts["dataset"]):  # no path of this machine in records
+            parts["dataset"] = os.path.basename(os.path.abspath(parts["dataset"]))
+        name = ", ".join(parts[part] for part in ("dataset", "subset", "split") if parts[part])
+        return Stream(name, documents, parts)
     path, asked, field = os.fspath(spec).partition("?field=")
     name = os.path.basename(os.path.abspath(path)) or "text"
     name = name if name.isprintable() else ascii(name)[1:-1]
@@ -241,6 +249,61 @@ def _values(path: str, field: str) -> Iterator[bytes]:
         raise TextError(f"text {path!r:.200} cannot be read: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
         raise TextError(f"{path!r:.200} with the field {field!r:.80}: {error}") from None
+
+
+# ---- datasets ----
+
+
+def parse(spec: str) -> dict:
+    """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
+
+    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet or .csv files; the others may be left out. column:
+    holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or bytes
+    that are no whole number from 1 up."""
+    name, _, rest = spec.removeprefix("hf:").partition("?")
+    try:
+        parts = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
+        size = float(parts["bytes"]) if "bytes" in parts else None
+        if not name or not parts.keys() <= _PARTS.keys() or size is not None and (size < 1 or size % 1):
+            raise ValueError
+        return {**_PARTS, **parts, "dataset": name, "bytes": None if size is None else int(size)}
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"{spec!r} names no text; accepted: hf:owner/name, then ? and {', '.join(_PARTS)}, each with = and a value "
+            "(of bytes a whole number from 1 up, such as 100e6), & between them"
+        ) from None
+
+
+def _documents(parts: dict) -> Iterator[bytes]:
+    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty
+    line.
+
+    parts: from `parse`. StackError without the library, and TextError, naming what was asked for, where the dataset is
+    not there or cannot be reached, or lacks the subset, split or column."""
+    library, size = optional("datasets", "a Hugging Face dataset"), 0
+    dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
+    tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
+    try:
+        for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
+            if column not in row:
+                raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, row))}")
+            document = row[column]
+            if document is not None and not isinstance(document, str):
+                raise TextError(f"{tried} holds a {type(document).__name__} in {column!r}; accepted: text")
+            if document:
+                left = None if parts["bytes"] is None else parts["bytes"] - size
+                piece = (document.encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
+                size += len(piece)
+                yield piece
+            if size == parts["bytes"]:
+                return
+    except TextError:
+        raise
+    except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
+        raise TextError(
+            f"cannot read {tried} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
+            "accepted: a folder that is here, or a dataset of the Hub, which needs a network"
+        ) from error
 
 
 # ---- what a run checks, and the windows that it reads ----
