@@ -73,7 +73,9 @@ def load(folder: str | os.PathLike) -> PreparedText:
         tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, fields["dtype"], mode="c"))
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
-        return PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text = PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text.split()  # or the manifest is damaged
+        return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
 
