@@ -140,12 +140,13 @@ def _unwritable(what: str, error: Exception, free: int = 0) -> RecordError:
 
 @contextmanager
 def locked_folder(folder: str | os.PathLike, what: str) -> Iterator[None]:
-    """A context in which this process alone uses a folder. InputError where another `what` ("training") has it, and
-    where the folder cannot be written."""
+    """A context in which this process alone uses a folder, which is made where it is missing. InputError where another
+    `what` ("training") has it, and where the folder cannot be written."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(Path(folder) / LOCK, timeout=0)
     try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except (Timeout, OSError) as error:
         why = f"is in use by another {what}" if isinstance(error, Timeout) else f"cannot be written: {_reason(error)}"

@@ -31,7 +31,6 @@ from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, picked, share, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
-from ..training.text import fields
 from ..training.text.source import BYTES, Text, load, spread_windows
 from . import page
 from .options import TourOptions
@@ -64,7 +63,7 @@ def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path 
     written = options.out / "tour.json", options.out / "index.html"
     for path in written[: 1 if options.record_only else 2]:
         check_target(path)
-    text = fields.read(options.text) or load(options.text)
+    text = load(options.text)
 
     if options.progress:
         print(f"tour: {_DURATION}", file=sys.stderr, flush=True)

@@ -3,8 +3,7 @@ shape, through the sparse kernels once they pay, and its dense twin, which begin
 same text in the same order without L1. Both are then measured by `bench.model`'s steps on text that was held out, where
 their own neurons fire: forwards have the loss, before and after the layers are swapped.
 
-The model is trained for minutes. Its loss says what such a model is worth: the notes hold what compressors make of the
-same text."""
+The model is trained for minutes, and its loss says what such a model is worth."""
 
 from __future__ import annotations
 
@@ -123,7 +122,6 @@ def notes() -> dict:
     text = source.standard_library()
     return {
         "text": text.describe(),
-        "compressors": sweep.compressors(text.split()[1]),
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",
         "settled": f"nnz_moved is sweep.settled of the last {_LAST:.0%} of the steps; settled where it is below "

@@ -13,21 +13,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import torch
-from torch import Tensor
 
-from ..core import InputError, RecordError, check_folder, locked_folder
+from ..core import InputError, locked_folder
 from .config import TrainConfig
-from .text.prepared import PreparedText
-from .text.source import Text, check_apart
+from .text.source import Readable, check_apart
 from .text.tokenizer import BYTES, Tokenizer
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
+
+# What a checkpoint holds, its tensors whole (not sharded). step: steps made. config: the fields of its TrainConfig,
+# except the text. text: of `describe`. seconds: how long it has trained. history: its rows. order, noise: states of the
+# generators that draw windows and fresh gate rows. weights: the model's, by name. optimizer: AdamW's state, by name of
+# the weight. silent: for each layer how many tokens ago each neuron fired, if that is tracked.
+FIELDS = "step config text seconds history order noise weights optimizer silent".split()
 
 # Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
 # where the model lies that it began with.
@@ -39,31 +42,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: str | os.PathLike, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}, saved in {os.fspath(folder)!r}")
-        self.folder, self.step = os.fspath(folder), step
-
-
-@dataclass
-class State:
-    """One checkpoint in memory. Tensors are whole (not sharded) and on the CPU.
-
-    step: steps made. config: the fields of its TrainConfig, except the text. text: what `describe` says of that.
-    seconds: how long it has trained. history: its rows. order, noise: states of the generators that draw windows and
-    fresh gate rows. weights: the model's, by name. optimizer: AdamW's state, {"<what>.<parameter>": tensor}, where what
-    is exp_avg, exp_avg_sq or step. silent: for each layer how many tokens ago each neuron fired, if that is tracked.
-    paths: with kernels "auto" {"device", "below": break-evens by layer or None, "layers": path by layer, "graphs":
-    state of compiled.Compiled, if the run is compiled}; otherwise empty."""
-
-    step: int
-    config: dict
-    text: dict
-    seconds: float
-    history: list[dict]
-    order: Tensor
-    noise: Tensor
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    silent: list[Tensor]
-    paths: dict
+        self.folder = os.fspath(folder)
 
 
 def fields_of(config: TrainConfig) -> dict:
@@ -72,25 +51,24 @@ def fields_of(config: TrainConfig) -> dict:
     return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": _lasting(config.from_)}
 
 
+def describe(text: Readable, given, training_size: int) -> dict:
+    """Return what a checkpoint says of its text: what the text says of itself, its training part's size in bytes, and
+    `given`, the config's text, if that is a path or a name, for the resumption."""
+    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
+
+
 def _lasting(path) -> str | None:
     """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     return os.path.abspath(name) if name is not None and os.path.exists(name) else name
 
 
-def describe(text: Text | PreparedText, given, training_size: int) -> dict:
-    """Return what a checkpoint says of its text: what the text says of itself, its path, and its training part's size.
-
-    given: the config's `text`. A path, or the name of a dataset, is stored for the resumption. training_size: bytes."""
-    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
-
-
-def save(folder: str | os.PathLike, state: State) -> None:
+def save(folder: str | os.PathLike, state: dict) -> None:
     """Write `state` as the checkpoint of a folder, whole or not at all. InputError where it can't be written."""
     path = Path(folder, STATE)
     part = path.with_suffix(".part")
     try:
-        torch.save(vars(state), part)
+        torch.save(state, part)
         os.replace(part, path)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
@@ -98,15 +76,16 @@ def save(folder: str | os.PathLike, state: State) -> None:
         raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
 
 
-def load(folder: str | os.PathLike) -> State:
-    """Return the checkpoint in a folder, its tensors mapped from the file. InputError where there is none, or where it
-    can't be read."""
+def load(folder: str | os.PathLike) -> dict:
+    """Return the checkpoint in a folder, with FIELDS, its tensors mapped from the file. InputError where there is none,
+    or where it can't be read."""
     if not exists(folder):
         raise InputError(
             f"there is no checkpoint in {os.fspath(folder)!r}; accepted: the folder that training saved in"
         )
     try:
-        return State(**torch.load(Path(folder, STATE), map_location="cpu", weights_only=True, mmap=True))
+        state = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True, mmap=True)
+        return {name: state[name] for name in FIELDS}
     except Exception as error:  # of unpickling: errors of any kind
         raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
 
@@ -118,35 +97,37 @@ def exists(folder: str | os.PathLike) -> bool:
 
 def text_of(folder: str | os.PathLike) -> dict:
     """Return what the checkpoint in a folder says of its text (see `describe`); {} where there is none."""
-    return load(folder).text if exists(folder) else {}
+    return load(folder)["text"] if exists(folder) else {}
 
 
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     """Return the config of the checkpoint in `folder`, with `changes`. Its `text` is the path the text had."""
     state = load(folder)
-    return TrainConfig(**{**state.config, "text": state.text["path"], **changes})
+    return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
 
 
-def check_same(state: State, config: TrainConfig, text: dict) -> None:
+def check_same(state: dict, config: TrainConfig, text: dict) -> None:
     """Raise InputError, naming the field and both values, where the run in `state` began with another config or text.
 
     text: from `describe`."""
 
     def begun(config: dict, text: dict) -> dict:
         fields = {name: value for name, value in config.items() if name not in FREE}
-        fields["tokenizer"] = fields["tokenizer"] or "bytes"
         fields |= {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
-        return fields | {"the sha256 of the text's tokenizer": text.get("tokenizer", {}).get("sha256")}
+        return fields | {
+            "tokenizer": config["tokenizer"] or "bytes",
+            "the sha256 of the text's tokenizer": text.get("tokenizer", {}).get("sha256"),
+        }
 
-    then = begun(state.config, state.text)
+    then = begun(state["config"], state["text"])
     for name, value in begun(fields_of(config), text).items():
         if value != then.get(name):
             raise InputError(
                 f"{name} is {value!r}, and {then.get(name)!r} in the checkpoint; accepted: what the run began with "
                 f"(what may change: {', '.join(FREE)}, and where the text lies)"
             )
-    if config.steps <= state.step and config.steps != state.config["steps"]:
-        raise InputError(f"steps is {config.steps}; accepted: more than {state.step}, the steps made so far")
+    if config.steps <= state["step"] and config.steps != state["config"]["steps"]:
+        raise InputError(f"steps is {config.steps}; accepted: more than {state['step']}, the steps made so far")
 
 
 @contextmanager
@@ -157,21 +138,22 @@ def opened(folder: str | os.PathLike, text, tokenizer: Tokenizer, history: list[
     in use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
     if new:
         check_apart(folder, text)
-    with ExitStack() as stack:
-        try:
-            check_folder(folder)
-            stack.enter_context(locked_folder(folder, "training"))
-            if new and (exists(folder) or Path(folder, MODEL).exists()):
+    with locked_folder(folder, "training"):
+        for what, name in (("run", STATE), ("model", MODEL)):
+            if new and Path(folder, name).exists():
                 raise InputError(
-                    f"{os.fspath(folder)!r} holds a {'run' if exists(folder) else 'model'}; accepted: to resume a run, "
-                    "or another folder, or this one once it is empty"
+                    f"{os.fspath(folder)!r} holds a {what}; accepted: to resume a run, or another folder, or this one "
+                    "once it is empty"
                 )
+        try:
             if tokenizer == BYTES:
                 Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             else:
                 tokenizer.save(Path(folder, TOKENIZER))
-            file = stack.enter_context(open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8"))
-            file.writelines(json.dumps(row) + "\n" for row in history)
-        except (OSError, RecordError) as error:
+            metrics = Path(folder, "metrics.jsonl")
+            metrics.write_text("".join(json.dumps(row) + "\n" for row in history), encoding="utf-8")
+            file = open(metrics, "a", encoding="utf-8")
+        except OSError as error:
             raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
-        yield file
+        with file:
+            yield file

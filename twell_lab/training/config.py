@@ -85,8 +85,7 @@ class TrainConfig:
             elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
         compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
-            kernels auto layer by layer first, since each change of a path is another graph
-            (twell_lab.training.compiled).
+            kernels auto layer by layer, since each change of a path is another graph.
 
     Reports:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
@@ -172,26 +171,20 @@ class TrainConfig:
 class TrainResult:
     """A trained model and how it got there.
 
-    Attributes:
-        model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from.
-        config: what it was trained with.
-        history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
-            1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
-            layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
-            one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
-            tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely; where they may
-            run), lr, tokens_per_s (since the row before, validations left out), seconds (since the start), on a GPU
-            peak_bytes (the most memory that this process has held there so far), and where the model was validated
-            val_bits_per_byte.
-        validation_bits_per_byte: cross-entropy on held-out text at the end, in bits a byte.
-        mean_nnz: how many neurons fire at a token of the held-out text (see twell_lab.profile), averaged over tokens
-            and layers.
-        density: the share of neurons that fire at a token of it, by layer.
-        dead: how many neurons never fire on it, by layer.
-        text: name, sha256 and size in bytes of the whole text, and the sizes of its training and validation parts.
-        seconds: wall time of the loop, validations included.
-        tokens: how many it was trained on.
-    """
+    model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from. config:
+    what it was trained with. validation_bits_per_byte: cross-entropy on held-out text at the end. mean_nnz: how many
+    neurons fire at a token of it (see twell_lab.profile), averaged over tokens and layers; density: their share, and
+    dead: how many never fire on it, by layer. text: name, sha256 and size in bytes of the whole text, and the sizes of
+    its training and validation parts. seconds: wall time of the loop, validations included. tokens: how many it was
+    trained on.
+
+    history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from 1), loss,
+    ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and layers), nnz_layers and
+    l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|, one number a layer), dead_layers
+    (neurons that have not fired within dead_window tokens; None if not tracked), lost_layers (the share of tokens that
+    the sparse kernels had to finish densely; where they may run), lr, tokens_per_s (since the row before, validations
+    left out), seconds (since the start), on a GPU peak_bytes (the most memory that this process has held there so far),
+    and where the model was validated val_bits_per_byte."""
 
     model: LanguageModel
     config: TrainConfig

@@ -30,19 +30,13 @@ def reinitialise(layer: FeedForward, dead: Tensor, strength: float, sigma: float
     strength: lambda above. sigma: the deviation of the fresh numbers. generator: draws them in float32, on the CPU, for
     the dead rows in their order. With a weight that FSDP2 sharded, every process calls with the same `dead` and a
     generator in the same state."""
-    weight, bias = layer.pattern.weight, layer.pattern.bias
     rows = dead.nonzero().flatten()
     if not len(rows):
         return
-    noise = torch.randn(len(rows), weight.shape[1], generator=generator).to(dead.device)
-    _move(weight, rows, strength, noise * sigma)
-    if bias is not None:
-        _move(bias, rows, strength, noise.new_zeros(len(rows)))
-
-
-def _move(parameter: Tensor, rows: Tensor, strength: float, towards: Tensor) -> None:
-    """parameter[rows] <- (1 - strength) parameter[rows] + strength towards, computed in float32, in place."""
-    whole = parallel.whole(parameter)  # which shares its memory, unless FSDP2 sharded it
-    rows, towards = rows.to(whole.device), towards.to(whole.device)
-    whole[rows] = ((1 - strength) * whole[rows].float() + strength * towards).to(whole.dtype)
-    parallel.put(parameter, whole)
+    noise = sigma * torch.randn(len(rows), layer.pattern.weight.shape[1], generator=generator)
+    for parameter, towards in ((layer.pattern.weight, noise), (layer.pattern.bias, torch.zeros(len(rows)))):
+        if parameter is not None:
+            whole = parallel.whole(parameter)  # which shares its memory, unless FSDP2 sharded it
+            moved = (1 - strength) * whole[rows].float() + strength * towards.to(whole.device)
+            whole[rows] = moved.to(whole.dtype)
+            parallel.put(parameter, whole)

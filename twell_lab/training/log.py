@@ -4,33 +4,30 @@ installed."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from .text.tokenizer import optional
 
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
 
 def library(kind: str):
     """Return the package that writes for TrainConfig's `log`, None for "off". StackError where it is missing."""
-    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-    return optional(modules[kind], f"log {kind!r}", kind) if kind in modules else None
+    return optional(MODULES[kind], f"log {kind!r}", kind) if kind in MODULES else None
 
 
-@contextmanager
-def writer(kind: str, package, folder: str | os.PathLike | None, fields: dict, lead: bool) -> Iterator[Callable]:
-    """A context with a function that takes a row of the history; only the leading process writes.
+def writer(package, folder: str | os.PathLike | None, fields: dict, ending: ExitStack) -> Callable[[dict], None]:
+    """Return a function that takes a row of the history. What it writes to is closed with `ending`.
 
     package: from `library`. folder: the run's, in which the files get a folder of their own; without one they are where
     the library puts them. fields: of the config, for Weights & Biases."""
-    if package is None or not lead:
-        yield lambda row: None
-    elif kind == "tensorboard":
-        with package.SummaryWriter(None if folder is None else str(Path(folder, "tensorboard"))) as board:
-            yield lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
-    else:
-        with package.init(project="twell-lab", dir=folder, config=fields) as run:
-            yield lambda row: run.log(numbers(row), step=row["step"])
+    if hasattr(package, "SummaryWriter"):
+        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
+        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
+    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
+    return lambda row: run.log(numbers(row), step=row["step"])
 
 
 def numbers(row: dict) -> dict[str, float]:

@@ -15,9 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ from . import checkpoint, log, parallel, start
 from .config import TrainConfig, TrainResult
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
-from .run import Run, Stop
+from .run import Run, stopping
 from .schedule import l1_coefficient, learning_rate
 from .text.load import load_any, tokenizer_of
 from .text.source import check_enough, spread_windows
@@ -66,15 +64,10 @@ def train(
         progress: show a bar on stderr, where that is a terminal.
         on_step: called with each row of the history as it is made.
 
-    Raises:
-        TextError: for a text that cannot be read or is too short for the batch.
-        DeviceError: for a device that is not there, and for more processes than GPUs.
-        InputError: where the loss is no finite number, and nothing of that is saved; for a model to start from that has
-            no ReLU, or does not fit the config; for a checkpoint that can't be read, or is of another model or config;
-            for an `out` that holds a run or a model, is in use, or lies in the folder of the text.
-        StackError: for an optional package that is missing.
-        checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
-    """
+    TextError for a text that cannot be read or is too short; DeviceError for a device that is not there; StackError for
+    an optional package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where
+    a loss or a weight is no finite number: nothing of that is saved. checkpoint.Interrupted, a KeyboardInterrupt, once
+    an interrupted run is saved."""
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:
@@ -103,18 +96,26 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     if state is not None:
         checkpoint.check_same(state, config, described)
     if world.lead:
-        _warn_of_few_texts_or_steps(config, len(training.tokens), state)
-    fresh = partial(initial_model, config, whole.vocabulary)
-    run = Run(config, fresh() if model is None else model, training.tokens, world)
+        _warn_of_few_texts_or_steps(config, len(training.tokens), 0 if state is None else state["step"])
+    model = initial_model(config, whole.vocabulary) if model is None else model
+    run = Run(config, model, training.tokens, world)
     if state is not None:
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
     out = resume if out is None else out
-    metrics: list[IO[str]] = []  # the file of the rows, in the process that writes it
+    writers: list[Callable[[dict], object]] = []
     if out is not None:
         opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
-        world.led(lambda: metrics.append(ending.enter_context(opened)))
-    show = ending.enter_context(log.writer(config.log, board, out, checkpoint.fields_of(config), world.lead))
+
+        def begin_to_write() -> None:
+            file = ending.enter_context(opened)
+            writers.append(lambda row: print(json.dumps(row), file=file, flush=True))
+
+        world.led(begin_to_write)
+    if board is not None and world.lead:
+        writers.append(log.writer(board, out, checkpoint.fields_of(config), ending))
+    if on_step is not None:
+        writers.append(on_step)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
     per_token = training.size / len(training.tokens)  # bytes
@@ -129,7 +130,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             disable=not progress or None,
         ) as bar,
-        Stop(out is not None, world.size > 1) as stop,
+        stopping(out is not None, world.size > 1) as signals,
     ):
         for step in range(run.step + 1, config.steps + 1):
             last = step == config.steps
@@ -140,12 +141,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             # Several processes must agree to stop, and that it is time to save. Agreeing takes a message between them,
             # so they do it only at the rows of the history, which take one anyway.
             agree = world.size == 1 or logged
-            stopping = agree and world.any(stop.asked)
+            stop = agree and world.any(bool(signals))
             if (every := config.checkpoint_every) is None:
                 in_turn = out is not None and agree and world.any(time.perf_counter() >= due)
             else:
                 in_turn = every > 0 and step % every == 0
-            saved = out is not None and (last or stopping or in_turn)
+            saved = out is not None and (last or stop or in_turn)
             if logged or revive or saved:
                 run.check(step)
             run.step = step
@@ -167,24 +168,24 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 if world.device.type == "cuda":
                     row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                 run.history.append(row)
-                for file in metrics:
-                    print(json.dumps(row), file=file, flush=True)
-                show(row)
                 bits = row["ce"] / math.log(2) / per_token
                 bar.set_postfix_str(f"{bits:.3f} bits per byte, nnz {row['nnz']:.0f}", refresh=False)
-                if on_step is not None:
-                    on_step(row)
+                for write in writers:
+                    write(row)
             run.seconds = time.perf_counter() - begun
             if saved:
                 before = time.perf_counter()
-                state = run.state(described)
+                state = {**run.state(), "text": described}
                 world.led(lambda: checkpoint.save(out, state))
                 took = time.perf_counter() - before
                 lap += took
                 due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
-            if stopping and not last:
+            if stop and not last:
                 break
-    model = run.trained_model(fresh)
+    # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
+    model = initial_model(config, whole.vocabulary)
+    model.load_state_dict(run.weights())
+    model.to(world.device).eval()
     if out is not None:
         world.led(lambda: start.save(model, out, config.from_))
     if run.step < config.steps:
@@ -225,7 +226,7 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
         numbers.append([loss.detach(), *others])
     run.count_silent()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
-    run.note(step, sum(part[0] for part in numbers) / parts, norm)
+    run.last = {"the loss": sum(part[0] for part in numbers) / parts, "the norm of its gradient": norm}
     run.optimizer.step()
     run.optimizer.zero_grad()
     return numbers
@@ -268,14 +269,14 @@ def autocast(dtype: str, device: torch.device):
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, state: checkpoint.State | None) -> None:
+def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, made: int) -> None:
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
         _warn(
             f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
             f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to give"
         )
-    if state is not None and state.step >= config.steps:
+    if made >= config.steps:
         _warn(f"all {config.steps} steps of the run had been made: its neurons are counted anew; more steps go on")
 
 

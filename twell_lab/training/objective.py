@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +49,8 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
 
 
 def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Return the sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    """Return the sum over neurons of |h|, averaged over tokens and layers. hidden: one tensor [..., d_ff] a layer."""
     return sum(map(layer_l1, hidden)) / len(hidden)
-
-
-def mean_nnz(hidden: list[Tensor]) -> float:
-    """Return how many neurons have h != 0 at a token, averaged over tokens and layers: one tensor [..., d_ff] a
-    layer."""
-    return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
 
 
 @contextmanager
@@ -81,9 +75,8 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
 class Objective(nn.Module):
     """Model, cross-entropy and penalty as one module, which torch.compile and DDP take as a whole.
 
-    It puts hooks on the model, which stay there until `hooks` is closed, because torch.compile looks at them only once.
-    All numbers stay on the device: whoever needs one reads it.
-    """
+    It puts hooks on the model for good, because torch.compile looks at them only once. All numbers stay on the device:
+    whoever needs one reads it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -91,16 +84,15 @@ class Objective(nn.Module):
         self.of_scores = F.cross_entropy
         self.running = False  # a validation calls the model alone, and must not fill the lists with gigabytes
         layers = firing_layers(model)
-        # A list for each layer (see SparseFFN.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # A list for each layer, empty unless `forward` runs: of what a SparseFFN tells (see SparseFFN.tell), or of what
         # enters the down projection of a dense layer.
         self.seen: list[list] = [[] for _ in layers]
-        self.hooks = ExitStack()
         self.sparse: list[tuple[SparseFFN, list]] = []
         for layer, seen in zip(layers, self.seen, strict=True):
             if isinstance(layer.module, SparseFFN):
                 self.sparse.append((layer.module, seen))
             else:
-                self.hooks.callback(layer.down.register_forward_pre_hook(self._keeping(seen)).remove)
+                layer.down.register_forward_pre_hook(self._keeping(seen))
 
     def _keeping(self, seen: list) -> Callable:
         """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11
@@ -118,7 +110,6 @@ class Objective(nn.Module):
         layer, float32 [layers] each, or five empty tensors if not `count`.
 
         l1: the coefficient, a scalar; None for no penalty."""
-        self._forget()
         self.running = True
         for layer, seen in self.sparse:
             layer.tell(seen)
@@ -129,30 +120,26 @@ class Objective(nn.Module):
         terms: list[Told] = []
         if l1 is not None or count:
             terms = [one if isinstance(one, Told) else self._dense_term(one, count) for (one,) in self.seen]
-        self._forget()  # or the activations of one step would stay in memory during the next one
+        for seen in self.seen:  # or the activations of one step would stay in memory during the next one
+            seen.clear()
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
         numbers = [ce.new_empty(0)] * 5
         if count:
             # Of what only sparse layers tell: nothing was lost, and no token was heavy.
             none = torch.zeros_like(terms[0].nnz)
-            numbers = [
-                torch.stack([term.l1.detach() for term in terms]),
-                torch.stack([term.nnz for term in terms]),
-                torch.stack([none if term.lost is None else term.lost for term in terms]),
-                torch.stack([term.nnz if term.light is None else term.light for term in terms]),
-                torch.stack([none if term.heavy is None else term.heavy for term in terms]),
+            rows = [
+                (
+                    term.l1.detach(),
+                    term.nnz,
+                    none if term.lost is None else term.lost,
+                    term.nnz if term.light is None else term.light,
+                    none if term.heavy is None else term.heavy,
+                )
+                for term in terms
             ]
+            numbers = [torch.stack(column) for column in zip(*rows)]
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
 
     @staticmethod
     def _dense_term(h: Tensor, count: bool) -> Told:
         return Told(layer_l1(h), layer_nnz(h.detach()) if count else h.new_empty(()))
-
-    def compile_loss(self) -> None:
-        """Compile the cross-entropy alone: uncompiled, it makes copies of the scores, which take gigabytes in float32
-        where the vocabulary is large."""
-        self.of_scores = torch.compile(F.cross_entropy)
-
-    def _forget(self) -> None:
-        for seen in self.seen:
-            seen.clear()

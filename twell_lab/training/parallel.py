@@ -52,18 +52,16 @@ class World:
 
     def led(self, act: Callable[[], object]) -> None:
         """Call `act` in the first process while the others wait. An InputError there is raised in all of them."""
-        said: list[str | None] = [None]
+        raised: list[InputError | None] = [None]
         if self.lead:
             try:
                 act()
             except InputError as error:
-                if self.size == 1:
-                    raise
-                said = [str(error)]
+                raised = [error]
         if self.size > 1:
-            dist.broadcast_object_list(said, src=0)
-        if said[0] is not None:
-            raise InputError(said[0])
+            dist.broadcast_object_list(raised, src=0)
+        if raised[0] is not None:
+            raise raised[0]
 
 
 @contextmanager
@@ -72,22 +70,15 @@ def joined(device: str | None) -> Iterator[World]:
 
     device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU.
     DeviceError for a device that is not there and for more processes on this machine than it has GPUs; InputError where
-    one GPU is named for several processes, or they cannot be joined."""
+    one GPU is named for several processes."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(present_device(device))
         return
     own = _own_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    begin = not dist.is_initialized()
-    if begin:
-        try:
-            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
-        except (ValueError, dist.DistError) as error:
-            raise InputError(
-                f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: "
-                "what torchrun sets"
-            ) from None
+    if begin := not dist.is_initialized():
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
         yield World(own, dist.get_rank(), dist.get_world_size())
     finally:
@@ -112,10 +103,9 @@ def _own_device(device: str | None) -> torch.device:
         )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
     if here > gpus:
-        fewer = f"torchrun --nproc-per-node {gpus} or fewer, or " if gpus else ""
         raise DeviceError(
-            f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
-            f"{fewer}--device cpu"
+            f"{here} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} or fewer, "
+            "or --device cpu"
         )
     return present_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 

@@ -56,8 +56,7 @@ NAMES = tuple(_NAMED)
 def named(name: str) -> dict:
     """Return the fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`.
 
-    Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES.
-    """
+    Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES."""
     if name not in NAMES:
         raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}, or a file of YAML or JSON")
     _, values, more = _NAMED[name]
@@ -114,12 +113,10 @@ def rows() -> list[dict]:
 
 def table() -> str:
     """Return the configurations as lines of text, for --config list."""
-    shown = [row | {name: _short(row[name]) for name in ("parameters", "tokens")} for row in rows()]
+
+    def short(count: int) -> str:  # 1,114,240 as "1.1M"
+        return f"{count / 1e9:.3g}B" if count >= 10**9 else f"{count / 1e6:.3g}M"
+
+    listed = [{**row, "parameters": short(row["parameters"]), "tokens": short(row["tokens"])} for row in rows()]
     columns = {"name": "name", "parameters": "weights", "layers": "layers", "d_model": "d_model", "d_ff": "d_ff"}
-    return records.table(shown, {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})
-
-
-def _short(count: int) -> str:
-    """Return 1,114,240 as "1.1M"."""
-    size, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
-    return f"{count / size:.3g}{letter}"
+    return records.table(listed, {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})

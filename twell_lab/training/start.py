@@ -1,9 +1,7 @@
-"""Training that goes on with a model that is there: one of this project, or one of transformers.
+"""Training that goes on with a model that is there: one of this project, or one of transformers, such as one that
+`relufy` made and save_pretrained saved:
 
-"Has to be trained further" leads here. The model of `relufy` was saved by save_pretrained, and then
-
-    twell-lab train --from my-relufied-llama --text my-texts --l1 1e-5 --out build/further
-"""
+    twell-lab train --from my-relufied-llama --text my-texts --l1 1e-5 --out build/further"""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ from ..layers.find import firing_layers
 from ..models import published
 from ..models.tiny import LanguageModel
 from .config import TrainConfig
-
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def load(name: str | os.PathLike) -> nn.Module:
@@ -50,14 +46,11 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
         "activation": "relu2" if first.gate is first.up or is_squared(first.acts) else "relu",
     }
     for name, value in own.items():
-        if getattr(config, name) not in (value, getattr(TrainConfig, name)):
-            raise InputError(
-                f"{name} is {getattr(config, name)!r}, and {value!r} in the model of {os.fspath(config.from_)!r}; "
-                "accepted: to leave it out, as the model says it"
-            )
+        if (told := getattr(config, name)) not in (value, getattr(TrainConfig, name)):
+            raise InputError(f"{name} is {told!r}, and {value!r} in the model to start from; accepted: to leave it out")
     most = getattr(sizes, "context", None) or getattr(sizes, "max_position_embeddings", None)
     if most and config.context > most:
-        raise InputError(f"context is {config.context}; accepted: at most {most}, which the model of from reads")
+        raise InputError(f"context is {config.context}; accepted: at most {most}, which the model to start from reads")
     return replace(config, **own)
 
 
@@ -70,6 +63,6 @@ def save(model: nn.Module, folder: str | os.PathLike, name: str | os.PathLike | 
     model.config.use_cache = True
     with published.quiet():
         model.save_pretrained(folder)
-    for file in _TOKENIZER:
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (path := published.folder_of(name) / file).is_file():
             shutil.copyfile(path, Path(folder) / file)

@@ -8,13 +8,10 @@ text in the same order. `twell-lab record sweep` makes the record that the cours
 from __future__ import annotations
 
 import bisect
-import bz2
-import lzma
 import statistics
 import sys
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,30 +22,23 @@ from ..records import Record
 from .config import TrainConfig, TrainResult
 from .loop import autocast, train
 from .objective import EVAL_BATCH
-from .text.source import Text, load, spread_windows
+from .text.source import load, spread_windows
 
 PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
 
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
-    "left_out, joined in the order of their names (twell_lab.training.text.source.read)",
+    "left_out, joined in the order of their names; the last ten, by Trollope, Ward, Collins and Woolf, are held out",
     "name": "95-english-novels",
     "source": "https://github.com/computationalstylistics/100_english_novels",
     "commit": "143e601875d70e195f2cc5ebd8b034609271194d",
     "licence": "public domain in the United States (all published by 1930) and wherever copyright ends 70 years after "
     "the author's death; the repository states no licence of its own",
-    "left_out": [
-        "Forster_Angels_1905.txt",
-        "Forster_Howards_1910.txt",
-        "Forster_View_1908.txt",
-        "Galsworthy_River_1933.txt",
-        "Woolf_Years_1937.txt",
-    ],
+    "left_out": "Forster_Angels_1905.txt Forster_Howards_1910.txt Forster_View_1908.txt Galsworthy_River_1933.txt "
+    "Woolf_Years_1937.txt".split(),
     "why_left_out": "still under copyright in some countries",
     "size": 75855091,
     "sha256": "b2586cd6b034bf99f5156c8558940516858fc70f0cf4e69b351e63971ac46749",
-    "validation": "the last ten novels in that order, by Trollope, Ward, Collins and Woolf; of these authors only "
-    "Trollope is among those trained on",
 }
 
 # 57 million parameters; 1200 steps of 32,768 bytes are 39 MB, a little over half of the training text.
@@ -60,44 +50,29 @@ MODEL = TrainConfig(**_SIZES, **_STEPS, dtype="bfloat16", compile=True)
 SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr=3e-3)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which runs a sweep makes.
-
-    base: what all runs share, the text, sizes and first seed included. lrs: learning rates tried without L1. l1:
-    coefficients, each run at the best of these rates. reinit: those of the coefficients that also run with dead gate
-    rows re-initialised: every `every` steps, `share` of fresh numbers is mixed into the row of a neuron that was silent
-    for `window` tokens. seeds: further seeds, of the twin without L1 and of the coefficients `again`."""
-
-    base: TrainConfig = MODEL
-    lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
-    l1: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 7e-4, 1e-3, 2e-3)
-    reinit: tuple[float, ...] = (2e-4, 7e-4)
-    share: float = 0.1
-    every: int = 5
-    window: int = 1_000_000
-    seeds: tuple[int, ...] = (1,)
-    again: tuple[float, ...] = (1e-4, 2e-4)
-
-    def runs(self, lr: float) -> dict[str, TrainConfig]:
-        """Return the runs at the learning rate chosen, by label: the most important first, should time run out."""
-        base = replace(self.base, lr=lr)
-        renewed = replace(base, reinit=self.share, dead_every=self.every, dead_window=self.window)
-        again = [(l1, seed) for seed in self.seeds for l1 in (0.0, *self.again)]
-        return {
-            **{f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1},
-            **{f"L1 {l1:g}, seed {n}" if l1 else f"seed {n}": replace(base, l1=l1, seed=n) for l1, n in again},
-            **{f"L1 {l1:g}, dead rows renewed": replace(renewed, l1=l1) for l1 in self.reinit},
-        }
+# Which runs a sweep makes. Learning rates tried without L1, and coefficients, each run at the best of these rates.
+LRS = (6e-4, 1.2e-3, 2.4e-3)
+L1 = (1e-5, 3e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 7e-4, 1e-3, 2e-3)
+AGAIN = (1e-4, 2e-4)  # coefficients that run from the next seed, too, as the twin without L1 does
+RENEWED = (2e-4, 7e-4)  # coefficients that also run with dead gate rows re-initialised, in this way
+RENEW = {"reinit": 0.1, "dead_every": 5, "dead_window": 1_000_000}
 
 
-def sweep(plan: Plan) -> Iterator[dict]:
-    """Make the runs of a plan, one after the other, and yield the row of each (see `run`)."""
+def sweep(base: TrainConfig) -> Iterator[dict]:
+    """Make the runs of a sweep, the most important first, should time run out, and yield the row of each (see `run`).
+
+    base: what all runs share, the text, sizes and first seed included."""
     rows = []
-    for lr in plan.lrs:
-        rows.append(run(f"lr {lr:g}", replace(plan.base, lr=lr, l1=0.0))[0])
+    for lr in LRS:
+        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0))[0])
         yield rows[-1]
-    for label, config in plan.runs(twin(rows)["config"]["lr"]).items():
+    base = replace(base, lr=twin(rows)["config"]["lr"])
+    other = replace(base, seed=base.seed + 1)
+    runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in L1}
+    runs[f"seed {other.seed}"] = replace(other, l1=0.0)
+    runs |= {f"L1 {l1:g}, seed {other.seed}": replace(other, l1=l1) for l1 in AGAIN}
+    runs |= {f"L1 {l1:g}, dead rows renewed": replace(base, l1=l1, **RENEW) for l1 in RENEWED}
+    for label, config in runs.items():
         yield run(label, config)[0]
 
 
@@ -135,14 +110,14 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
 def columns(history: list[dict]) -> dict[str, list]:
     """Return a history of rows as one list a column, its numbers rounded to five significant digits; None where a row
     has no value."""
-    names = list(dict.fromkeys(name for row in history for name in row))
-    return {name: [_short(row.get(name)) for row in history] for name in names}
 
+    def short(value):
+        if isinstance(value, list):
+            return [short(item) for item in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
 
-def _short(value):
-    if isinstance(value, (list, tuple)):
-        return list(map(_short, value))
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    names = dict.fromkeys(name for row in history for name in row)
+    return {name: [short(row.get(name)) for row in history] for name in names}
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
@@ -157,24 +132,19 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     with autocast(dtype, device):
         profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
     layers, places = profiled.layers, profiled.by_position()
-    seen = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
+    read = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
+    by_place = [[round(place["layers"][at] * layer.d_ff, 3) for place in places] for at, layer in enumerate(layers)]
     return {
         "counted": windows[:, :-1].numel(),
         "layers": [
             {"nnz": round(layer.mean_nnz, 3), "dead": layer.dead, "overflow": round(layer.overflow_rows, 5)}
             for layer in layers
         ],
-        "positions": {
-            "start": [place["first"] for place in places],
-            "nnz": [
-                [round(place["layers"][number] * layer.d_ff, 3) for place in places]
-                for number, layer in enumerate(layers)
-            ],
-        },
+        "positions": {"start": [place["first"] for place in places], "nnz": by_place},
         "bytes": {
-            "value": [row["token"] for row in seen],
-            "count": [row["count"] for row in seen],
-            "nnz": [[round(row["nnz"] / len(layers), 2) for row in seen]],
+            "value": [row["token"] for row in read],
+            "count": [row["count"] for row in read],
+            "nnz": [[round(row["nnz"] / len(layers), 2) for row in read]],
         },
     }
 
@@ -231,20 +201,11 @@ def settled(row: dict, part: float = 0.25) -> float:
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def compressors(text: Text) -> dict[str, float]:
-    """Return the bits per byte to which Python's compressors pack a text, each at its strongest setting."""
-    content = text.data.numpy().tobytes()
-    strongest = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
-    packed = {"zlib": zlib.compress(content, 9), "bz2": bz2.compress(content, 9), "xz": strongest}
-    return {name: round(8 * len(some) / len(content), 3) for name, some in packed.items()}
-
-
-def record(path: str | None, plan: Plan = Plan()) -> Record:
-    """Run a plan on the text at `path` (for NOVELS, the folder of its files) and return the record.
+def record(path: str | None, base: TrainConfig = MODEL) -> Record:
+    """Sweep over the text at `path` (for NOVELS, the folder of its files) and return the record.
 
     Prints the results of each run on stderr. Raises InputError where no text is named, and TextError for a text that
-    can't be read.
-    """
+    can't be read."""
     if not path:
         raise InputError(
             f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
@@ -258,18 +219,13 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
         "training_size": training.size,
         "validation_size": validation.size,
         "validation_sha256": validation.sha256,
-        "compressors": compressors(validation),
         "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",
-        "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window},
+        "renewed": dict(zip(("share", "every_steps", "silent_tokens"), RENEW.values())),
     }
-    for row in sweep(replace(plan, base=replace(plan.base, text=text))):
+    for row in sweep(replace(base, text=text)):
         rows.append(row)
-        print(
-            f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
-            f"{row['seconds']:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}"
+        print(f"{said}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
     return Record.new("sweep", PURPOSE, rows, notes)

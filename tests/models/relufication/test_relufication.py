@@ -9,11 +9,12 @@ from tests.layers.models_of import LATENT
 from tests.threads import one_thread  # noqa: F401
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.terms import layer_nnz
 from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
-from twell_lab.training.objective import hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.objective import hidden_activations, l1_penalty
 from twell_lab.training.text.source import random_windows, standard_library
 
 
@@ -50,7 +51,7 @@ def train_on(model, steps, lr=3e-3, l1=0.0):
         if l1:
             with hidden_activations(model) as hidden:
                 loss = model(tokens, labels=tokens).loss
-            last.append((loss.item(), mean_nnz(hidden)))
+            last.append((loss.item(), sum(layer_nnz(h).item() for h in hidden) / len(hidden)))
             loss = loss + l1 * min(1.0, step / 20) * l1_penalty(hidden)
         else:
             loss = model(tokens, labels=tokens).loss

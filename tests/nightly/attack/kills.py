@@ -93,7 +93,7 @@ def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None
 
     def save(folder, state):
         real(folder, state)
-        _note(said, f"saved {state.step}")
+        _note(said, f"saved {state['step']}")
 
     checkpoint.save = save
     try:
@@ -174,7 +174,7 @@ def check_training(r: Random, counts: Counter) -> None:
         counts["kills"] += 1
         counts["before a change of a file" if at else "at a moment"] += 1
         resume = checkpoint.exists(out)
-        newest = checkpoint.load(out).step if resume else 0
+        newest = checkpoint.load(out)["step"] if resume else 0
         assert newest >= max(told, before), (
             f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"
         )

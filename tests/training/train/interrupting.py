@@ -17,8 +17,10 @@ def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: 
     (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
     said = started.communicate(timeout=600)[1]
     state = checkpoint.load(out)
-    assert state.history[-1]["step"] == state.step
-    assert said.count(f"twell-lab: stopped after step {state.step} of {steps}") == 1 and f"with --resume {out}" in said
+    assert state["history"][-1]["step"] == state["step"]
+    assert (
+        said.count(f"twell-lab: stopped after step {state['step']} of {steps}") == 1 and f"with --resume {out}" in said
+    )
 
 
 def wait_for_rows(started: subprocess.Popen, out: Path, rows: int = 4) -> None:

@@ -11,35 +11,29 @@ import importlib
 import json
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from twell_lab.cuda import launch
-from twell_lab.training import compiled
 from twell_lab.training.parallel import joined
 
 trainer = importlib.import_module("twell_lab.training.loop")  # the module: the package's `train` is the function
-Stop = trainer.Stop
-FOURTH = 4
+stopping = trainer.stopping
 
 
-class Interrupt(Stop):
-    """A Stop that is asked to at the fourth row."""
+class Signals:
+    """Signals of which one has come at the fourth row, where the processes ask for the fourth time."""
 
-    rows = 0
+    asked = 0
 
-    @property
-    def asked(self):
-        self.rows += 1
-        return self.rows >= FOURTH
-
-    @asked.setter
-    def asked(self, value):
-        pass
+    def __bool__(self):
+        self.asked += 1
+        return self.asked >= 4
 
 
 def run(options, status, names):
     names.clear()
-    trainer.Stop = Interrupt if status == 130 else Stop
+    trainer.stopping = (lambda *_: nullcontext(Signals())) if status == 130 else stopping
     sys.argv = ["twell-lab", "train", *options]
     try:
         runpy.run_module("twell_lab", run_name="__main__")
@@ -48,7 +42,6 @@ def run(options, status, names):
 
 
 def main(device, asked):
-    compiled.QUIET, compiled.WORTH = 12, 1  # so that runs as short as these are compiled layer by layer, and as a whole
     names, real = set(), launch.Call.__call__
 
     def called(call, *tensors):

@@ -1,7 +1,6 @@
 """Checkpoints: a killed or interrupted run goes on as if nothing had happened, a save that fails leaves the one before,
 and what is damaged, foreign or in use is refused."""
 
-import dataclasses
 import json
 import math
 import os
@@ -31,24 +30,27 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Everything that has a state of its own: neurons counted and re-initialised, the ramp of l1, parts of a step.
 FULL = dict(dead_window=60, reinit=0.1, dead_every=3, l1_warmup=2, accumulate=2, l1=1.0, lr=0.08, warmup=2)
-posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def same(one: checkpoint.State, other: checkpoint.State) -> bool:
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+def same(one: dict, other: dict) -> bool:
+    """Whether two checkpoints hold the same, but for what holds times."""
+
     def equal(a, b):
         if isinstance(a, torch.Tensor):
             return torch.equal(a, b)
         if isinstance(a, dict):
             return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
-        if isinstance(a, list):
-            return len(a) == len(b) and all(map(equal, a, b))
-        return a == b
+        return a == b if not isinstance(a, list) else len(a) == len(b) and all(map(equal, a, b))
 
-    return equal(vars(one), vars(other))
+    return all(equal(one[name], other[name]) for name in one if name not in ("history", "seconds", "config"))
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +59,18 @@ def unbroken(tiny, tmp_path_factory):
     return train(tiny(**FULL), out=folder, progress=False), folder
 
 
-@pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory):
-    """A folder with a checkpoint after step 4 of 12, of a run with a state of every kind but a tokenizer's."""
-    folder = tmp_path_factory.mktemp("saved")
-    broken_off(tiny(dead_window=60, reinit=0.1, kernels="auto", checkpoint_every=4), folder, 6)
-    return folder
-
-
 # Going on
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
     broken_off(tiny(**FULL, checkpoint_every=5), tmp_path, 8)
-    assert checkpoint.load(tmp_path).step == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
     assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # re-initialised after
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
-    mine, other = checkpoint.load(tmp_path), checkpoint.load(folder)
-    mine.history, mine.seconds, mine.config = other.history, other.seconds, other.config  # that hold times
-    assert same(mine, other)
+    assert same(checkpoint.load(tmp_path), checkpoint.load(folder))
     with pytest.warns(UserWarning, match="all 12 steps of the run had been made"):
         again = train(tiny(**FULL), resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
@@ -88,7 +80,7 @@ def test_more_steps_go_on(tiny, curve, tmp_path):
     first = train(tiny(steps=6), out=tmp_path, progress=False)
     result = train(tiny(steps=12), resume=tmp_path, progress=False)
     assert curve(result.history[: len(first.history)]) == curve(first.history) and result.history[-1]["step"] == 12
-    assert result.history[-1]["lr"] < first.history[-1]["lr"] * 2 and checkpoint.load(tmp_path).step == 12
+    assert result.history[-1]["lr"] < first.history[-1]["lr"] * 2 and checkpoint.load(tmp_path)["step"] == 12
     with pytest.raises(InputError, match="steps is 5; accepted: more than 12"):
         train(tiny(steps=5), resume=tmp_path, progress=False)
 
@@ -111,28 +103,23 @@ def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, t
         if number != signal.SIGKILL:
             assert process.returncode == 130 and printed == "" and "Traceback" not in told
             assert f"to go on: python -m twell_lab train --resume {out}" in told.splitlines()[-1]
-            assert checkpoint.load(out).step > step and LanguageModel.load(out)
-        step = checkpoint.load(out).step
+            assert checkpoint.load(out)["step"] > step and LanguageModel.load(out)
+        step = checkpoint.load(out)["step"]
         same_as_unbroken(config, out, step, curve)
 
 
 def same_as_unbroken(config, folder, step, curve) -> None:
-    seen = {}
-    for name, resume in (("resumed", folder), ("unbroken", None)):
-        seen[name] = [] if resume is None else list(checkpoint.load(folder).history)
+    histories = []
+    for how in ({"resume": folder, "out": folder.with_name(f"other-{step}")}, {}):
+        rows = list(checkpoint.load(folder)["history"]) if how else []
         with pytest.raises(Enough):
-            train(
-                config,
-                resume=resume,
-                out=None if resume is None else folder.with_name(f"other-{step}"),
-                progress=False,
-                on_step=lambda row, rows=seen[name]: (rows.append(row), until(step + 6)(row)),
-            )
-    assert curve(seen["resumed"]) == curve(seen["unbroken"])
-    assert seen["resumed"][-1]["step"] >= step + 6
+            both = lambda row, rows=rows: (rows.append(row), until(step + 6)(row))  # noqa: E731
+            train(config, **how, progress=False, on_step=both)
+        histories.append(curve(rows))
+    assert histories[0] == histories[1] and rows[-1]["step"] >= step + 6
 
 
-def test_what_a_folder_holds_after_a_run(unbroken, tiny):
+def test_what_a_folder_holds_after_a_run(unbroken):
     result, folder = unbroken
     assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "training.pt"]
     assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == result.history
@@ -141,38 +128,21 @@ def test_what_a_folder_holds_after_a_run(unbroken, tiny):
 
 
 def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = [signal.getsignal(number) for number in SIGNALS]
     for first in SIGNALS:
-        with running.Stop(active=True, several=False) as stop:
+        with running.stopping(active=True, several=False) as came:
             signal.raise_signal(first)
             signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
-            assert stop.asked
+            assert came == [first, signal.SIGTERM]
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        with running.Stop(active=True, several=True) as stop:
+        with running.stopping(active=True, several=True) as came:
             for number in (first, *SIGNALS):
                 signal.raise_signal(number)
-            assert stop.asked
-        with running.Stop(active=False, several=False) as stop, pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert before == {number: signal.getsignal(number) for number in SIGNALS}
-
-
-def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, monkeypatch):
-    """Their paths and break-evens are in the checkpoint: the next rows are those of the unbroken run, bit for bit."""
-    measured = []
-    below = {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
-    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: measured.append(1) or dict(below))
-    config = tiny(kernels="auto", l1=1.0, lr=0.05, warmup=2, steps=16, log_every=4, eval_every=8, checkpoint_every=14)
-    whole = train(config, progress=False)
-    broken_off(config, tmp_path, 16)
-    state = checkpoint.load(tmp_path)
-    assert state.step == 14 and state.paths["layers"] == dict.fromkeys(below, "twell")
-    measured.clear()
-    again = train(config, resume=tmp_path, progress=False)
-    assert curve(again.history) == curve(whole.history) and not measured
-    assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
-    assert checkpoint.load(tmp_path).paths["below"] == below
+            assert came == [first, *SIGNALS]
+    with running.stopping(active=False, several=False), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert before == [signal.getsignal(number) for number in SIGNALS]
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):
@@ -182,8 +152,8 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
         def mean(self, values):  # the other one measured 20
             return (values + 20) / 2
 
-    found = {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0}
-    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: found)
+    limits = {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0}
+    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: limits)
     config = tiny(kernels="auto")
     run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
     for nnz, paths in (([14.0, 30.0], ["dense", "dense"]), ([13.0, 30.0], ["twell", "dense"])):
@@ -211,24 +181,24 @@ def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, t
 # Harmed
 
 
-@posix
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("harmed_at", [killed_at, full_at])
-def test_a_save_that_fails_anywhere_leaves_a_whole_checkpoint(saved, tmp_path, harmed_at):
-    older = checkpoint.load(saved)
-    newer = dataclasses.replace(older, step=5, seconds=2.0)
-    seen, change, harmed = [], 0, True
+def test_a_save_that_fails_anywhere_leaves_a_whole_checkpoint(unbroken, tmp_path, harmed_at):
+    older = checkpoint.load(unbroken[1])
+    newer = {**older, "step": 13}
+    steps, change, harmed = [], 0, True
     while harmed:
         change += 1
         home = tmp_path / str(change)
         home.mkdir()
         checkpoint.save(home, older)
-        harmed = harmed_at(change, lambda: checkpoint.save(home, newer))
-        found = checkpoint.load(home)
-        assert same(found, older) or same(found, newer), change
-        seen.append(found.step)
+        harmed = harmed_at(change, lambda home=home: checkpoint.save(home, newer))
+        there = checkpoint.load(home)
+        assert same(there, older) or same(there, newer), change
+        steps.append(there["step"])
         checkpoint.save(home, newer)
         assert names(home) == ["training.pt"] and same(checkpoint.load(home), newer)
-    assert seen == sorted(seen) and seen[0] == 4 and seen[-1] == 5
+    assert steps == sorted(steps) and steps[0] == 12 and steps[-1] == 13
 
 
 class Planted:
@@ -238,60 +208,55 @@ class Planted:
         return print, ("run",)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "planted", "a list", "less"])
-def test_a_damaged_checkpoint_is_refused_by_name(saved, tmp_path, damage, capsys):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / checkpoint.STATE
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+@pytest.mark.parametrize("damage", [None, {"planted": Planted()}, [1], {"step": 4}], ids=str)
+def test_a_damaged_checkpoint_is_refused_by_name(unbroken, tmp_path, damage, capsys):
+    path = shutil.copy(unbroken[1] / checkpoint.STATE, tmp_path)
+    if damage is None:
+        os.truncate(path, os.path.getsize(path) // 2)
     else:
-        torch.save({"planted": Planted(), "a list": [1], "less": {"step": 4}}[damage], path)
+        torch.save(damage, path)
     with pytest.raises(InputError, match="training.pt in .* cannot be read"):
         checkpoint.load(tmp_path)
     assert not capsys.readouterr().out
 
 
 def test_a_second_training_into_a_folder_is_refused(tiny, tmp_path):
-    seen = []
-
     def second(row):
         for more in ({}, {"resume": tmp_path} if checkpoint.exists(tmp_path) else {}):
-            before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != LOCK}
+            before = files(tmp_path)
             with pytest.raises(InputError, match="in use by another training"):
                 train(tiny(), **{"out": tmp_path, **more}, progress=False)
-            after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != LOCK}
-            assert after == before
-        seen.append(row["step"])
+            assert files(tmp_path) == before
 
-    result = train(tiny(checkpoint_every=2), out=tmp_path, progress=False, on_step=second)
-    assert seen == [row["step"] for row in result.history] and checkpoint.load(tmp_path).step == 12
-    assert LOCK not in names(tmp_path)
+    train(tiny(checkpoint_every=2), out=tmp_path, progress=False, on_step=second)
+    assert checkpoint.load(tmp_path)["step"] == 12 and LOCK not in names(tmp_path)
 
 
-def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "changes, seconds, share, saved",
+    [
+        ({}, 300, 10, [12]),
+        ({}, 0, 0, [*range(1, 13)]),
+        ({}, 0, 10**6, [1, 12]),  # a save that takes long is not made all the time
+        ({"checkpoint_every": 0}, 0, 0, [12]),
+        ({"checkpoint_every": 5}, 300, 10, [5, 10, 12]),
+    ],
+)
+def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch, changes, seconds, share, saved):
     assert loop.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
     steps, real = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda folder, state: (steps.append(state.step), real(folder, state))[1])
-    for name, changes, seconds, share, wanted in (
-        ("whole", {}, 300, 10, [12]),
-        ("often", {}, 0, 0, [*range(1, 13)]),
-        ("slow", {}, 0, 10**6, [1, 12]),  # a save that takes long is not made all the time
-        ("never", {"checkpoint_every": 0}, 0, 0, [12]),
-        ("fifth", {"checkpoint_every": 5}, 300, 10, [5, 10, 12]),
-    ):
-        monkeypatch.setattr(loop, "SAVE_EVERY", seconds)
-        monkeypatch.setattr(loop, "SAVE_SHARE", share)
-        train(tiny(**changes), out=tmp_path / name, progress=False)
-        assert steps == wanted, name
-        steps.clear()
+    monkeypatch.setattr(checkpoint, "save", lambda folder, state: (steps.append(state["step"]), real(folder, state)))
+    monkeypatch.setattr(loop, "SAVE_EVERY", seconds)
+    monkeypatch.setattr(loop, "SAVE_SHARE", share)
+    train(tiny(**changes), out=tmp_path, progress=False)
+    assert steps == saved
 
 
 # What is refused
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [("lr", 1e-3), ("l1", 0.0), ("dead_every", 4), ("seed", 1), ("d_ff", 48), ("batch", 8), ("gated", False)],
+    "name, value", [("lr", 1e-3), ("l1", 0.0), ("dead_every", 4), ("seed", 1), ("d_ff", 48), ("gated", False)]
 )
 def test_other_hyper_parameters_are_named_with_both_values(tiny, unbroken, name, value):
     result, folder = unbroken
@@ -305,15 +270,15 @@ def test_another_text_is_refused_and_bytes_may_be_named(tiny, unbroken, tmp_path
     with pytest.raises(InputError, match="the text's sha256 is .* in the checkpoint"):
         train(tiny(**FULL, text=tmp_path / "other.txt"), resume=unbroken[1], progress=False)
     state = checkpoint.load(unbroken[1])
-    checkpoint.check_same(state, tiny(**FULL, tokenizer="bytes"), state.text)
+    checkpoint.check_same(state, tiny(**FULL, tokenizer="bytes"), state["text"])
 
 
 def test_a_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path, capsys):
     result, folder = unbroken
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files(folder)
     with pytest.raises(InputError, match="holds a run; accepted: to resume"):
         train(tiny(**FULL), out=folder, progress=False)
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert before == files(folder)
     result.model.save(tmp_path)
     with pytest.raises(InputError, match="holds a model; accepted: .*another folder"):
         train(tiny(), out=tmp_path, progress=False)
@@ -321,15 +286,15 @@ def test_a_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path, capsys):
     assert "lr is 0.5, and 0.08 in the checkpoint" in capsys.readouterr().err
 
 
-def test_folders_that_cannot_be_used_are_named(tiny, saved, some_text, tmp_path):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_folders_that_cannot_be_used_are_named(tiny, unbroken, tmp_path, resumed):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "metrics" / "metrics.jsonl").mkdir(parents=True)  # a name that is taken, as on a read-only disk
+    resume = unbroken[1] if resumed else None
     for out in ("file/folder", "loop", "metrics"):
-        for more in ({}, {"resume": saved, "dead_window": 60, "reinit": 0.1}):
-            resume = more.pop("resume", None)
-            with pytest.raises(InputError, match=f"cannot save in .*{out}"):
-                train(tiny(**more), out=tmp_path / out, resume=resume, progress=False)
+        with pytest.raises(InputError, match=f"{out}.* cannot be written|cannot save in .*{out}"):
+            train(tiny(**FULL, steps=13), out=tmp_path / out, resume=resume, progress=False)
     with pytest.raises(InputError, match="no checkpoint in .*nothing"):
         train(tiny(), resume=tmp_path / "nothing", progress=False)
 
@@ -337,7 +302,7 @@ def test_folders_that_cannot_be_used_are_named(tiny, saved, some_text, tmp_path)
 def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
     """What is saved there would be read as text when the run is to go on."""
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    for out in (tmp_path / "out", tmp_path, tmp_path / "sub" / "out", tmp_path / ".out"):
+    for out in (tmp_path, tmp_path / "sub" / "out"):
         with pytest.raises(InputError, match="is inside of the text .*accepted: a folder outside of it"):
             train(tiny(text=tmp_path), out=out, progress=False)
     assert names(tmp_path) == ["text.py"]
@@ -353,7 +318,7 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
 
     def poisoned(*arguments, **options):
         calls.append(1)
-        return clip(*arguments, **options) * (math.nan if len(calls) == 3 else 1)
+        return clip(*arguments, **options) * (math.nan if len(calls) == 4 else 1)
 
     def spoil(run, number, count):
         numbers = step(run, number, count)
@@ -368,15 +333,18 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
         monkeypatch.setattr(loop, "bits_per_byte", lambda *_: math.nan)
     else:
         monkeypatch.setattr(loop, "_step", spoil)
-    words = {"gradient": r"gradient is nan at step 3 with lr 0\.002 and l1 0\.01", "validation": "nan at step 4"}
+    words = {
+        "gradient": r"the norm of its gradient at step 4 with lr 0\.002 and l1 0\.01",
+        "validation": "nan at step 4",
+    }
     config = tiny(steps=6, checkpoint_every=2, kernels="off" if what in words else what)
     with pytest.raises(InputError, match=words.get(what, r"not finite in layers\.0\.mlp\.up_proj\.weight")):
         train(config, out=tmp_path, progress=False)
-    assert checkpoint.load(tmp_path).step == 2 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 2 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_first_step_that_fails_saves_nothing(tiny, tmp_path):
-    with pytest.raises(InputError, match="the loss is inf at step 1 .*a lower lr or l1"):
+    with pytest.raises(InputError, match="not finite in the loss.* at step 1 .*a lower lr or l1"):
         train(tiny(l1=1e38), out=tmp_path, progress=False)
     assert names(tmp_path) == ["metrics.jsonl"]

@@ -1,7 +1,6 @@
-"""What a run begins with and reports to: a model that is there, a file of options, TensorBoard and Weights & Biases."""
+"""What a run begins with and reports to: a model that is there, TensorBoard and Weights & Biases."""
 
 import dataclasses
-import json
 import sys
 from types import ModuleType
 
@@ -12,7 +11,7 @@ import twell_lab as tl
 from twell_lab.app import cli
 from twell_lab.core import InputError, StackError
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.training import checkpoint, presets
+from twell_lab.training import checkpoint
 from twell_lab.training.loop import train
 from twell_lab.training.text.load import load_any
 
@@ -78,7 +77,7 @@ def test_a_llama_is_trained_further_saved_and_resumed_bit_for_bit(tiny, curve, l
 
     with pytest.raises(KeyError):
         train(config, out=tmp_path / "broken", progress=False, on_step=stop)
-    fields = checkpoint.load(tmp_path / "broken").config
+    fields = checkpoint.load(tmp_path / "broken")["config"]
     assert (fields["d_ff"], fields["d_model"], fields["layers"], fields["gated"]) == (40, 24, 2, True)
     result = train(config, resume=tmp_path / "broken", progress=False)
     assert curve(result.history) == curve(whole.history)
@@ -125,57 +124,6 @@ def test_the_command_trains_further_and_resumes(some_text, own, tmp_path, capsys
     assert cli.main(["train", "--resume", str(tmp_path / "out"), "--steps", "3"]) == 0
     assert LanguageModel.load(tmp_path / "out").config.d_ff == 32
     assert cli.main([*line[:-1], str(own[1])]) == 2 and "holds a run" in capsys.readouterr().err
-
-
-# Files of options
-
-GOOD = {
-    "a.yaml": "steps: 3\nd-model: 16\nl1: 1e-3  # a string, to YAML\ntokenizer: null\ngated: false\n",
-    "a.json": '{"steps": 3, "d_model": 16, "l1": 1e-3, "tokenizer": null, "gated": false}',
-    "json.yaml": '{"steps": 3, "d_model": 16, "l1": 1e-3, "tokenizer": null, "gated": false}',
-}
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_a_file_holds_options(tmp_path, name):
-    pytest.importorskip("yaml")
-    (tmp_path / name).write_text(GOOD[name])
-    told = {"steps": 3, "d_model": 16, "l1": 1e-3, "tokenizer": None, "gated": False}
-    assert presets.of(str(tmp_path / name)) == told
-    assert presets.of("60M") == presets.named("60M")
-
-
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("a.yaml", "stepps: 3", "'stepps' in .* is no option; accepted: .*steps"),
-        ("a.yaml", "- steps", "holds a list; accepted"),
-        ("a.yaml", "", "holds a NoneType"),
-        ("a.yaml", "a: [", "cannot read the configuration"),
-        ("a.yaml", "!!python/object/apply:os.getcwd []", "cannot read the configuration"),
-        ("a.json", "{", "cannot read the configuration"),
-        ("a.json", "\xff", "cannot read the configuration"),
-    ],
-)
-def test_a_file_that_holds_something_else_is_named(tmp_path, name, content, words):
-    pytest.importorskip("yaml")
-    (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(InputError, match=words):
-        presets.of(str(tmp_path / name))
-
-
-def test_options_are_above_the_file(tmp_path, capsys, own, monkeypatch):
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"from": str(own[1]), "steps": 2, "l1": 0.5, "context": 16, "eval-windows": 4}))
-    assert cli.main(["train", "--config", str(path), "--l1", "0.25", "--device", "cpu", "--json"]) == 0
-    config = json.loads(capsys.readouterr().out)["config"]
-    assert (config["l1"], config["steps"], config["d_ff"]) == (0.25, 2, 32)
-    path.write_text('{"steps": "many"}')
-    assert cli.main(["train", "--config", str(path)]) == 2 and "steps is 'many'" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    path.rename(tmp_path / "run.yaml")
-    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
-    assert "pip install pyyaml" in capsys.readouterr().err
 
 
 # Writers of others

@@ -8,7 +8,6 @@ preparation begins anew."""
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor
 
 from ...core import LOCK, InputError, TextError, locked_folder
-from . import datasets
-from .source import Readable, Text, check_apart, files_of, of_pieces, pieces_of
-from .source import load as load_text
-from .tokenizer import Tokenizer, named, pieces
+from .source import Readable, check_apart, of_pieces, stream
+from .tokenizer import Tokenizer, named
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 
@@ -76,35 +73,38 @@ def load(folder: str | os.PathLike) -> PreparedText:
         tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, fields["dtype"], mode="c"))
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
-        return PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text = PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text.split()  # or the manifest is damaged
+        return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
 
 
 def prepare(
-    spec: str | os.PathLike | Text | None,
+    spec: str | os.PathLike | None,
     out: str | os.PathLike,
     *,
     tokenizer: str | os.PathLike | Tokenizer | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] = lambda size: None,
 ) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
     of a shorter text. What a preparation that fails or is killed has written is no text, and the next one writes over
     it.
 
     Args:
-        spec: as for load.load_any, but files may have any size, and a dataset, "hf:owner/name", is read to its end
-            unless its "bytes" says how much.
+        spec: as for source.stream: files may have any size, and a dataset is read to its end unless its "bytes" says
+            how much.
         out: a new or empty folder.
         tokenizer: as for load.load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of a shorter text.
         on_bytes: called time after time with the number of bytes of the text that were encoded so far.
 
-    TextError for a text that can't be read, or has no document that begins where the validation part may. InputError
-    for an `out` that is not empty, can't be written or lies in the text's folder."""
-    out, (name, documents, origin), wanted = Path(out), _stream(spec), named(tokenizer)
+    TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
+    or lies in the text's folder."""
+    if spec is not None and is_prepared(spec):
+        raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
+    out, (name, files, source), wanted = Path(out), stream(spec), named(tokenizer)
     check_apart(out, spec)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         with locked_folder(out, "preparation"):
             there = {path.name for path in out.iterdir()} - {LOCK}
             if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
@@ -112,19 +112,19 @@ def prepare(
                     f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new folder, or this one once it is "
                     "empty"
                 )
-            fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes or (lambda size: None))
-            fields["source"] = origin(fields["pieces"])
+            documents = filter(None, chain.from_iterable(files))
+            fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes)
             (out / TOKENIZER).write_text(content, encoding="utf-8")
-            (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+            (out / MANIFEST).write_text(json.dumps({**fields, "source": source}, indent=1) + "\n", encoding="utf-8")
             os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     return load(out)
 
 
-def _encode(name: str, documents: Iterator[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
-    """Encode documents and write the tokens to `path`. Returns the manifest, without the source, and what the
-    tokenizer's file holds. wanted: the tokenizer, or the vocabulary of one to be trained."""
+def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
+    """Encode documents, or pieces of them, and write the tokens to `path`. Returns the manifest, without the source,
+    and what the tokenizer's file holds. wanted: the tokenizer, or the vocabulary of one to be trained."""
     if isinstance(wanted, int):
         first = next(_batches(documents, SAMPLE), [])
         sums = [*accumulate(map(len, first))]
@@ -132,47 +132,29 @@ def _encode(name: str, documents: Iterator[bytes], path: Path, wanted: Tokenizer
         some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
         wanted = train_tokenizer(of_pieces(f"the beginning of {name}", some), wanted)
         documents = chain(first, documents)
-    digest, counts, size, kind = hashlib.sha256(), [torch.empty(0, 2, dtype=torch.int64)], 0, None
+    digest, size, count, tokens = hashlib.sha256(), 0, 0, torch.empty(0)
     with open(path, "wb") as file:
         for chunk in _batches(documents, CHUNK):
-            raw, ends = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk))])
-            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), (0, *ends[:-1].tolist()))
-            kind = str(tokens.dtype).removeprefix("torch.")
+            raw, starts = bytearray().join(chunk), accumulate(map(len, chunk[:-1]), initial=0)
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(starts))
             file.write(tokens.numpy().tobytes())
             digest.update(raw)
-            # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
-            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), ends) + 1
-            counts.append(torch.stack([ends, places], 1).diff(dim=0, prepend=torch.zeros(1, 2, dtype=torch.int64)))
+            count += len(tokens)
             on_bytes(size := size + len(raw))
-    ends = torch.cat(counts).cumsum(0)
-    if not len(ends):
-        raise TextError(f"{name} holds no text")
-    cut = _cut(ends, name)
+    held_out = round(min(0.1, HELD_OUT / max(1, size)) * count)
+    if not held_out:
+        raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
+    kind = str(tokens.dtype).removeprefix("torch.")
+    last = torch.from_numpy(numpy.memmap(path, kind, mode="c")[-held_out:]).long()
+    cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
     fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
-    fields |= {"count": int(ends[-1, 1]), "pieces": len(ends), "tokenizer": wanted.sha256}
-    return {**fields, "cut": {"bytes": cut[0], "tokens": cut[1]}}, wanted.content
-
-
-def _cut(ends: Tensor, name: str) -> tuple[int, int]:
-    """Return bytes and tokens before the validation part. It begins where a document or piece ends, as near as possible
-    to where it should. TextError, naming the text, where none ends near enough.
-
-    ends: int64 [documents, 2], bytes and tokens up to the end of each."""
-    size = int(ends[-1, 0])
-    share = min(HELD_OUT, size // 10)
-    if len(ends) > 1:
-        cut = ends[:-1][(ends[:-1, 0] - (size - share)).abs().argmin()].tolist()
-        if share / 2 <= size - cut[0] <= 2 * share:
-            return tuple(cut)
-    raise TextError(
-        f"{name} has {size} bytes in {len(ends)} documents or pieces, and no cut between two of them holds out about "
-        f"{share} bytes for validation; accepted: more and shorter documents, or up to 1 GiB the text itself"
-    )
+    return {**fields, "count": count, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
 
 
 def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
     """Yield the documents in lists of at least `size` bytes each, and last what is left."""
-    batch, length = [], 0
+    batch: list[bytes] = []
+    length = 0
     for document in documents:
         batch.append(document)
         length += len(document)
@@ -181,19 +163,3 @@ def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
             batch, length = [], 0
     if batch:
         yield batch
-
-
-def _stream(spec) -> tuple[str, Iterator[bytes], Callable[[int], dict | None]]:
-    """Return the text that `spec` names (see `prepare`): its name, its documents, those of files in pieces, and what
-    says where so many of them come from."""
-    if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
-    if isinstance(spec, str) and spec.startswith("hf:"):
-        parts = datasets.parse(spec)
-        return datasets.name_of(parts), datasets.documents(parts), lambda count: datasets.origin(parts, count)
-    if isinstance(spec, (str, os.PathLike)):
-        paths, name = files_of(spec)
-        return name, chain.from_iterable(map(pieces_of, paths)), lambda count: None
-    text = spec if isinstance(spec, Text) else load_text(spec)
-    files = (pieces(io.BytesIO(file.numpy().tobytes())) for file in text.data.tensor_split(text.starts[1:]))
-    return text.name, chain.from_iterable(files), lambda count: text.source

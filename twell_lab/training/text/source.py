@@ -2,30 +2,41 @@
 
 Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes. The default text is the
 source of Python's own standard library (PSF licence), which is on every machine that runs this; it differs by Python
-version, so its SHA-256 goes into every record."""
+version, so its SHA-256 goes into every record.
+
+A dataset of Hugging Face needs the `datasets` library, an optional package, and a network. The paper (arXiv 2603.23198)
+trains on a deduplicated fineweb-edu; "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 import os
 import platform
 import sysconfig
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor
 
 from ...core import InputError, TextError
-from .tokenizer import BYTES, Tokenizer, pieces
+from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
+MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
+SEPARATOR = b"\n\n"  # after each document of a dataset: shows the model where one ends
+_PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 
 
@@ -112,48 +123,88 @@ def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text
     return Text(name, digest(data), data, tuple(accumulate(map(len, files[:-1]), initial=0)), source=source)
 
 
-def load(path: str | os.PathLike | None) -> Text:
-    """Return `read(path)`, or the standard library's source for None."""
-    return standard_library() if path is None else read(path)
+def digest(data: Tensor) -> str:
+    """Return the SHA-256 of uint8 `data` on the CPU, hexadecimal."""
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+
+
+# ---- reading ----
+
+
+class Stream(NamedTuple):
+    """A text before it is read: its name, its files or documents in order, each in pieces, and for a dataset its parts
+    (see `parse`)."""
+
+    name: str
+    files: Iterable[Iterable[bytes]]
+    source: dict | None = None
+
+
+def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
+    """Return the text that a command line or a config names, to be read piece by piece.
+
+    spec: None (Python's standard library), a file or folder, "FILE?field=NAME" (of a .jsonl or .csv file) or "hf:..."
+    (see `parse`), of which at most `most` bytes are read unless it says how many. The files of a folder come in
+    the order of their relative paths, compared as bytes, with "/" between the parts: `find . -type f | LC_ALL=C sort |
+    xargs cat | sha256sum` gives the text's digest. Left out are names that begin with a dot, binary files (they hold a
+    NUL byte, which UTF-16 text does too) and links to folders. TextError for what can't be read."""
+    if spec is None:
+        folder, name = Path(sysconfig.get_path("stdlib")), f"Python {platform.python_version()} standard library"
+        files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
+        if not files:
+            raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
+        return Stream(name, map(_pieces_of, files))
+    if isinstance(spec, str) and spec.startswith("hf:"):
+        parts = parse(spec)
+        parts["bytes"] = parts["bytes"] or most
+        if most is not None and parts["bytes"] > LARGEST:
+            raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
+        documents = ([document] for document in _documents(dict(parts)))
+        if os.path.isdir(parts["dataset"]):  # no path of this machine in records
+            parts["dataset"] = os.path.basename(os.path.abspath(parts["dataset"]))
+        name = ", ".join(parts[part] for part in ("dataset", "subset", "split") if parts[part])
+        return Stream(name, documents, parts)
+    path, asked, field = os.fspath(spec).partition("?field=")
+    name = os.path.basename(os.path.abspath(path)) or "text"
+    name = name if name.isprintable() else ascii(name)[1:-1]
+    rows = path.lower().endswith((".jsonl", ".csv"))
+    if asked:
+        if not rows:
+            raise TextError(f"{os.fspath(spec)!r:.200}: a field is picked from a .jsonl or .csv file alone")
+        return Stream(f"{name}?field={field}", ([value] for value in _values(path, field)))
+    try:
+        Path(path).stat()  # says why there is nothing
+        files = _files(Path(path)) if os.path.isdir(path) else [Path(path)]
+    except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
+        raise TextError(f"cannot read the text {path!r}: {error}") from None
+    if not (os.path.isdir(path) or os.path.isfile(path)):  # a pipe would be waited for, and a device need not end
+        raise TextError(f"{path!r} is neither a file nor a folder; accepted: one of these")
+    if rows and os.path.isfile(path):
+        warnings.warn(f"{name} is read as plain text; {name}?field=text reads its field `text`", stacklevel=2)
+    return Stream(name, map(_pieces_of, files))
+
+
+def load(spec: str | os.PathLike | None = None) -> Text:
+    """Return the text of `stream`, read as bytes into memory. TextError also for more than 1 GiB, and for what holds no
+    text; InputError for a dataset of which more than that is asked for."""
+    name, files, source = stream(spec, MOST_BYTES)
+    contents, size = [], 0
+    for file in files:
+        contents.append(b"".join(islice(file, LARGEST // CHUNK + 1)))
+        if (size := size + len(contents[-1])) > LARGEST:
+            raise TextError(
+                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
+                "makes of it"
+            )
+    contents = [content for content in contents if content]
+    if not contents:
+        raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
+    return of_pieces(name if source is None else f"{name}, first {size:,} bytes", contents, source)
 
 
 def standard_library() -> Text:
-    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB).
-    TextError where this Python came without its source."""
-    folder, name = Path(sysconfig.get_path("stdlib")), f"Python {platform.python_version()} standard library"
-    files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
-    if not files:
-        raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
-    return _join(name, files)
-
-
-def read(path: str | os.PathLike) -> Text:
-    """Return the text of one file, or of every text file below a folder.
-
-    The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
-    parts), with nothing between them: `find . -type f | LC_ALL=C sort | xargs cat | sha256sum` gives the same digest.
-    Left out are names that begin with a dot, binary files (they hold a NUL byte, which UTF-16 text does too) and links
-    to folders. Raises TextError for a path that can't be read, for what holds no text, and for more than 1 GiB."""
-    files, name = files_of(path)
-    text = _join(name, files)
-    if not text.size:
-        raise TextError(f"{os.fspath(path)!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
-    return text
-
-
-def files_of(path: str | os.PathLike) -> tuple[list[Path], str]:
-    """Return the files that make up the text at a path, in their order, and the name of the text: the last part of the
-    path, or its escapes where it is not printable. TextError for what can't be read, or is neither file nor folder."""
-    path = Path(path)
-    try:
-        path.stat()  # says why there is nothing
-        files = _files(path) if path.is_dir() else [path]
-    except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
-        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-    if not (path.is_dir() or path.is_file()):  # a pipe would be waited for, and a device need not end
-        raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
-    name = os.path.basename(os.path.abspath(path)) or "text"
-    return files, name if name.isprintable() else ascii(name)[1:-1]
+    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB)."""
+    return load(None)
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
@@ -170,7 +221,7 @@ def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     return sorted(paths, key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
 
 
-def pieces_of(path: Path) -> Iterator[bytes]:
+def _pieces_of(path: Path) -> Iterator[bytes]:
     """Yield a file in pieces; none of a binary one. TextError, with its name, where it can't be read."""
     try:
         with open(path, "rb") as file:
@@ -181,21 +232,78 @@ def pieces_of(path: Path) -> Iterator[bytes]:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
 
 
-def _join(name: str, paths: Iterable[Path]) -> Text:
-    files, size = [], 0
-    for path in paths:
-        if (size := size + path.stat().st_size) > LARGEST:
-            raise TextError(
-                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
-                "makes of it"
-            )
-        files.append(b"".join(pieces_of(path)))
-    return of_pieces(name, [*filter(None, files)])
+def _values(path: str, field: str) -> Iterator[bytes]:
+    """Yield the values of a field of a .jsonl or .csv file, an empty line after each. TextError for a file without that
+    field, or with other values."""
+    number = 1
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            lines = (json.loads(line) for line in file if line.strip())
+            for row in csv.DictReader(file) if path.lower().endswith(".csv") else lines:
+                value = row.get(field) if isinstance(row, dict) else None
+                if not isinstance(value, str):
+                    raise ValueError(f"row {number} has no text there")
+                yield f"{value.strip()}\n\n".encode()
+                number += 1
+    except OSError as error:
+        raise TextError(f"text {path!r:.200} cannot be read: {error.strerror}") from None
+    except (ValueError, csv.Error) as error:
+        raise TextError(f"{path!r:.200} with the field {field!r:.80}: {error}") from None
 
 
-def digest(data: Tensor) -> str:
-    """Return the SHA-256 of uint8 `data` on the CPU, hexadecimal."""
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+# ---- datasets ----
+
+
+def parse(spec: str) -> dict:
+    """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
+
+    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet or .csv files; the others may be left out. column:
+    holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or bytes
+    that are no whole number from 1 up."""
+    name, _, rest = spec.removeprefix("hf:").partition("?")
+    try:
+        parts = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
+        size = float(parts["bytes"]) if "bytes" in parts else None
+        if not name or not parts.keys() <= _PARTS.keys() or size is not None and (size < 1 or size % 1):
+            raise ValueError
+        return {**_PARTS, **parts, "dataset": name, "bytes": None if size is None else int(size)}
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"{spec!r} names no text; accepted: hf:owner/name, then ? and {', '.join(_PARTS)}, each with = and a value "
+            "(of bytes a whole number from 1 up, such as 100e6), & between them"
+        ) from None
+
+
+def _documents(parts: dict) -> Iterator[bytes]:
+    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty
+    line.
+
+    parts: from `parse`. StackError without the library, and TextError, naming what was asked for, where the dataset is
+    not there or cannot be reached, or lacks the subset, split or column."""
+    library, size = optional("datasets", "a Hugging Face dataset"), 0
+    dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
+    tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
+    try:
+        for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
+            if column not in row:
+                raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, row))}")
+            document = row[column]
+            if document is not None and not isinstance(document, str):
+                raise TextError(f"{tried} holds a {type(document).__name__} in {column!r}; accepted: text")
+            if document:
+                left = None if parts["bytes"] is None else parts["bytes"] - size
+                piece = (document.encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
+                size += len(piece)
+                yield piece
+            if size == parts["bytes"]:
+                return
+    except TextError:
+        raise
+    except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
+        raise TextError(
+            f"cannot read {tried} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
+            "accepted: a folder that is here, or a dataset of the Hub, which needs a network"
+        ) from error
 
 
 # ---- what a run checks, and the windows that it reads ----

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .source import Text
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
-FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's file is the tokenizers library's own
 _BATCH = 128  # pieces handed to the library at a time
 _LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
 _MOST = 2**22  # token numbers; usual tokenizers have up to a million
@@ -43,7 +42,7 @@ class Tokenizer:
 
     name = unit = "bytes"
     vocabulary = 256
-    content = json.dumps({"format": FORMAT}) + "\n"
+    content = bytes_tokenizer()
     sha256: str | None = None
     lengths = torch.ones(256, dtype=torch.int32, device="cpu")
 
@@ -91,7 +90,7 @@ class BPE(Tokenizer):
         try:
             self._tokenizer = library.Tokenizer.from_str(content)
         except BaseException as error:  # the library raises Exception, or PanicException, which is none
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise TextError(f"{name!r:.200} is no tokenizer of the tokenizers library: {error!s:.300}") from None
         self.name, self.content = name, content
@@ -124,22 +123,19 @@ class BPE(Tokenizer):
             encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
             for part in batch:
                 tokens.append(np.array(next(encoded).ids if isinstance(part, str) else self._of_bytes(part), kind))
-        found = torch.from_numpy(np.concatenate(tokens))
-        if (bytes_read := self.lengths[found.long()].sum().item()) != len(raw):
+        whole = torch.from_numpy(np.concatenate(tokens))
+        if (bytes_read := self.lengths[whole.long()].sum().item()) != len(raw):
             raise TextError(
                 f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {len(raw)}; accepted: a "
                 "byte-level tokenizer without normalisation, which loses nothing"
             )
-        return found
+        return whole
 
     def _of_bytes(self, broken: bytes) -> list[int]:
         return [number for byte in broken if (number := self._numbers.get(bytes([byte]))) is not None]
 
     def decode(self, tokens: Tensor) -> bytes:
         return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
-
-    def __reduce__(self):
-        return BPE, (self.content, self.name)
 
 
 def train(text: Text, vocabulary: int) -> BPE:
@@ -171,7 +167,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
             f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
             "accepted: bytes, bpe:4096, or its file"
         ) from None
-    if isinstance(fields, dict) and fields.get("format") == FORMAT or fields == json.loads(bytes_tokenizer()):
+    if fields == json.loads(BYTES.content):
         return BYTES
     return BPE(content.decode(), os.path.basename(path))
 
@@ -186,7 +182,7 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
     if not isinstance(tokenizer, str) or not tokenizer.startswith("bpe:"):
         return load(tokenizer)
     size = tokenizer.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit() and len(size) < 20 and 256 <= int(size) <= 2**20):
+    if not (re.fullmatch("[0-9]{3,7}", size) and 256 <= int(size) <= 2**20):
         raise InputError(
             f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:4096 (a vocabulary from 256 to {2**20}), a path"
         )
