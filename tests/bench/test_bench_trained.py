@@ -63,12 +63,10 @@ def test_the_tables(record):
     lines = tables.trained([record]).splitlines()
     assert lines[0].endswith("| with L1 | dense twin |") and lines[2] == "| steps of 256 tokens | 60 | 60 |"
     speed = tables.trained_speed([record]).splitlines()
-    assert "dense | planned | every layer on TwELL | dense twin | dense twin, planned" in speed[0]
-    assert len(speed) == 2 + 5 + 2 and sum(line.startswith("| loss, nats") for line in speed) == 2
+    assert speed[0].endswith("| dense | planned | every layer on TwELL | dense twin | dense twin, planned |")
+    assert len(speed) == 2 + 5 + 2 and sum("loss, nats" in line for line in speed) == 2
     for table in (tables.trained, tables.trained_speed):
         assert "nothing is recorded yet" in table([]) and table([replace(record, rows=[])]) == table([])
-    energy = [dict(row, mj_per_token=2.5, peak_bytes=2**21) for row in record.rows if "workload" in row]
-    assert "| mJ a token | 2.5 | 2.5 |" in tables.trained_speed([replace(record, rows=energy)])
 
 
 def test_the_twin_is_left_out_where_time_is_short(monkeypatch):

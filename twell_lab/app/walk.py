@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -14,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .. import core
-from ..core import InputError, StackError, TwellError
+from ..core import StackError, TwellError
 
 SECONDS = 120  # a cell may take
 
@@ -23,35 +21,19 @@ class Stumbled(TwellError, RuntimeError):
     """Cells of notebooks raised, took too long, or wrote to stderr."""
 
 
-def code_hash(path: Path) -> str:
-    """SHA-256 over the code cells of a notebook, in their order: the same as long as nothing that runs has changed."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return hashlib.sha256(
-        json.dumps(["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]).encode()
-    ).hexdigest()
+def walk(at_once: int = 1) -> list[dict]:
+    """Run every notebook that has code, in the order of their names, in a kernel of its own and on a copy of itself in
+    an empty folder, so that nothing is stored and no reader's work is touched. at_once: how many run beside each other;
+    the times of several at once are those of a shared machine.
 
-
-def with_code() -> list[Path]:
-    """The notebooks of the course that have code, in the order of their names."""
-    found = sorted(core.notebooks_dir().glob("*.ipynb"))
-    return [path for path in found if '"cell_type": "code"' in path.read_text(encoding="utf-8")]
-
-
-def walk(names: list[str] | None = None, at_once: int = 1) -> list[dict]:
-    """Run notebooks (all that have code, or those of these file names), each in a kernel of its own and on a copy of
-    itself in an empty folder, so that nothing is stored and no reader's work is touched. at_once: how many run beside
-    each other; the times of several at once are those of a shared machine.
-
-    Returns for each {path: its file name, ms: the time of all cells in milliseconds, cells: how many were run, code:
-    its `code_hash`}. Raises Stumbled with every notebook in which a cell raised, was interrupted after SECONDS or wrote
-    to stderr, and StackError where nbclient or a Python kernel is missing. What went wrong is said at once as well.
+    Returns for each {path: its file name, ms: the time of all cells in milliseconds, cells: how many were run}. Raises
+    Stumbled with every notebook in which a cell raised, was interrupted after SECONDS or wrote to stderr, and
+    StackError where nbclient or a Python kernel is missing. What went wrong is said at once as well.
     """
-    paths = {path.name: path for path in with_code()}
-    if unknown := [name for name in names or () if name not in paths]:
-        raise InputError(f"there is no notebook with code named {unknown[0]!r}; accepted: {', '.join(paths)}")
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]:
         raise StackError(f"{', '.join(missing)} not installed; `twell-lab doctor` says how to install the course")
-    chosen = [paths[name] for name in names or paths]
+    paths = sorted(core.notebooks_dir().glob("*.ipynb"))
+    chosen = [path for path in paths if '"cell_type": "code"' in path.read_text(encoding="utf-8")]
 
     def run(path: Path) -> tuple[dict, str]:
         row, complaint = _run(path)
@@ -97,5 +79,5 @@ def _run(path: Path) -> tuple[dict, str]:
         seconds = time.perf_counter() - start
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     said = [out.text for cell in code for out in cell.outputs if out.get("name") == "stderr"]
-    row = {"path": path.name, "ms": 1e3 * seconds, "cells": len(code), "code": code_hash(path)}
+    row = {"path": path.name, "ms": 1e3 * seconds, "cells": len(code)}
     return row, wrong or (f"a cell wrote to stderr: {said[0][:1000]}" if said else "")
