@@ -10,7 +10,6 @@ from functools import partial
 
 from ..bench.comparison import TILED, leading
 from ..bench.methods import REMOVED
-from ..bench.profiling import PROFILING
 from ..bench.rows import COMPILED, DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
 from ..bench.trained import RUN, TWIN
@@ -100,33 +99,22 @@ def _each(line: Callable[[dict], str], cells: Callable[[dict], dict[str, str]]) 
 
 
 def _lines(
-    column: Callable[[dict], str], lines: str, among: str, line_of: Callable[[dict], str] = lambda row: row["path"]
+    column: Callable[[dict], str], lines: Iterable[tuple[str, str, Callable[[dict, dict], str]]]
 ) -> Callable[[list[dict]], Cells]:
-    """Return the cells of a text of lines: the name of each, the one that its rows have by `line_of`, and what a cell
-    says (_cell). among: the line whose rows alone say which columns there are."""
+    """Return the cells of lines: the name of each, the path of its rows, and what a cell says of a row, given all rows
+    of its column by path."""
 
     def cells(rows: list[dict]) -> Cells:
         columns: dict[str, dict[str, dict]] = {}
         for row in rows:
-            columns.setdefault(column(row), {})[line_of(row)] = row
-        for name, line, cell in (map(str.strip, line.split("|")) for line in lines.strip().splitlines()):
-            for text, beside in columns.items():
-                if line in beside and among in beside:
-                    yield name, text, _cell(cell, beside[line], beside)
+            columns.setdefault(column(row), {})[re.sub(r" \d+$", "", row["path"])] = row
+        for name, path, cell in lines:
+            yield from ((name, text, cell(at[path], at)) for text, at in columns.items() if path in at)
 
     return cells
 
 
 # ---- what cells say ----
-
-
-def _cell(cell: str, row: dict, beside: dict) -> str:
-    """Return what a cell says of a row, given the rows of its column by line: one of _CELLS; how many times as fast it
-    is as the fastest of some lines, by the wall time ("over A, B") or by both times ("beside A")."""
-    if cell.startswith("over "):
-        walls = [beside[line]["wall_ms"] for line in cell.removeprefix("over ").split(", ") if line in beside]
-        return f"{min(walls) / row['wall_ms']:.2f}"
-    return _times(row, beside[cell.removeprefix("beside ")]) if cell.startswith("beside ") else _CELLS[cell](row)
 
 
 def _where(device: str | None, record: Record) -> str:
@@ -155,10 +143,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
 
 
-def _times(row: dict, dense: dict | None = None) -> str:
-    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's."""
-    ms, wall = (row["dense_ms"], row["dense_wall_ms"]) if dense is None else (dense["ms"], dense["wall_ms"])
-    return f"{ms / row['ms']:.2f} ({wall / row['wall_ms']:.2f})"
+def _times(row: dict, beside: dict | None = None, dense: str = "") -> str:
+    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's. beside,
+    dense: rows by path, and another dense layer among them."""
+    other = beside[dense] if beside and dense else {"ms": row["dense_ms"], "wall_ms": row["dense_wall_ms"]}
+    return f"{other['ms'] / row['ms']:.2f} ({other['wall_ms'] / row['wall_ms']:.2f})"
 
 
 def _walls(row: dict) -> str:
@@ -166,28 +155,37 @@ def _walls(row: dict) -> str:
     return f"{row['dense_wall_ms'] / row['wall_ms']:.2f}"
 
 
-_CELLS: dict[str, Callable[[dict], str]] = {
-    "ms": lambda row: _ms(row["ms"]),
-    "wall": lambda row: _ms(row["wall_ms"]),
-    "times": _times,
-    "MiB": lambda row: _mib(row["peak_bytes"]),
-    "path": lambda row: {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice := row["choice"].split()[0], choice),
-    "hot": lambda row: row["path"].split()[-1],
-}
+def _wall(row: dict, beside: dict) -> str:
+    return _ms(row["wall_ms"])
+
+
+def _path(row: dict, beside: dict) -> str:
+    """Return the path that a planned layer takes."""
+    choice = row["choice"].split()[0]
+    return {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice, choice)
+
+
+def _peak(row: dict, beside: dict) -> str:
+    return _mib(row["peak_bytes"])
+
+
+def _over(*dense: str) -> Callable[[dict, dict], str]:
+    """Return what says how many times as fast a row is as the fastest of these, by the wall time."""
+    return lambda row, at: f"{min(at[path]['wall_ms'] for path in dense if path in at) / row['wall_ms']:.2f}"
 
 
 # ---- a layer ----
 
 # Of plain calls of a planned layer of whose 5,632 neurons 29 fire.
 _CALL = partial(_table, "inference", _fires_29, find=calls_of_a_layer)
-_WALLS = """
-torch's dense layer | dense eager | wall
-planned | planned | wall
-it takes | planned | path
-times as fast | planned | over dense eager
-times as fast, both under torch.compile | planned compiled | over dense compiled
-"""
-calls = _CALL("milliseconds a call, {where}", _lines(_tokens, _WALLS, "planned"))
+_WALLS = (
+    ("torch's dense layer", DENSE, _wall),
+    ("planned", "planned", _wall),
+    ("it takes", "planned", _path),
+    ("times as fast", "planned", _over(DENSE)),
+    ("times as fast, both under torch.compile", "planned compiled", _over(COMPILED)),
+)
+calls = _CALL("milliseconds a call, {where}", _lines(_tokens, _WALLS))
 
 
 def headline(recorded: list[Record]) -> str:
@@ -195,34 +193,34 @@ def headline(recorded: list[Record]) -> str:
     _, rows = calls_of_a_layer(recorded, "inference", _fires_29)
     rivals = [path for path in RIVALS if any(row["path"] == path for row in rows)]
     named = ", ".join(RIVALS[path] for path in rivals)
-    line = _lines(_tokens, f"a plain call | planned | over {', '.join(rivals)}", "planned")
+    line = _lines(_tokens, [("a plain call", "planned", _over(*rivals))])
     return _CALL(f"times as fast as torch's dense layer, the fastest of {named}; {{where}}", line)(recorded)
 
 
 _FIRING = "neurons firing for a token, mean; {where}"
-_LAYER = """
-TwELL | forced twell | times
-hot/cold: the neurons that fire most densely, the others packed | forced hot_cold | times
-dense, with gate and up in one product | forced dense | times
-dense, under torch.compile | dense compiled | times
-of 5,632 neurons, those that hot/cold computes densely | forced hot_cold | hot
-"""
-_TRAINING = """
-it takes | planned | path
-times as fast as torch's layer | planned | times
-both under torch.compile | planned compiled | beside dense compiled
-its peak memory beyond inputs and weights, MiB | planned | MiB
-torch's peak memory beyond inputs and weights, MiB | dense eager | MiB
-torch's compiled peak memory beyond inputs and weights, MiB | dense compiled | MiB
-"""
+_LAYER = (
+    ("TwELL", "forced twell", _times),
+    ("hot/cold: the neurons that fire most densely, the others packed", "forced hot_cold", _times),
+    ("dense, with gate and up in one product", "forced dense", _times),
+    ("dense, under torch.compile", COMPILED, _times),
+    (
+        "of 5,632 neurons, those that hot/cold computes densely",
+        "forced hot_cold",
+        lambda row, at: row["path"].split()[-1],
+    ),
+)
+_TRAINING = (
+    ("it takes", "planned", _path),
+    ("times as fast as torch's layer", "planned", _times),
+    ("both under torch.compile", "planned compiled", partial(_times, dense=COMPILED)),
+    ("its peak memory beyond inputs and weights, MiB", "planned", _peak),
+    ("torch's peak memory beyond inputs and weights, MiB", DENSE, _peak),
+    ("torch's compiled peak memory beyond inputs and weights, MiB", COMPILED, _peak),
+)
 
 
-def _split(row: dict) -> str:
-    return "forced hot_cold" if row["path"].startswith("forced hot_cold") else row["path"]
-
-
-layer = _table("inference", _at_once, _FIRING, _lines(_nnz, _LAYER, "forced twell", _split), calls_of_a_layer)
-training = _table("training", _at_once, _FIRING, _lines(_nnz, _TRAINING, "planned"), calls_of_a_layer)
+layer = _table("inference", _at_once, _FIRING, _lines(_nnz, _LAYER), calls_of_a_layer)
+training = _table("training", _at_once, _FIRING, _lines(_nnz, _TRAINING), calls_of_a_layer)
 
 
 def heavy(recorded: list[Record]) -> str:
@@ -300,12 +298,9 @@ def _whole(rows: list[dict]) -> Cells:
                 yield f"{call}: loss, nats", column, f"{row['loss']:.4f}"
 
 
-def _of_largest(row: dict) -> bool:
-    return row.get("workload", "").startswith(f"{model_name(SIZES[-1])}, ") and "wall_ms" in row
-
-
+_LARGEST = f"{model_name(SIZES[-1])}, "
 _MODEL_KINDS = "model_forward", "model_decode", "model_training"
-model = _table(RECORD, _of_largest, _MS, _whole)
+model = _table(RECORD, lambda row: row.get("workload", "").startswith(_LARGEST) and "wall_ms" in row, _MS, _whole)
 trained_speed = _table("trained", _of(*_MODEL_KINDS), _MS, _whole)
 
 
@@ -345,26 +340,12 @@ def _trained(rows: list[dict]) -> Cells:
 trained = _table("trained", _of(RUN), "{where}", _trained)
 
 
-def _is_step(row: dict) -> bool:
-    """Return whether it is a training step of a whole model under torch.compile."""
-    return "compiled" in row["path"] and row["workload"].startswith(_STEP)
-
-
 _steps = _each(
     lambda row: f"{row['workload'].removeprefix(_STEP)}, {row['d_model']} wide, {_nnz(row)} neurons firing",
     lambda row: {row["path"]: _ms(row["ms"]) + f", {row['x_compiled']:.2f}x" * (row["path"] != COMPILED)},
 )
-steps = _table("training", _is_step, "milliseconds a step, {where}", _steps)
-_profiling = _each(
-    lambda row: f"{row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}, {_tokens(row)}",
-    lambda row: (
-        {row["path"]: _ms(row["ms"])}
-        | ({"times as long": f"{row['times_plain']:.2f}"} if row["path"] == "profile" else {})
-        | ({"MiB more at the peak": _mib(row["extra_bytes"])} if row.get("extra_bytes") else {})
-    ),
-)
-profiling = _table("profiling", _of(PROFILING), _MS, _profiling)
-
+_COMPILED_STEP = lambda row: "compiled" in row["path"] and row["workload"].startswith(_STEP)  # noqa: E731
+steps = _table("training", _COMPILED_STEP, "milliseconds a step, {where}", _steps)
 
 # ---- other methods ----
 
@@ -386,10 +367,6 @@ def _way(row: dict) -> str:
 
 def _is_chosen(row: dict) -> bool:
     return row.get("tokens") == 1 and "loss_change" in row and not row["path"].startswith(DENSE)
-
-
-def _is_method(row: dict) -> bool:
-    return row.get("kind") == "comparison" and row["path"] != DENSE and not row["path"].startswith(_PART)
 
 
 def _activations(row: dict) -> dict[str, str]:
@@ -426,21 +403,12 @@ _pruning = _each(
     },
 )
 pruning = _table("pruning", _of("pruning"), "bits a byte, {where}", _pruning)
-_adapters = _each(
-    _work,
-    lambda row: {
-        "GPU": _ms(row["ms"]),
-        "wall": _ms(row["wall_ms"]),
-        "MB written": f"{row['written_bytes'] / 1e6:,.0f}",
-        "weights off by": f"{row['worst_error']:.2g}",
-    },
-)
-adapters = _table("experiments", _of("adapters"), _MS, _adapters)
 _COMPARED = partial(_table, "comparison")
 _methods = _each(
-    lambda row: f"{row['pattern']}: {row['path']}", lambda row: {row["workload"].split(", ")[1]: _times(row)}
+    lambda row: f"{row['pattern']}: {row['path']}",
+    lambda row: {row["workload"].split(", ")[1]: _times(row)} if row.get("dense_ms") and row["path"] != DENSE else {},
 )
-comparison = _COMPARED(_is_method, _BESIDE, lambda rows: _methods(leading(rows)))
+comparison = _COMPARED(_of("comparison"), _BESIDE, lambda rows: _methods(leading(rows)))
 activations = _COMPARED(_of("activations"), _BESIDE, _each(lambda row: row["workload"].split(",")[0], _activations))
 _padding = _each(
     lambda row: f"padding removed once for {row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}",
