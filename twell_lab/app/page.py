@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import jinja2
@@ -62,9 +64,14 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
     busiest = max(densities, key=densities.__getitem__)
     frequency = sorted(layers[names.index(busiest)]["neuron_frequency"], reverse=True)
+    fired = [*accumulate(frequency)]
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
-    alone = [row for row in own if not _how(row)]
+    speeds = {
+        "own": ("The trained model's own layers", [row for row in own if not _how(row)]),
+        "large": (f"A layer of {wide}, weights drawn", large),
+        "recorded": ("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
+    }
     devices = {row["device"] for row in record.rows}
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
@@ -75,7 +82,7 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
         busiest=busiest,
-        busy=_most_of(frequency),
+        busy=bisect_left(fired, 0.8 * fired[-1]) + 1 if fired[-1] else 0,  # who do 80% of the firing
         neurons=len(frequency),
         formats=FORMATS,
         packed=packed,
@@ -87,26 +94,17 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         wide=wide,
         see={
             "training": see_training(tour["runs"][WITHOUT], tour["runs"][WITH]),
-            "own": see_speed(alone),
-            "large": see_speed(large),
-            "recorded": see_recorded(beside),
+            **{
+                name: see_recorded(rows) if name == "recorded" else see_speed(rows)
+                for name, (_, rows) in speeds.items()
+            },
         },
         charts={
             "training": draw_training(tour["runs"]),
             "frequency": draw_frequency(busiest, frequency),
-            "own": draw_speeds("The trained model's own layers", alone),
-            "large": draw_speeds(f"A layer of {wide}, weights drawn", large),
-            "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
+            **{name: draw_speeds(title, rows) for name, (title, rows) in speeds.items()},
         },
     )
-
-
-def _most_of(frequency: list[float]) -> int:
-    """Return how many of the neurons, most used first, do 80% of the firing."""
-    count, seen = 0, 0.0
-    while seen < 0.8 * sum(frequency):
-        seen, count = seen + frequency[count], count + 1
-    return count
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
