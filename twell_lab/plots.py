@@ -346,7 +346,7 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
     """
     figure, ticks = _figure(), set()
     for own, part in ((True, rows), (False, recorded or [])):
-        for i, (name, points) in enumerate(_series(part, mine if own else None).items()):
+        for i, (name, points) in enumerate(series(part, mine if own else None).items()):
             points.sort(key=lambda row: row["tokens"])
             ticks |= {row["tokens"] for row in points}
             colour = COLOURS[i % len(COLOURS)] if own else (ORANGE, PURPLE, SKY, GREEN)[i % 4]
@@ -419,7 +419,7 @@ def _percent(value: float) -> str:
     return f"{value:.0f}%" if value >= 9.5 else f"{value:.1f}%"
 
 
-def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
+def series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
     """Return measured rows grouped into named lines, in their order. mine: the name of the reader's rows; None:
     recorded."""
     rows = [row for row in rows if not row["path"].startswith("dense eager") and picked(row["path"])]

@@ -104,7 +104,7 @@ def test_the_record_of_a_size_measures_what_says_most_first(gpu):
     assert all(row["workload"].startswith("drawn 1M Llama, ") for row in made) and "CUDA graphs" in left_out
     largest = [{**row, "workload": row["workload"].replace("1M", "2B")} for row in made]
     lines = tables.model([Record.new(sizes.RECORD, "a test's own", largest)]).splitlines()
-    assert lines[2].startswith("| decode step, batch 1 | ") and lines[3].startswith("| plan of 4 token classes |  | ")
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| decode step, batch 1", "| training step, 1 x 64 tokens"]
 
 
 def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
@@ -121,4 +121,4 @@ def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
             assert row["head"] and ("loss" in row) == whole and ("layer_error" in row) == (row["path"] != "dense eager")
             assert (row["error"] > 1e-6) == ("lossy" in row["path"])
     lines = tables.model_paths([Record.new("model-paths", "a test's own", [*sum(found.values(), [])])]).splitlines()
-    assert len(lines) == 2 + 3 + 4 and " (dense 1." in lines[2]
+    assert len(lines) == 2 + sum(map(len, ways.values()))

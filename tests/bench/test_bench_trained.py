@@ -63,12 +63,10 @@ def test_the_tables(record):
     lines = tables.trained([record]).splitlines()
     assert lines[0].endswith("| with L1 | dense twin |") and lines[2] == "| steps of 256 tokens | 60 | 60 |"
     speed = tables.trained_speed([record]).splitlines()
-    assert "dense | planned | every layer on TwELL | dense twin | dense twin, planned" in speed[0]
-    assert len(speed) == 2 + 5 + 2 and sum(line.startswith("| loss, nats") for line in speed) == 2
+    assert speed[0].endswith("| dense | planned | every layer on TwELL | dense twin | dense twin, planned |")
+    assert len(speed) == 2 + 5 + 2 and sum("loss, nats" in line for line in speed) == 2
     for table in (tables.trained, tables.trained_speed):
         assert "nothing is recorded yet" in table([]) and table([replace(record, rows=[])]) == table([])
-    energy = [dict(row, mj_per_token=2.5, peak_bytes=2**21) for row in record.rows if "workload" in row]
-    assert "| mJ a token | 2.5 | 2.5 |" in tables.trained_speed([replace(record, rows=energy)])
 
 
 def test_the_twin_is_left_out_where_time_is_short(monkeypatch):
@@ -107,9 +105,7 @@ def test_a_run_that_fails_says_why():
 
 def test_a_profile_is_timed_beside_a_plain_forward():
     sizes = ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=32)
-    plain, counted = rows = profiling.profiling_rows(sizes, sequences=4)
+    plain, counted = profiling.profiling_rows(sizes, sequences=4)
     assert (plain["path"], counted["path"]) == ("plain forward", "profile") and plain["times_plain"] == 1
     assert counted["times_plain"] == pytest.approx(counted["ms"] / plain["ms"], abs=1e-3)
     assert plain["tokens"] == 2 * 4 * 32 and 16 < counted["nnz"] < 48 and "random weights" in plain["workload"]
-    record = Record.new("profiling", "a test's own", rows)
-    assert len(tables.profiling([record]).splitlines()) == 3

@@ -2,7 +2,7 @@
 
 Notebook 00 runs whole; of the others, what their widgets need: the cells up to the still figure that follows the last.
 What a move takes, from the key to the figure that is drawn, is not judged here, since it depends on the machine;
-`--browser-report` keeps it, and `twell-lab record widgets` makes a record of it.
+`--browser-report` keeps it as JSON.
 """
 
 import json

@@ -41,9 +41,13 @@ def on(monkeypatch):
 def test_this_machine_is_examined():
     findings = doctor.examine()
     topics = [finding.topic for finding in findings]
-    assert len(set(topics)) == len(topics) == 12
+    assert len(set(topics)) == len(topics) == 11
     for finding in findings:
-        assert finding.state in doctor.STATES and finding.text and "could not be examined" not in finding.text
+        assert (
+            finding.state in ("ok", "missing", "limited")
+            and finding.text
+            and "could not be examined" not in finding.text
+        )
     by_topic = {finding.topic: finding for finding in findings}
     assert by_topic["PyTorch"].state == by_topic["CPU operators"].state == "ok"
     assert torch.__version__ in by_topic["PyTorch"].text
@@ -111,7 +115,7 @@ def test_mixed_majors_are_reported_with_the_command_where_there_is_a_gpu(on):
 def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, changes, extra):
     monkeypatch.setattr(sys, "prefix", "elsewhere")
     found = on(cupy=None, cupy_package=None, nvrtc=None, **changes)
-    for topic in ("CuPy", "NVRTC", "kernel compilation"):
+    for topic in ("CuPy", "NVRTC"):
         assert found[topic].state == "missing"
         command = found[topic].command
         assert "pip install" in command and "twell-lab" not in command

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import InputError, StackError, check_target, write_atomically
-from .inputs import model_and_windows
+from .inputs import model_and_windows, placed
 from .terminal import Answer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def profile(options: argparse.Namespace) -> Answer:
     if options.plot is not None and find_spec("kaleido") is None:
         raise StackError(_NEEDS_KALEIDO)
     other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
-    spell = str
+    spell: Callable[[int], str] = str
     if options.model.is_file():
         if options.text is not None:
             raise InputError(
@@ -88,10 +88,9 @@ def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> Non
         write_atomically(html, "\n".join(["<!DOCTYPE html><meta charset='utf-8'><title>Who fires</title>", *parts]))
     if picture is not None:
         try:
-            drawn = plots.firing_by_layer(firing).to_image(format=picture.suffix.removeprefix("."))
+            write_atomically(picture, plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
         except (ImportError, RuntimeError):  # which fill a screen
             raise StackError(_NEEDS_KALEIDO) from None
-        write_atomically(picture, drawn)
 
 
 def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
@@ -127,16 +126,11 @@ def plan(options: argparse.Namespace) -> Answer:
 
 
 def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> Plan:
-    """The plan that `add_planning`'s options ask for. The model goes to their device and dtype."""
-    import torch
-
+    """Return the plan that the options ask for. The model goes to their device and dtype."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..ops.clock import dtype_for, present_device
 
-    device = present_device(options.device)
-    dtype = getattr(torch, options.dtype) if options.dtype else dtype_for(device)
-    model.to(device, dtype).requires_grad_(False)
+    model.to(*placed(options)).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     return plan(
         profile(model, windows[::2].split(32)),
@@ -156,7 +150,8 @@ def how_planned(made: Plan, text: str, windows: Tensor) -> str:
 
 
 def thresholds(options: argparse.Namespace) -> Answer:
-    from ..models.thresholds import thresholds
+    from ..models.thresholds import thresholds as choose
+    from ..models.tiny import LanguageModel
 
     if options.out is not None:
         check_target(options.out)
@@ -167,39 +162,19 @@ def thresholds(options: argparse.Namespace) -> Answer:
     model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
-    chosen = thresholds(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
-    cost = chosen.loss(model, windows[1::2], bytes_per_token=_bytes_per_token(model, part, windows))
+    chosen = choose(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
+    own = isinstance(model, LanguageModel)  # which predicts tokens whose bytes are known
+    width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item() if own else None
+    cost = chosen.loss(model, windows[1::2], bytes_per_token=width)
     if options.out is not None:
         chosen.save(options.out)
-    return Answer(
-        {
-            "model": str(options.model),
-            "text": part.name,
-            "method": chosen.method,
-            "sparsity": chosen.sparsity,
-            "greedy": chosen.greedy,
-            "tokens": chosen.tokens,
-            "thresholds": chosen.table(),
-            "spared": chosen.spared,
-            "loss": cost.as_dict(),
-        },
-        f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
-        + (
-            f"; the thresholds are in {options.out}; in Python:\n"
-            f"  tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
-            if options.out
-            else ""
-        ),
-    )
-
-
-def _bytes_per_token(model, part, windows) -> float | None:
-    """Of the tokens that are predicted in these windows; None for a model that reads with a tokenizer of its own."""
-    from ..models.tiny import LanguageModel
-
-    if not isinstance(model, LanguageModel):
-        return None
-    return part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
+    value = {"model": str(options.model), "text": part.name, "greedy": options.greedy, "thresholds": chosen.table()}
+    value |= {key: getattr(chosen, key) for key in ("method", "sparsity", "tokens", "spared")}
+    said = f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
+    if options.out is not None:
+        said += f"; the thresholds are in {options.out}; in Python:\n"
+        said += f"  tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
+    return Answer(value | {"loss": cost.as_dict()}, said)
 
 
 def predict(options: argparse.Namespace) -> Answer:
@@ -208,15 +183,8 @@ def predict(options: argparse.Namespace) -> Answer:
 
     if options.gpu == "list":
         return Answer(names := [each["name"] for each in predict.datasheets()], "\n".join(names))
-    rows = predict.predict(
-        options.gpu,
-        options.nnz,
-        options.d_model,
-        options.d_ff,
-        gated=options.gated,
-        tokens=options.tokens,
-        kind=options.workload,
-    )
+    sizes = options.nnz, options.d_model, options.d_ff
+    rows = predict.predict(options.gpu, *sizes, gated=options.gated, tokens=options.tokens, kind=options.workload)
     columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
     columns |= {"read_mb": "MB of weights needed"}
     source = "from the vendor's figures and the shares that an H100 reaches"

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import __version__
 from ..core import TwellError
 from . import terminal, train_command
-from .options import Option, TourOptions, add_fields, option, path, whole
+from .options import Option, add_fields, option, path, whole
 
 MODEL = "bench model"  # two words, one command
 
@@ -34,38 +34,22 @@ _TEXT = option(
     "a file or folder, read whole; of the text that the model was trained on, only the held-out part "
     "[the held-out part of the source of Python's standard library]",
 )
-_DTYPES = ["bfloat16", "float16", "float32"]
+_DTYPES, _WORKLOADS = ["bfloat16", "float16", "float32"], ["lognormal", "uniform"]
 _DEVICE = option("--device", "DEVICE", "cpu, cuda, cuda:1 [a GPU where there is one]")
-_DTYPE = option(
-    "--dtype",
-    "DTYPE",
-    f"{', '.join(_DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]",
-    choices=_DTYPES,
-)
+_OWN = f"{', '.join(_DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]"
+_DTYPE = option("--dtype", "DTYPE", _OWN, choices=_DTYPES)
+_PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
 _LAYER = (
     option("--d-model", "N", "the layer's width", 2048),
     option("--d-ff", "N", "its neurons", 5632),
     option("--nnz", "X", "mean number of neurons firing for a token", 29.0, type=float),
-    option(
-        "--workload",
-        "",
-        "lognormal: some neurons fire far more often than others; uniform: all equally often",
-        "lognormal",
-        choices=["lognormal", "uniform"],
-    ),
+    option("--workload", "", "a few neurons fire far more often, or all alike", "lognormal", choices=_WORKLOADS),
 )
 _PLANNING = (
     option("--tokens", "N", "tokens at once to plan for", [1, 64, 2048, 16384]),
     option("--predict-only", None, "time none of the candidates"),
     option("--calls", "", "how the model will be called", "eager", choices=["eager", "compiled", "captured"]),
-    option(
-        "--paths",
-        "PATH",
-        "the paths to weigh beside dense: twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, "
-        "predicted, experts [twell hot_cold]",
-        nargs="+",
-        type=str,
-    ),
+    option("--paths", "PATH", f"what to weigh beside dense: {_PATHS} [twell hot_cold]", nargs="+", type=str),
     _DEVICE,
     _DTYPE,
 )
@@ -85,224 +69,180 @@ def _model(windows: str, out: str = "", also: str = "") -> tuple[Option, ...]:
 
 class Command(NamedTuple):
     """A subcommand: "module:function" of this package, which is given the parsed options and returns an Answer; what
-    it does; its options; and what stands below its help."""
+    it does; its options, of which the last are the fields of a dataclass, also "module:name"; and what stands below its
+    help."""
 
     run: str
     text: str
-    options: tuple[Option, ...] = ()
-    epilog: str | None = None
+    options: tuple[Option, ...]
+    fields: str | None
+    epilog: str | None
 
 
-COMMANDS = {
-    "doctor": Command("commands:doctor", "Say what this machine has, what will run where, and what is missing."),
-    "tour": Command(
-        "commands:tour",
-        "Train with and without L1, profile, pack, time, and write a page.",
-        (option("--render", "TOUR_JSON", "only draw the page of an earlier tour, of any machine", type=path),),
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(
+    run: str, text: str, *options: Option, name: str | None = None, fields: str | None = None, epilog: str | None = None
+) -> None:
+    """Add a command, called as its function is unless it has another name."""
+    COMMANDS[name or run.partition(":")[2]] = Command(run, text, options, fields, epilog)
+
+
+_command("commands:doctor", "Say what this machine has, what will run where, and what is missing.")
+_command(
+    "commands:tour",
+    "Train with and without L1, profile, pack, time, and write a page.",
+    option("--render", "TOUR_JSON", "only draw the page of an earlier tour, of any machine", type=path),
+    fields="options:TourOptions",
+)
+_command(
+    "train_command:run",
+    "Train a small ReLU language model, with an L1 penalty if asked for.",
+    option("--out", "DIR", "a new folder, for metrics, a checkpoint for --resume and, at the end, the model"),
+    option("--resume", "DIR", "go on with the run saved there; --steps, where and how it computes may change"),
+    option("--config", "NAME", "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"),
+    name="train",
+    fields=".training.config:TrainConfig",
+    epilog=train_command.EPILOG,
+)
+_command(
+    "commands:prepare",
+    "Read a text of any length once, encode it, and keep its tokens for training.",
+    option("text", "PATH", "a file, a folder of files, or hf:owner/name?bytes=10e9, so much of a dataset of the Hub"),
+    option("--out", "DIR", "a new folder, for twell-lab train --text", required=True),
+    option("--tokenizer", "WORD", "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"),
+)
+_command(
+    "speak_commands:sample",
+    "Let a saved model continue a text, and time it.",
+    option("model", "MODEL", _SAVED),
+    option("--prompt", "TEXT", "what the model continues [a new line]", "\n"),
+    option("--tokens", "N", "how many to add, unless a model of transformers ends its text before", 200),
+    option("--temperature", "X", "0 takes the most likely token; above, tokens are drawn [0]", 0.0),
+    option("--top-k", "N", "draw from the N most likely tokens alone"),
+    option("--seed", "N", "of the draw [another one each time]", type=whole),
+    option("--sparse", None, "plan the layers on this text, swap them, and compare with the dense model"),
+    _DEVICE,
+)
+_command(
+    "analysis_commands:profile",
+    "Count which neurons of a saved model fire on a text.",
+    *_model("how many windows", "counts", "; or a profile that --out saved"),
+    option("--against", "FILE", "compare with the profile that --out saved here"),
+    option("--html", "FILE", "draw it into a page that needs no network"),
+    option("--plot", "FILE", "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"),
+)
+_command(
+    "analysis_commands:plan",
+    "Choose a path for every layer of a saved model: dense, TwELL or hot/cold, or what --paths names.",
+    *_model(_PLANNED, "plan"),
+    *_PLANNING,
+    option("--all", None, "print every candidate, not only what was chosen"),
+)
+_command(
+    "analysis_commands:thresholds",
+    "Choose what a model that was not trained to be sparse may set to zero: lossy.",
+    *_model("how many windows to calibrate on, and how many others to measure the loss on", "thresholds"),
+    option("--sparsity", "X", "the share of values to set to zero", 0.5),
+    option("--method", "", "behind the gate, or at the projections' inputs", "cats", choices=["cats", "teal"]),
+    option("--greedy", None, "give each layer its own sparsity, by measured errors"),
+)
+_command(
+    "analysis_commands:predict",
+    "Say what a layer should take on a GPU that you do not have.",
+    option("gpu", "GPU", 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'),
+    option("--tokens", "N", "tokens at once", [1, 16, 256, 2048, 16384]),
+    *_LAYER,
+    option("--no-gated", None, "a plain layer, without a gate", action="store_false", dest="gated"),
+)
+_command(
+    "sparsify_command:run",
+    "Save a model with a plan of its layers beside it.",
+    *_model(_PLANNED),
+    option("--out", "DIR", "a folder without a model", required=True),
+    _PLAN,
+    option("--relufy", None, "put ReLUs in the place of SiLU, GELU and the like; then train it further"),
+    *_PLANNING,
+    name="sparsify",
+)
+_command(
+    "speak_commands:export",
+    "Write a saved model as a LlamaForCausalLM that others read.",
+    option("model", "DIR", "a folder that twell-lab train --out wrote"),
+    option("--out", "DIR", "a folder without a model", required=True),
+)
+_command(
+    "bench_command:layer",
+    "Check and time a sparse feed-forward layer against torch's dense one.",
+    option("--tokens", "N", "tokens at once", [1, 8, 64]),
+    *_LAYER,
+    option("--compiled", None, "time torch.compile's dense layer too"),
+    option("--seconds", "S", "how long to measure each size on a CPU", 2.0),
+    option("--out", "DIR", "save the records here"),
+    _DEVICE,
+    (_DTYPE[0], _DTYPE[1] | {"nargs": "+"}),
+    name="bench",
+    epilog="twell-lab bench model times a whole model: twell-lab bench model --help",
+)
+_command(
+    "bench_command:whole_model",
+    "Check and time a whole model, dense beside sparse.",
+    option("model", "PATH", f"{_SAVED}; or a size, 1M to 2B: a drawn Llama"),
+    option("--tokens", "N", "of each forward, up to the model's context or a multiple of it [at most 2048]", nargs="+"),
+    option("--batches", "N", "of the steps of decoding; none after it: no decoding", [1, 8, 64], nargs="*"),
+    option("--text", "PATH", "what a saved model reads [as of twell-lab profile]; a size reads random tokens"),
+    option("--firing", "FILE", "of a size: a saved profile, as which its neurons fire [0.5%% of them for a token]"),
+    _PLAN,
+    option(
+        "--paths", "PATH", f"time the model on each of these too: {_PATHS}, with error and loss [none]", [], type=str
     ),
-    "train": Command("train_command:run", "Train a small ReLU language model, with an L1 penalty if asked for."),
-    "prepare": Command(
-        "commands:prepare",
-        "Read a text of any length once, encode it, and keep its tokens for training.",
-        (
-            option(
-                "text",
-                "PATH",
-                "a file, a folder of files, or hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless "
-                "?bytes says how much",
-            ),
-            option("--out", "DIR", "a new folder, for twell-lab train --text", required=True),
-            option("--tokenizer", "WORD", "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"),
-        ),
-    ),
-    "sample": Command(
-        "speak_commands:sample",
-        "Let a saved model continue a text, and time it.",
-        (
-            option("model", "MODEL", _SAVED),
-            option("--prompt", "TEXT", "what the model continues [a new line]", "\n"),
-            option("--tokens", "N", "how many to add, unless a model of transformers ends its text before", 200),
-            option("--temperature", "X", "0 takes the most likely token; above, tokens are drawn [0]", 0.0),
-            option("--top-k", "N", "draw from the N most likely tokens alone"),
-            option("--seed", "N", "of the draw [another one each time]", type=whole),
-            option("--sparse", None, "plan the layers on this text, swap them, and compare with the dense model"),
-            _DEVICE,
-        ),
-    ),
-    "profile": Command(
-        "analysis_commands:profile",
-        "Count which neurons of a saved model fire on a text.",
-        (
-            *_model("how many windows", "counts", "; or a profile that --out saved"),
-            option("--against", "FILE", "compare with the profile that --out saved here"),
-            option("--html", "FILE", "draw it into a page that needs no network"),
-            option("--plot", "FILE", "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"),
-        ),
-    ),
-    "plan": Command(
-        "analysis_commands:plan",
-        "Choose a path for every layer of a saved model: dense, TwELL or hot/cold; where --paths names them also "
-        "two_four, blocks, int8, fp8, twell_int8, predicted or experts.",
-        (
-            *_model(_PLANNED, "plan"),
-            *_PLANNING,
-            option("--all", None, "print every candidate, not only what was chosen"),
-        ),
-    ),
-    "thresholds": Command(
-        "analysis_commands:thresholds",
-        "Choose what a model that was not trained to be sparse may set to zero: lossy.",
-        (
-            *_model("how many windows to calibrate on, and how many others to measure the loss on", "thresholds"),
-            option("--sparsity", "X", "the share of values to set to zero", 0.5),
-            option("--method", "", "behind the gate, or at the projections' inputs", "cats", choices=["cats", "teal"]),
-            option("--greedy", None, "give each layer its own sparsity, by measured errors"),
-        ),
-    ),
-    "predict": Command(
-        "analysis_commands:predict",
-        "Say what a layer should take on a GPU that you do not have.",
-        (
-            option("gpu", "GPU", 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'),
-            option("--tokens", "N", "tokens at once", [1, 16, 256, 2048, 16384]),
-            *_LAYER,
-            option("--no-gated", None, "a plain layer, without a gate", action="store_false", dest="gated"),
-        ),
-    ),
-    "sparsify": Command(
-        "sparsify_command:run",
-        "Save a model with a plan of its layers beside it.",
-        (
-            *_model(_PLANNED),
-            option("--out", "DIR", "a folder without a model", required=True),
-            _PLAN,
-            option(
-                "--relufy", None, "put a ReLU in the place of SiLU, GELU and the like; then train the model further"
-            ),
-            *_PLANNING,
-        ),
-    ),
-    "export": Command(
-        "speak_commands:export",
-        "Write a saved model as a LlamaForCausalLM that others read.",
-        (
-            option("model", "DIR", "a folder that twell-lab train --out wrote"),
-            option("--out", "DIR", "a folder without a model", required=True),
-        ),
-    ),
-    "bench": Command(
-        "bench_command:layer",
-        "Check and time a sparse feed-forward layer against torch's dense one.",
-        (
-            option("--tokens", "N", "tokens at once", [1, 8, 64]),
-            *_LAYER,
-            option("--compiled", None, "time torch.compile's dense layer too"),
-            option("--seconds", "S", "how long to measure each size on a CPU", 2.0),
-            option("--out", "DIR", "save the records here"),
-            _DEVICE,
-            Option(_DTYPE.name, _DTYPE.how | {"nargs": "+"}),
-        ),
-        "twell-lab bench model times a whole model: twell-lab bench model --help",
-    ),
-    MODEL: Command(
-        "bench_command:model",
-        "Check and time a whole model, dense beside sparse.",
-        (
-            option(
-                "model",
-                "PATH",
-                f"{_SAVED}; or a size of twell-lab train --config, 1M to 2B, of which a Llama with random weights is "
-                "drawn",
-            ),
-            option(
-                "--tokens",
-                "N",
-                "of each forward: up to the model's context, or a multiple of it [the context, at most 2048]",
-                nargs="+",
-            ),
-            option("--batches", "N", "of the steps of decoding; none after it: no decoding", [1, 8, 64], nargs="*"),
-            option(
-                "--text",
-                "PATH",
-                "what a saved model reads, a file or folder [the held-out part of the source of Python's standard "
-                "library]; a size of 1M to 2B reads random tokens",
-            ),
-            option(
-                "--firing",
-                "FILE",
-                "of a size: a profile that twell-lab profile --out wrote; the drawn neurons fire as often as the "
-                "profiled ones [0.5%% of them for a token]",
-            ),
-            _PLAN,
-            option(
-                "--paths",
-                "PATH",
-                "time the model on each of these too: twell, hot_cold, where its weights are so two_four, blocks, or "
-                "lossy, with error and loss: int8, fp8, twell_int8, predicted, experts [none]",
-                [],
-                type=str,
-            ),
-            option("--compiled", None, "time both models under torch.compile too"),
-            option("--graphs", None, "on a GPU, time forwards as CUDA graphs too"),
-            option("--training", None, "time a training step too"),
-            option(
-                "--seconds",
-                "S",
-                "how long to measure each row of the table on a CPU; on a GPU, how long the energy of each is read "
-                "[1; 3]",
-            ),
-            option("--out", "DIR", "save the record here"),
-            _DEVICE,
-            _DTYPE,
-        ),
-    ),
-    "course": Command(
-        "commands:course",
-        "Copy the course's notebooks into a folder and open JupyterLab there.",
-        (
-            option("folder", "DIR", "a folder that has none of them yet", Path("twell-lab-course"), nargs="?"),
-            option("--no-open", None, "only copy them", action="store_false", dest="open"),
-        ),
-    ),
-    "submit": Command(
-        "commands:submit",
-        "Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal.",
-        (
-            option("file", "FILE", "a CUDA source with the kernel down"),
-            option("--out", "DIR", "save the record here [this folder]", Path()),
-        ),
-    ),
-    "record": Command(
-        "commands:record",
-        "Make one of the recordings that the course's figures come from.",
-        (
-            option("name", "NAME", "without a name, the names are listed", nargs="?"),
-            option("--out", "DIR", "where the record goes [data/records of a checkout, else the working folder]"),
-            option("--seed", "N", "for attack only: draw other cases", type=whole),
-            option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
-            option("--at-once", "N", "for course only: how many notebooks run at once [1]"),
-        ),
-    ),
-    "compile": Command(
-        "commands:compile_kernels",
-        "Compile the kernels for machines that have no compiler.",
-        (
-            option("out", "DIR", "a folder; TWELL_LAB_CUBINS names it on those machines"),
-            option("--arch", "ARCH", "of the GPUs, sm_75 to sm_120", ["sm_90"]),
-            option("--dtype", "DTYPE", f"{', '.join(_DTYPES)} [bfloat16]", ["bfloat16"], choices=_DTYPES),
-            option("--d-model", "N", "model widths", [2048]),
-        ),
-    ),
-    "records": Command(
-        "commands:list_records",
-        "List the records that there are, or the rows of one kind.",
-        (
-            option("kind", "KIND", "list the rows of these", nargs="?"),
-            option("--folder", "DIR", "another folder than data/records"),
-            option("--verify", None, "only check that each kernel was tested on a GPU, or is named as untested"),
-        ),
-    ),
-}
+    option("--compiled", None, "time both models under torch.compile too"),
+    option("--graphs", None, "on a GPU, time forwards as CUDA graphs too"),
+    option("--training", None, "time a training step too"),
+    option("--seconds", "S", "how long to measure each row on a CPU; on a GPU its energy [1; 3]"),
+    option("--out", "DIR", "save the record here"),
+    _DEVICE,
+    _DTYPE,
+    name=MODEL,
+)
+_command(
+    "commands:course",
+    "Copy the course's notebooks into a folder and open JupyterLab there.",
+    option("folder", "DIR", "a folder that has none of them yet", Path("twell-lab-course"), nargs="?"),
+    option("--no-open", None, "only copy them", action="store_false", dest="open"),
+)
+_command(
+    "commands:submit",
+    "Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal.",
+    option("file", "FILE", "a CUDA source with the kernel down"),
+    option("--out", "DIR", "save the record here [this folder]", Path()),
+)
+_command(
+    "commands:record",
+    "Make one of the recordings that the course's figures come from.",
+    option("name", "NAME", "without a name, the names are listed", nargs="?"),
+    option("--out", "DIR", "where the record goes [data/records of a checkout, else the working folder]"),
+    option("--seed", "N", "for attack only: draw other cases", type=whole),
+    option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
+)
+_command(
+    "commands:compile_kernels",
+    "Compile the kernels for machines that have no compiler.",
+    option("out", "DIR", "a folder; TWELL_LAB_CUBINS names it on those machines"),
+    option("--arch", "ARCH", "of the GPUs, sm_75 to sm_120", ["sm_90"]),
+    option("--dtype", "DTYPE", f"{', '.join(_DTYPES)} [bfloat16]", ["bfloat16"], choices=_DTYPES),
+    option("--d-model", "N", "model widths", [2048]),
+    name="compile",
+)
+_command(
+    "commands:list_records",
+    "List the records that there are, or the rows of one kind.",
+    option("kind", "KIND", "list the rows of these", nargs="?"),
+    option("--folder", "DIR", "another folder than data/records"),
+    option("--verify", None, "only check that each kernel was tested on a GPU, or is named as untested"),
+    name="records",
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -314,26 +254,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
-    because they are the fields of a class whose import needs torch."""
+    """Return the parser of the command line. It knows the fields that are options only where `arguments` ask for their
+    command, because the import of their class may need torch."""
     parser = _Parser(
         prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
     )
     parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
-        text = command.text
-        added = commands.add_parser(
-            name, help=text[0].lower() + text[1:].rstrip("."), description=text, epilog=command.epilog
-        )
+        what = command.text[0].lower() + command.text[1:].rstrip(".")
+        added = commands.add_parser(name, help=what, description=command.text, epilog=command.epilog)
+        if command.epilog:
+            added.formatter_class = argparse.RawDescriptionHelpFormatter
         added.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-        if name == "tour":
-            add_fields(added, TourOptions)
-        if name == "train" and name in arguments:
-            train_command.add_options(added)
-        for each in command.options:
-            each.add_to(added)
+        if command.fields and name in arguments:
+            add_fields(added, _named(command.fields))
+        for option_name, how in command.options:
+            added.add_argument(option_name, **how)
     return parser
+
+
+def _named(place: str) -> Any:
+    """Return what "module:name" names, of a module of this package."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f".{module}", __package__), name)
 
 
 # ---- what happens around a command ----
@@ -371,14 +315,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _share_cores(arguments: Sequence[str]) -> None:
-    """Have torch's threads sleep while they wait, in a tour, and in a training on a machine that others keep busy. To
-    be called before torch is loaded.
-
-    Threads that spin take the core from the thread that they wait for: a step of 35 ms took from 300 ms to seconds
-    beside other programs, and 90 ms where they sleep. On an idle machine it takes 52 ms where they sleep, so there they
-    spin."""
+    """Have torch's threads sleep while they wait, in a tour, which is to time alike on all machines, and in a training
+    on a machine that others keep busy: there a thread that spins takes the core from the one that it waits for. On an
+    idle machine spinning is faster. To be called before torch is loaded."""
     busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
-    if arguments[:1] == ["tour"] or arguments[:1] == ["train"] and busy:  # of a tour all machines are to time alike
+    if arguments[:1] == ["tour"] or arguments[:1] == ["train"] and busy:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -394,8 +335,7 @@ def _run(arguments: list[str]) -> int:
         if not stopped.code:  # after --help or --version, whose output argparse may have lost
             terminal.write("")
         raise
-    module, _, function = COMMANDS[options.command].run.partition(":")
-    answer = getattr(import_module(f".{module}", __package__), function)(options)
+    answer = _named(COMMANDS[options.command].run)(options)
     if answer is None:  # another process of torchrun's gives it
         return 0
     answer.say(options.json)
@@ -404,14 +344,13 @@ def _run(arguments: list[str]) -> int:
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """End with the help where there is no argument; and as argparse does, but with the most similar command's name,
-    where the first word is none of the commands, or another one follows `bench`."""
+    where the first word is none of the commands."""
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     first, second = arguments[0], next(iter(arguments[1:]), "-")
     if first == "bench" and not second.startswith("-"):
-        named = "" if difflib.get_close_matches(second, ["model"]) else f" {shlex.quote(second)}"
-        parser.error(f"bench takes no {second!r:.80}, but options; did you mean: twell-lab {MODEL}{named:.80}")
+        parser.error(f"bench takes no {second!r:.80}, but options; twell-lab {MODEL} times a whole model")
     if not first.startswith("-") and first not in COMMANDS:
         alike = difflib.get_close_matches(first, COMMANDS, n=1)
         meant = f"did you mean {alike[0]!r}? " if alike else ""
@@ -420,9 +359,6 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
     """Return what was interrupted, and the command line that goes on with it or runs it again."""
-    # Another Ctrl-C may have come while the exception of a saved training, which names its folder, was on its way.
-    while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):
-        error = error.__context__
     folder = getattr(error, "folder", None)  # of checkpoint.Interrupted
     if folder is None:
         return f"interrupted; to run it again: {_typed(arguments)}"
@@ -432,12 +368,6 @@ def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
 
 
 def _typed(arguments: list[str]) -> str:
-    """The `twell-lab` command with these arguments, as one would type it here."""
-    folder, name = os.path.split(sys.argv[0])
-    if not name.startswith("twell-lab"):
-        started = ["python", "-m", "twell_lab"]
-    elif folder in os.environ.get("PATH", "").split(os.pathsep):
-        started = ["twell-lab"]
-    else:
-        started = [sys.argv[0]]
+    """Return the `twell-lab` command with these arguments, as one would type it here."""
+    started = [sys.argv[0]] if Path(sys.argv[0]).name.startswith("twell-lab") else ["python", "-m", "twell_lab"]
     return shlex.join([*started, *arguments])

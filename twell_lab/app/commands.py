@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from importlib.util import find_spec
 
 from tqdm import tqdm
@@ -28,7 +27,7 @@ def doctor(options: Namespace) -> Answer:
         lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
         if finding.command:
             lines.append(f"{'':<26} -> {finding.command}")
-    return Answer([asdict(finding) for finding in findings], "\n".join(lines))
+    return Answer([finding._asdict() for finding in findings], "\n".join(lines))
 
 
 def tour(options: Namespace) -> Answer:
@@ -116,7 +115,7 @@ def record(options: Namespace) -> Answer:
         return Answer(names, "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    asked = {key: getattr(options, key) for key in ("seed", "seconds", "at_once")}
+    asked = {key: getattr(options, key) for key in ("seed", "seconds")}
     asked = {key: value for key, value in asked.items() if value is not None}
     for key in asked.keys() - options_of(options.name):
         takers = ", ".join(name for name in names if key in options_of(name))

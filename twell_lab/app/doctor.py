@@ -11,30 +11,28 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import core
 from ..core import StackError
 from ..cuda import compile as compiler
 
-STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
-_INSTALL_TORCH = "pip install 'torch>=2.6'"
+OTHERS = {  # packages that are used where they are there, and for what
+    "transformers": "models of the Hub",
+    "tokenizers": "BPE",
+    "datasets": "texts of the Hub",
+    "nvidia-ml-py": "energy of a GPU",
+}
+_NO_TORCH = "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found about one thing.
-
-    Attributes:
-        topic: what was looked at.
-        state: "ok"; "missing", if something can be installed; "limited", if it works in part or not at all here.
-        text: a sentence.
-        command: what would mend it, or None.
-    """
+class Finding(NamedTuple):
+    """What was found: the topic; "ok", "missing" if something can be installed, or "limited" if it works in part or not
+    at all here; a sentence; and what would mend it, or None."""
 
     topic: str
     state: str
@@ -43,38 +41,23 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Findings on what this machine has, then on what will run on it. Never raises."""
+    """Return findings on what this machine has, then on what will run on it. Never raises."""
     try:
         facts = core.describe_machine()
         facts["usable"] = core.gpu() is not None
     except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
-        return [Finding("machine", "limited", _unexamined(error))]
-    probes = {
-        "Python": _python,
-        "PyTorch": _torch,
-        "GPU": _gpu,
-        "CuPy": _cupy,
-        "NVRTC": _nvrtc,
-        "kernel cache": _cache,
-        "CPU operators": _cpu_operators,
-        "GPU kernels": _gpu_kernels,
-        "kernel compilation": _compilation,
-        "simulator": _simulator,
-        "notebooks": _notebooks,
-        "other packages": _others,
-    }
-    return [_examined(topic, probe, facts) for topic, probe in probes.items()]
+        return [_broken("machine", error)]
+    findings = []
+    for topic, probe in _PROBES.items():
+        try:
+            findings.append(Finding(topic, *probe(facts)))
+        except Exception as error:
+            findings.append(_broken(topic, error))
+    return findings
 
 
-def _examined(topic: str, probe: Callable[[dict], tuple], facts: dict) -> Finding:
-    try:
-        return Finding(topic, *probe(facts))
-    except Exception as error:
-        return Finding(topic, "limited", _unexamined(error))
-
-
-def _unexamined(error: Exception) -> str:
-    return f"could not be examined ({type(error).__name__}: {error})"
+def _broken(topic: str, error: Exception) -> Finding:
+    return Finding(topic, "limited", f"could not be examined ({type(error).__name__}: {error})")
 
 
 def install_command(extra: str) -> str:
@@ -98,7 +81,7 @@ def _python(facts: dict) -> tuple:
 
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "torch is not installed, and everything needs it", _INSTALL_TORCH
+        return _NO_TORCH
     import torch  # if it is installed and does not load, the finding shows the error
 
     build = f"built for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "a build without CUDA"
@@ -106,51 +89,33 @@ def _torch(facts: dict) -> tuple:
 
 
 def _gpu(facts: dict) -> tuple:
+    """Name the GPUs that the driver lists, and say why torch or the kernels cannot use them."""
     if not facts["gpus"]:
         return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
     named = "; ".join(
         f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
         for gpu in facts["gpus"]
     )
-    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < compiler.OLDEST]:
-        oldest = "sm_{}{}".format(*compiler.OLDEST)
-        return "limited", f"{named}; the kernels need {oldest} or newer, which {too_old[0]['name']} is not"
+    for gpu in facts["gpus"]:
+        if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST:
+            oldest = "sm_{}{}".format(*compiler.OLDEST)
+            return "limited", f"{named}; the kernels need {oldest} or newer, which {gpu['name']} is not"
     if facts["usable"]:
         return "ok", named
-    return "limited", f"{named}; {_why_unusable(facts)}", _stack_command(facts)
-
-
-def _capability(gpu: dict) -> tuple[int, ...]:
-    return tuple(int(part) for part in gpu["capability"].split("."))
-
-
-def _why_unusable(facts: dict) -> str:
-    """Return why torch cannot use a GPU that the driver lists."""
-    build = facts["torch_cuda"]
-    if facts["torch"] is None:
-        return "torch is not installed"
-    if build is None:
-        return f"torch {facts['torch']} is a build without CUDA"
-    if _driver_too_old(facts):
-        return f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {build}"
-    return f"torch, built for CUDA {build}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-
-
-def _driver_too_old(facts: dict) -> bool:
-    """Return whether torch was built for a newer major version of CUDA than the driver runs."""
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    return driver is not None and build is not None and driver < build
-
-
-def _stack_command(facts: dict) -> str | None:
-    """The command that installs a stack for this machine's driver; None if another stack would not help."""
-    if facts["torch_cuda"] and not _driver_too_old(facts):
-        return None
+    if facts["torch"] is None:
+        why = "torch is not installed"
+    elif build is None:
+        why = f"torch {facts['torch']} is a build without CUDA"
+    elif driver is not None and driver < build:
+        why = f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {facts['torch_cuda']}"
+    else:  # another stack would not help
+        why = f"torch, built for CUDA {facts['torch_cuda']}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+        return "limited", f"{named}; {why}"
     command = install_command("cu12")
-    if command.startswith("make"):
-        return command
-    with_torch = command.replace("install ", "install 'torch>=2.8,<2.11' ")
-    return f"pip uninstall -y torch && {with_torch}"
+    if not command.startswith("make"):
+        command = "pip uninstall -y torch && " + command.replace("install ", "install 'torch>=2.8,<2.11' ")
+    return "limited", f"{named}; {why}", command
 
 
 def _cupy(facts: dict) -> tuple:
@@ -171,19 +136,18 @@ def _cupy_command(facts: dict) -> str | None:
 
 def _nvrtc(facts: dict) -> tuple:
     if facts["nvrtc"]:
-        return "ok", f"the CUDA compiler library, {facts['nvrtc']}"
-    return "missing", f"the CUDA compiler library does not load{_why_no_compiler()}", _cupy_command(facts)
-
-
-def _why_no_compiler() -> str:
-    """The error of loading the compiler, in brackets and cut to one line, because that of CuPy fills a screen."""
+        archs = ", ".join(compiler.ARCHITECTURES)
+        return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
+    if sys.platform not in ("linux", "win32"):
+        return "limited", f"the CUDA compiler library is not made for {sys.platform}"
+    why = ""
     try:
         compiler.compiler()
-    except StackError as error:
+    except StackError as error:  # cut to one line, because that of CuPy fills a screen
         cause = error.__cause__ or error
-        lines = [line.strip(" =") for line in str(cause).splitlines()]
-        return f" ({type(cause).__name__}: {next(filter(None, lines), '')})"
-    return ""
+        why = next((line.strip(" =") for line in str(cause).splitlines() if line.strip(" =")), "")
+        why = f" ({type(cause).__name__}: {why})"
+    return "missing", f"the CUDA compiler library does not load{why}", _cupy_command(facts)
 
 
 def _cache(facts: dict) -> tuple:
@@ -200,7 +164,7 @@ def _cache(facts: dict) -> tuple:
 
 def _cpu_operators(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "need torch", _INSTALL_TORCH
+        return _NO_TORCH
     from ..ops import functional  # noqa: F401  this registers the operators, which can fail
 
     return "ok", "pack, ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
@@ -218,17 +182,9 @@ def _gpu_kernels(facts: dict) -> tuple:
     return "ok", "run on CUDA tensors, compiled on first use"
 
 
-def _compilation(facts: dict) -> tuple:
-    if facts["nvrtc"]:
-        return "ok", f"for {', '.join(compiler.ARCHITECTURES)}, with or without a GPU"
-    if sys.platform not in ("linux", "win32"):
-        return "limited", f"NVRTC is not made for {sys.platform}"
-    return "missing", "needs NVRTC", _cupy_command(facts)
-
-
 def _simulator(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "needs torch", _INSTALL_TORCH
+        return _NO_TORCH
     from ..simulator import toolchain
 
     try:
@@ -243,29 +199,22 @@ def _notebooks(facts: dict) -> tuple:
     needed = [name for name in COURSE if name != "jupyterlab" or "ipykernel" not in sys.modules]
     if absent := [name for name in needed if not _version(name)]:
         return "missing", f"not installed: {', '.join(absent)}", install_command("course")
-    if not _writable(Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())):
-        return (
-            "limited",
-            "Jupyter keeps its runtime files in the home folder, which cannot be written",
-            "export JUPYTER_RUNTIME_DIR=$(mktemp -d)",
-        )
+    folder = Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())
+    try:  # permission bits do not bind root and say nothing about a read-only mount
+        with tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())):
+            pass
+    except OSError:
+        text = "Jupyter keeps its runtime files in the home folder, which cannot be written"
+        return "limited", text, "export JUPYTER_RUNTIME_DIR=$(mktemp -d)"
     opens = "twell-lab course" if core.is_installed() else "make lab"
     return "ok", f"{', '.join(needed)} are installed; `{opens}` opens the course"
 
 
 def _others(facts: dict) -> tuple:
-    packages = {
-        "transformers": "models of the Hub",
-        "tokenizers": "BPE",
-        "datasets": "texts of the Hub",
-        "nvidia-ml-py": "energy of a GPU",
-    }
-    versions = {name: _version(name) for name in packages}
-    said = [f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in packages.items()]
-    absent = [name for name in packages if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
-    if absent:
-        return "missing", ", ".join(said), f"pip install {shlex.join(absent)}"
-    return "ok", ", ".join(said)
+    versions = {name: _version(name) for name in OTHERS}
+    said = ", ".join(f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in OTHERS.items())
+    absent = [name for name in OTHERS if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
+    return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
 
 
 def _version(package: str) -> str | None:
@@ -275,15 +224,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _writable(folder: Path) -> bool:
-    """Return whether a file can be made in the folder or, if it does not exist, in the nearest folder above it that
-    does.
-
-    This is tried, because permission bits do not bind root and say nothing about a read-only mount.
-    """
-    folder = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+_PROBES: dict[str, Callable[[dict], tuple]] = {
+    "Python": _python,
+    "PyTorch": _torch,
+    "GPU": _gpu,
+    "CuPy": _cupy,
+    "NVRTC": _nvrtc,
+    "kernel cache": _cache,
+    "CPU operators": _cpu_operators,
+    "GPU kernels": _gpu_kernels,
+    "simulator": _simulator,
+    "notebooks": _notebooks,
+    "other packages": _others,
+}

@@ -2,100 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..core import InputError, StackError
+from ..core import InputError, StackError, TwellError
+
+if TYPE_CHECKING:
+    from ..models.tiny import LanguageModel
 
 
-def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
-    """The model that the options ask for, on the CPU; the text; windows of its tokens (`_windows`): so many, or without
-    a count as many as hold so many `tokens`; and what spells a token. The model is the one that tl.load gives, whose
-    layers have the same names. One of transformers reads the text with its own tokenizer."""
+def ours(folder: Path) -> LanguageModel | None:
+    """Return the model of ours in a folder, also one that `twell-lab export` wrote, which is read without transformers;
+    None for a model that they alone can read."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
-    folder = published.folder_of(options.model)
-    if (folder / "config.json").is_file() and "format" not in published.configuration(folder):
-        try:
-            return _theirs(options, folder, count, tokens)
-        except StackError:
-            if not (model := _exported(folder)):
-                raise
-    else:
-        model = LanguageModel.load(folder).eval()
-    part, windows = _windows(options, count or -(-tokens // model.config.context), model.config)
-
-    def spell(token: int) -> str:
-        written = part.tokenizer.decode(windows.new_tensor([token]))
-        try:
-            return repr(written.decode())
-        except UnicodeDecodeError:
-            return repr(written)
-
-    return model, part, windows, spell
-
-
-def _exported(folder) -> Any:
-    """The model in a Llama's folder that `twell-lab export` wrote, which is read without transformers, too; None for
-    another one."""
-    from ..models.tiny import LanguageModel
-
+    if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
+        return LanguageModel.load(folder).eval()
     try:
-        return LanguageModel.load(folder)
-    except InputError:
+        return LanguageModel.load(folder).eval()
+    except TwellError:
         return None
 
 
-def _theirs(options, folder, count: int | None, tokens: int):
-    """As `model_and_windows`, of a folder that transformers reads; windows of 512 tokens at most."""
+def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> tuple[Any, Any, Any, Callable]:
+    """Return the model that the options ask for, on the CPU, as tl.load gives it; the text, or its held-out part;
+    windows of it as int64 [count, context], spread evenly: so many, or without a count as many as hold so many
+    `tokens`; and what spells a token.
+
+    Only the held-out part is taken of the text that the model was trained on, of the default text and of a prepared
+    text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
+    one that training saved in its folder, or as bytes."""
     from ..models import published
-    from ..training.text.load import load_any
-    from ..training.text.prepared import PreparedText
-    from ..training.text.source import spread_windows
-
-    model: Any = published.load(folder)
-    tokenizer = published.tokenizer_of(folder)
-    text = load_any(options.text)
-    part = text.split()[1] if options.text is None or isinstance(text, PreparedText) else text
-    context = min(
-        512, getattr(model.config, "max_position_embeddings", None) or 512
-    )  # under whatever name it is stored
-    count = count or -(-tokens // context)
-    # A token is rarely longer than eight bytes; of a longer text the beginning would do, but not the tokenizer's time.
-    start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")
-    ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-    if len(ids) <= context:
-        raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
-    if (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
-        raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
-    return model, part, spread_windows(ids, count, context)[:, :-1], lambda token: repr(tokenizer.decode([token]))
-
-
-def _windows(options, count: int, config):
-    """The text that the options ask for, and windows of its tokens.
-
-    The text is read with the tokenizer that training saved in the model's folder, or else as bytes. Only the held-out
-    part is taken of the text that the model was trained on, of the default text and of a prepared text.
-
-    Args:
-        options: with `model`, the model's folder, and `text`.
-        count: the number of windows.
-        config: the model's, for its vocabulary and its context.
-
-    Returns:
-        (the text or its held-out part, windows as int64 [count, context], spread evenly over it)
-    """
+    from ..models.tiny import LanguageModel
     from ..training.checkpoint import text_of
     from ..training.text.load import load_any, tokenizer_of
     from ..training.text.prepared import PreparedText
     from ..training.text.source import spread_windows
 
-    text = load_any(options.text, tokenizer=tokenizer_of(options.model, config.vocabulary))
-    seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
+    folder = published.folder_of(options.model)
+    try:
+        model: Any = published.load(folder)
+    except StackError:
+        if (model := ours(folder)) is None:
+            raise
+    own = isinstance(model, LanguageModel)
+    text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
+    seen = (
+        options.text is None or isinstance(text, PreparedText) or own and text.sha256 == text_of(folder).get("sha256")
+    )
     part = text.split()[1] if seen else text
-    if len(part.tokens) <= config.context:
-        raise InputError(
-            f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
-            f"{config.context}, so at least {config.context + 1} are needed"
-        )
-    return part, spread_windows(part.tokens, count, config.context)[:, :-1]
+    if own:
+        context, unit, ids = model.config.context, part.tokenizer.unit, part.tokens
+
+        def spell(token: int) -> str:
+            written = part.tokenizer.decode(windows.new_tensor([token]))
+            try:
+                return repr(written.decode())
+            except UnicodeDecodeError:
+                return repr(written)
+
+    else:
+        tokenizer, longest = published.tokenizer_of(folder), getattr(model.config, "max_position_embeddings", None)
+        context, unit = min(512, longest or 512), "tokens"
+        # A token is rarely longer than eight bytes; the beginning of a longer text does.
+        bytes_read = 8 * ((count or -(-tokens // context)) + 1) * context
+        start = part.tokenizer.decode(part.tokens[:bytes_read]).decode("utf-8", "replace")
+        ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+
+        def spell(token: int) -> str:
+            return repr(tokenizer.decode([token]))
+
+    if len(ids) <= context:
+        raise InputError(f"{part.name} has {len(ids)} {unit}; windows of {context} need at least {context + 1}")
+    if not own and (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
+        raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
+    windows = spread_windows(ids, count or -(-tokens // context), context)[:, :-1]
+    return model, part, windows, spell
+
+
+def placed(options) -> tuple[Any, Any]:
+    """Return the device and the dtype that the options ask for."""
+    import torch
+
+    from ..ops.clock import dtype_for, present_device
+
+    device = present_device(options.device)
+    return device, getattr(torch, options.dtype) if options.dtype else dtype_for(device)

@@ -6,10 +6,12 @@ import inspect
 import math
 import os
 import re
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
@@ -35,38 +37,26 @@ class TourOptions:
 
 
 def source(text: str) -> str:
-    """The option type of a text: a path or another name, as it was typed."""
-    if not text:
-        raise ArgumentTypeError("the path is empty; a file or folder is accepted")
+    """Return a path or another name, as it was typed. ArgumentTypeError for one that no path has."""
     try:
-        if "\0" not in text and os.fsencode(text):
+        if text and "\0" not in text and os.fsencode(text):
             return text
     except UnicodeEncodeError:
         pass
-    raise ArgumentTypeError(f"{text!r} has a character that no path has; a file or folder is accepted")
+    raise ArgumentTypeError(f"{text!r} is no path; a file or folder is accepted")
 
 
 def path(text: str) -> Path:
     return Path(source(text))
 
 
-def seconds(text: str) -> float:
+def _number(text: str, least: float, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to 3600")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"{text!r:.80} is not a finite number from 0 up")
+        value = math.nan
+    if not least <= value <= most:
+        raise ArgumentTypeError(f"{text!r:.80} is not a number from {least:g} up to {most:g}")
     return value
 
 
@@ -77,21 +67,18 @@ def whole(text: str, least: int = 0) -> int:
     return value
 
 
-def positive(text: str) -> int:
-    return whole(text, least=1)
+_TYPES = {
+    "N": partial(whole, least=1),
+    "S": partial(_number, least=1e-9, most=3600),  # seconds
+    "X": partial(_number, least=0.0, most=sys.float_info.max),
+    "DIR": path,
+    "FILE": path,
+    "MODEL": path,
+    "PATH": source,
+}
 
 
-_TYPES = {"N": positive, "S": seconds, "X": number, "DIR": path, "FILE": path, "MODEL": path, "PATH": source}
-
-
-class Option(NamedTuple):
-    """What `add_argument` is given for one option, or one argument."""
-
-    name: str
-    how: dict
-
-    def add_to(self, parser: ArgumentParser) -> None:
-        parser.add_argument(self.name, **self.how)
+Option = tuple[str, dict]  # what `add_argument` is given for one option, or one argument
 
 
 def option(name: str, metavar: str | None, text: str, default: Any = None, **more: Any) -> Option:
@@ -106,14 +93,14 @@ def option(name: str, metavar: str | None, text: str, default: Any = None, **mor
         more: as add_argument takes it.
     """
     if metavar is None:
-        return Option(name, {"action": "store_true", "help": text, **more})
+        return name, {"action": "store_true", "help": text, **more}
     if default is not None and "[" not in text:
         text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
     how = {"default": default, "help": text}
     how |= {"metavar": metavar} if metavar else {}
     how |= {"type": _TYPES[metavar]} if metavar in _TYPES else {}
     how |= {"nargs": "+"} if isinstance(default, list) else {}
-    return Option(name, how | more)
+    return name, how | more
 
 
 def add_fields(parser: ArgumentParser, config: type) -> None:
@@ -131,16 +118,16 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
             groups[found["name"]], texts[found["name"]] = group, " ".join(found["text"].split()).rstrip(".")
     for field in fields(config):
         name, default = _option(field.name), field.default
-        told = re.sub(
+        text = re.sub(
             r"\b[a-z0-9]+_\w+",
             lambda word: _option(word[0]) if word[0] in kinds else word[0],
             texts.get(field.name, ""),
         )
         if default is not None and default is not False:
-            told += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
+            text += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
         kind = {"type": source, "metavar": "PATH"} if field.name == "text" else _kind(kinds[field.name])
-        kind |= {"dest": field.name}
-        groups.get(field.name, parser).add_argument(name, help=told.strip().replace("%", "%%"), default=None, **kind)
+        group = groups.get(field.name, parser)
+        group.add_argument(name, help=text.strip().replace("%", "%%"), default=None, dest=field.name, **kind)
 
 
 def _option(field: str) -> str:
@@ -148,17 +135,17 @@ def _option(field: str) -> str:
 
 
 def _kind(hint) -> dict:
-    """The arguments of add_argument that follow from a field's annotation."""
+    """Return the arguments of add_argument that follow from a field's annotation."""
     among = get_args(hint) or (hint,)
     if get_origin(hint) is Literal:  # the dataclass checks the value
         return {"metavar": f"{{{','.join(among)}}}"}
     if bool in among:
         return {"action": BooleanOptionalAction}
-    types = {int: (int, "N"), float: (float, "X"), Path: (path, "DIR")}
-    kind, metavar = next((types[each] for each in among if each in types), (str, "WORD"))
+    types: dict[type, tuple[Any, str]] = {int: (int, "N"), float: (float, "X"), Path: (path, "DIR")}
+    kind, metavar = next((types[part] for part in among if part in types), (str, "WORD"))
     return {"type": kind, "metavar": metavar}
 
 
 def given(options: Namespace, config: type) -> dict:
-    """The values of those fields of `config` that were given as options."""
-    return {each.name: value for each in fields(config) if (value := getattr(options, each.name)) is not None}
+    """Return the values of those fields of `config` that were given as options."""
+    return {field.name: value for field in fields(config) if (value := getattr(options, field.name)) is not None}

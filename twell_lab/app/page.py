@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import jinja2
 
 from .. import records
 from ..core import RecordError, write_atomically
-from ..plots import alike, decode, layer_names, percentiles, picked, share
+from ..plots import decode, layer_names, percentiles, picked, series, share
 from .charts import Axis, Line, chart
 
 # The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
@@ -24,7 +26,6 @@ FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
 
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _RECORDED = ("planned", "dense eager", "dense compiled")  # paths that are drawn of a record
-_HOW = {"graph)": "in a CUDA graph", "cold)": "weights cold"}
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 _PAGES = jinja2.Environment(
@@ -61,11 +62,17 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
     names = layer_names([layer["name"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
-    busiest = max(range(len(layers)), key=lambda i: layers[i]["density"])
-    frequency = sorted(layers[busiest]["neuron_frequency"], reverse=True)
+    busiest = max(densities, key=densities.__getitem__)
+    frequency = sorted(layers[names.index(busiest)]["neuron_frequency"], reverse=True)
+    fired = [*accumulate(frequency)]
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
-    alone = [row for row in own if not _how(row)]
+    speeds = {
+        "own": ("The trained model's own layers", [row for row in own if not _how(row)]),
+        "large": (f"A layer of {wide}, weights drawn", large),
+        "recorded": ("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
+    }
+    devices = {row["device"] for row in record.rows}
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
@@ -74,8 +81,8 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         rows=layer_table(tour),
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
-        busiest=names[busiest],
-        busy=_most_of(frequency),
+        busiest=busiest,
+        busy=bisect_left(fired, 0.8 * fired[-1]) + 1 if fired[-1] else 0,  # who do 80% of the firing
         neurons=len(frequency),
         formats=FORMATS,
         packed=packed,
@@ -83,34 +90,21 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         tile=tile_cells(tour["tile"]),
         times=own + large,
         said_fast=said_fast,
-        devices=sorted({_device(row["device"], record) for row in record.rows}),
+        devices=sorted(record.machine.get("cpu") or "an unnamed CPU" if records.is_cpu(d) else d for d in devices),
         wide=wide,
         see={
             "training": see_training(tour["runs"][WITHOUT], tour["runs"][WITH]),
-            "own": see_speed(alone),
-            "large": see_speed(large),
-            "recorded": see_recorded(beside),
+            **{
+                name: see_recorded(rows) if name == "recorded" else see_speed(rows)
+                for name, (_, rows) in speeds.items()
+            },
         },
         charts={
             "training": draw_training(tour["runs"]),
-            "frequency": draw_frequency(names[busiest], frequency),
-            "own": draw_speeds("The trained model's own layers", alone),
-            "large": draw_speeds(f"A layer of {wide}, weights drawn", large),
-            "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
+            "frequency": draw_frequency(busiest, frequency),
+            **{name: draw_speeds(title, rows) for name, (title, rows) in speeds.items()},
         },
     )
-
-
-def _device(name: str, record: records.Record) -> str:
-    return record.machine.get("cpu") or "an unnamed CPU" if records.is_cpu(name) else name
-
-
-def _most_of(frequency: list[float]) -> int:
-    """Return how many of the neurons, most used first, do 80% of the firing."""
-    count, seen = 0, 0.0
-    while seen < 0.8 * sum(frequency):
-        seen, count = seen + frequency[count], count + 1
-    return count
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
@@ -122,7 +116,7 @@ def render_file(path: str | Path, folder: str | Path) -> Path:
 
 
 def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """A tour's timings: (rows of the trained model's own layers, rows of the large layer)."""
+    """Return a tour's timings: (rows of the trained model's own layers, rows of the large layer)."""
     return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
 
 
@@ -130,22 +124,22 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
     """Return the recorded times to draw beside those of the tour's large layer: of the newest record of inference that
     is current, plain calls on a GPU of a gated layer of 2,048 x 5,632, planned and dense."""
     current = [record for record in records.told(recorded, "inference") if not records.stale(record)]
-
-    def is_alike(row: dict) -> bool:
-        sizes = (row.get("d_model"), row.get("d_ff"), row.get("gated", True), row.get("workload"))
-        return sizes == (2048, 5632, True, "independent, lognormal") and row["path"] in _RECORDED
-
-    rows = [
-        {**row, "date": record.date} for record in current[-1:] for row in record.rows if row.get("kind") == record.name
+    wanted = {"kind": "inference", "d_model": 2048, "d_ff": 5632, "gated": True, "workload": "independent, lognormal"}
+    return [
+        {**row, "date": record.date}
+        for record in current[-1:]
+        for row in record.rows
+        if wanted.items() <= {key: row.get(key) for key in wanted}.items()
+        and row["path"] in _RECORDED
+        and not records.is_cpu(row["device"])
     ]
-    return [row for row in rows if not records.is_cpu(row["device"]) and is_alike(row)]
 
 
 # ---- what is drawn ----
 
 
 def draw_training(runs: dict) -> list[dict]:
-    """Loss, and firing, against steps: each run's line on held-out text, and a faint one on what it trained on."""
+    """Draw loss, and firing, against steps: each run's line on held-out text, and a faint one on what it trained on."""
     losses, firing, read = [], [], []
     for i, (label, run) in enumerate(runs.items()):
         history, width = run["history"], run["config"]["d_ff"]
@@ -162,60 +156,26 @@ def draw_training(runs: dict) -> list[dict]:
 
 
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
-    """On which share of the tokens each neuron of a layer fires, most used first; None if none does."""
+    """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
     if not alive:
         return None
-    up = "tokens it fires for, % (each line 10 times the one below)"
-    return chart(
-        f"How often each neuron of {name} fires",
-        [Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)],
-        Axis("neuron, most used first", end=len(frequency)),
-        Axis(up, log=True, show="{:.3g}".format),
-    )
+    up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show="{:.3g}".format)
+    line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
+    return chart(f"How often each neuron of {name} fires", [line], Axis("neuron, most used first"), up)
 
 
 def draw_speeds(title: str, rows: list[dict]) -> dict | None:
-    """Times as fast as torch's eager dense layer, over tokens; None if nothing was timed."""
-    drawn = speed_lines(rows)
+    """Draw times as fast as torch's eager dense layer, over tokens; None if nothing was timed."""
+    drawn = [
+        Line(name.removeprefix(": "), sorted({row["tokens"]: row["x_dense"] for row in points}.items()))
+        for name, points in series(rows, "").items()
+    ]
     if not drawn:
         return None
     across = Axis("tokens at once", log=True, ticks=sorted({x for line in drawn for x, _ in line.points}))
     up = Axis("times as fast as torch's dense layer (at 1x)", log=True, ticks=_TIMES, show="{:.3g}x".format)
     return chart(title, drawn, across, up, level=1.0)
-
-
-def speed_lines(rows: list[dict]) -> list[Line]:
-    """A line for each layer, device, dtype and path, and number of neurons that fire; names say what differs."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        if row.get("x_dense") is not None and picked(row["path"]) and not row["path"].startswith("dense eager"):
-            key = row.get("label"), row["device"], row["dtype"], row["path"]
-            groups.setdefault(key, []).append(row)
-    parts = [
-        (key, points)
-        for key, members in groups.items()
-        for points in ([members] if key[0] or _is_dense(members[0]) else alike(members))
-    ]
-    devices, dtypes = ({key[i] for key in groups} for i in (1, 2))
-    kernels = {key[3].partition(" (")[0] for key in groups if not key[3].startswith("dense")}
-    drawn = []
-    for (label, device, dtype, path), points in parts:
-        points = sorted({row["tokens"]: row for row in points}.values(), key=lambda row: row["tokens"])
-        last = points[-1]
-        kernel, _, how = path.partition(" (")
-        said = [
-            label,
-            device if len(devices) > 1 else None,
-            dtype if len(dtypes) > 1 else None,
-            "torch.compile, dense" if _is_dense(last) else f"{last['nnz']:.0f} of {last['d_ff']:,} fire",
-            kernel if len(kernels) > 1 and not _is_dense(last) else None,
-            _HOW.get(how),
-        ]
-        drawn.append(
-            Line(", ".join(part for part in said if part), [(row["tokens"], row["x_dense"]) for row in points])
-        )
-    return drawn
 
 
 def layer_table(tour: dict) -> list[dict]:
@@ -227,13 +187,11 @@ def layer_table(tour: dict) -> list[dict]:
     rows = []
     for i, (layer, packed) in enumerate(zip(layers, tour["packing"]["layers"], strict=True)):
         low, high = percentiles(layer["nnz_histogram"])
+        runs = (WITHOUT, without["density"][i], without["dead"][i]), (WITH, layer["density"], sparse["dead"][i])
         rows.append(
             {
                 "layer": names[i],
-                "runs": [
-                    (WITHOUT, without["density"][i], without["dead"][i]),
-                    (WITH, layer["density"], sparse["dead"][i]),
-                ],
+                "runs": [*runs],
                 "span": f"{low:,} to {high:,}",
                 "d_ff": layer["d_ff"],
                 "used": share(packed["slots_used"] / packed["slots"]),
@@ -245,7 +203,7 @@ def layer_table(tour: dict) -> list[dict]:
 
 
 def tile_cells(tile: dict) -> dict:
-    """One tile, as it is drawn: shades (0 to 1, one for each column) and words (what each says, None where unused)."""
+    """Return one tile as it is drawn: shades (0 to 1, one for each column) and words (what each says)."""
     entries = [decode(word, tile["dtype"]) for word in tile["words"][1:]]
     everything = entries + [decode(word, tile["dtype"]) for word in tile["tail"]]
     top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
@@ -261,18 +219,14 @@ def tile_cells(tile: dict) -> dict:
 
 
 def see_training(without: dict, sparse: dict) -> str:
-    before, after = without["mean_nnz"], sparse["mean_nnz"]
-    d_ff = sparse["config"]["d_ff"]
+    before, after, d_ff = without["mean_nnz"], sparse["mean_nnz"], sparse["config"]["d_ff"]
     change = sparse["validation_bits_per_byte"] - without["validation_bits_per_byte"]
-    loss = (
-        f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
-        if abs(change) >= 0.0005
-        else "the same validation loss as without it"
-    )
-    verb = "fell" if after < before else "did not fall"
+    loss = f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
+    fell = "fell" if after < before else "did not fall"
     return (
-        f"With L1, the neurons that fire for a token {verb} from {before:.1f} to {after:.1f} of {d_ff} "
-        f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is {loss}. "
+        f"With L1, the neurons that fire for a token {fell} from {before:.1f} to {after:.1f} of {d_ff} "
+        f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is "
+        f"{loss if abs(change) >= 0.0005 else 'as good as without it'}. "
         "One seed and a short run: this shows the mechanism, not what L1 costs a real model."
     )
 
@@ -284,18 +238,13 @@ def see_speed(rows: list[dict]) -> str:
     if not timed:
         return "No sparse path was timed."
     sure = [row for row in timed if _apart(row, rows)]
-    slower, faster = ([row for row in sure if (row["x_dense"] > 1) == is_faster] for is_faster in (False, True))
     said = []
-    if faster:
-        best = faster[-1]
-        times = f"{best['ms']:.3g} ms, spread {best.get('spread') or 0:.2g}, against {best['dense_ms']:.3g} ms"
-        said.append(f"faster at {len(faster)}, at best {best['x_dense']:.2f} times as fast ({_at(best)}: {times})")
-    if slower:
-        said.append(
-            f"slower at {len(slower)}, at worst {1 / slower[0]['x_dense']:.2f} times the time ({_at(slower[0])})"
-        )
-    if len(sure) < len(timed):
-        said.append(f"neither at {len(timed) - len(sure)}, where the difference lies within the spread of the samples")
+    if faster := sum(row["x_dense"] > 1 for row in sure):
+        said.append(f"faster at {faster}, at best {sure[-1]['x_dense']:.2f} times as fast ({_at(sure[-1])})")
+    if slower := len(sure) - faster:
+        said.append(f"slower at {slower}, at worst {1 / sure[0]['x_dense']:.2f} times the time ({_at(sure[0])})")
+    if neither := len(timed) - len(sure):
+        said.append(f"neither at {neither}, where the difference lies within the spread of the samples")
     points = f"{len(timed)} point{'s' * (len(timed) > 1)}"
     return f"Of {points} the sparse layer was, beside torch's dense one, {'; '.join(said)}."
 
@@ -311,31 +260,25 @@ def _apart(row: dict, rows: list[dict]) -> bool:
 def see_recorded(rows: list[dict]) -> str:
     timed = [row for row in rows if _is_sparse(row)]
     if not timed:
-        return (
-            "No measurement of such a layer on a GPU is recorded with the kernels as they are, so none is drawn here."
-        )
+        return "No measurement of such a layer on a GPU is recorded with the kernels as they are."
     where = f"{', '.join(sorted({row['device'] for row in timed}))} ({timed[0]['date'][:10]})"
     return f"Recorded on {where}, not here; the layer takes the path that a plan chose. {see_speed(rows)}"
 
 
-def _is_dense(row: dict) -> bool:
-    return row["path"].startswith("dense")
-
-
 def _how(row: dict) -> str:
-    """How it was timed, in words, if not by plain calls one after the other."""
-    return _HOW.get(row["path"].partition(" (")[2], "")
+    """Return how it was timed, if not by plain calls one after the other."""
+    return row["path"].partition(" (")[2].removesuffix(")")
 
 
 def _is_sparse(row: dict) -> bool:
-    return row.get("x_dense") is not None and not _is_dense(row) and picked(row["path"])
+    return row.get("x_dense") is not None and not row["path"].startswith("dense") and picked(row["path"])
 
 
 def _at(row: dict) -> str:
-    what = f"{row['label']}, " if row.get("label") else ""
-    how = f", {_how(row)}" if _how(row) else ""
-    fire = f", {row['nnz']:.0f} neurons firing" if row.get("nnz") and not what else ""
-    return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{fire}{how}"
+    fire = f"{row['nnz']:.0f} neurons firing" if row.get("nnz") and not row.get("label") else ""
+    where = f"{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}"
+    times = f"{row['ms']:.3g} ms, spread {row.get('spread') or 0:.2g}, against {row['dense_ms']:.3g} ms"
+    return ", ".join(filter(None, (row.get("label"), where, fire, _how(row)))) + f": {times}"
 
 
 def said_fast(texts: dict) -> str:

@@ -10,13 +10,12 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,11 +47,11 @@ class TestsFailed(TwellError, RuntimeError):
 
 class Recording(NamedTuple):
     """A record in sections, which may be cut short. sections: the module of `bench` that has them, or a function that
-    returns them, given a dict for the record's notes and the seconds that it may take. name: of the record."""
+    returns them, given a dict for the record's notes. name: of the record."""
 
     name: str
     purpose: str
-    sections: str | Callable[[dict, float], Sections]
+    sections: str | Callable[[dict], Sections]
     seconds: float = 180.0  # unless told otherwise
     gpu: bool = True  # whether it needs one
 
@@ -86,7 +85,7 @@ def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
-    found = _sections(_bench(sections), more) if isinstance(sections, str) else sections(more, limit)
+    found = _sections(sections, more) if isinstance(sections, str) else sections(more)
     rows, notes = run(found, limit, keep_rows)
     if not rows:
         raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
@@ -148,69 +147,50 @@ def run(
 def gpu_tests() -> Record:
     """Return a report of tests/gpu, and of its reduced set under each compute-sanitizer tool where that is installed.
 
-    TWELL_LAB_CUBINS, if set, names a folder of cubins that another machine compiled: the kernel tests then run on those
-    too, and the report says so. Raises TestsFailed, with the end of the output, when a test fails.
-    """
+    Raises TestsFailed, with the end of the output, when a test fails."""
     need_gpu()
-    folder = _gpu_tests_folder()
-    environment = dict(os.environ)
-    cubins = environment.pop("TWELL_LAB_CUBINS", None)
-    tool = shutil.which("compute-sanitizer")
+    folder, tool = _tests("gpu"), shutil.which("compute-sanitizer")
+    # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access beyond its
+    # bounds.
+    checked, reduced = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, [str(folder / "test_reduced.py")]
+    files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
-        # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access beyond
-        # its bounds.
-        checked, reduced = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, [str(folder / "test_reduced.py")]
         jobs = []
         for name in SANITIZERS if tool else ():
             command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
             jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", reduced, checked, command))
-        files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
-        jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)], environment) for path in files]
+        jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)]) for path in files]
         failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
-        if failed:  # all have ended, so that one run on a GPU shows all failures
-            raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
-        suites = [job.result() for job in jobs]
-    if cubins:
-        with tempfile.TemporaryDirectory() as empty:
-            elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
-            suites.append(
-                _suite("kernel tests on cubins compiled elsewhere", [str(folder / "test_kernels.py")], elsewhere)
-            )
-            if compiled := sorted(p.name for p in Path(empty).glob("*.cubin")):
-                raise TestsFailed(
-                    f"{len(compiled)} kernels were compiled here although cubins were given: {compiled[:3]}"
-                )
-        compilers = sorted({p.stem.rpartition("-nvrtc")[2] for p in Path(cubins).glob("*.cubin")})
-        suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
-    totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
+    if failed:  # all have ended, so that one run on a GPU shows all failures
+        raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
+    suites = [job.result() for job in jobs]
+    totals = {key: sum(suite[key] for suite in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
     return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=kernels.sources())
 
 
-def _gpu_tests_folder() -> Path:
-    folder = core.kernels_dir().parent / "tests" / "gpu"
-    if not folder.is_dir():
-        raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
-    return folder
+def _tests(name: str) -> Path:
+    """Return a folder of tests, or a file there."""
+    found = core.kernels_dir().parent / "tests" / name
+    if not found.exists():
+        raise StackError(f"the tests are not here (tests/{name} is part of a checkout, not of the package)")
+    return found
 
 
-def _suite(name: str, targets: list[str], environment: dict | None = None, prefix: Sequence[str] = ()) -> dict:
-    """Run pytest on the targets in a process of its own, with this environment (by default this process's) and with
-    the words of `prefix` before its command line; return {suite: the name, passed, failed, skipped: numbers of tests,
-    seconds}. Raises TestsFailed unless all passed."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        start = time.perf_counter()
-        done = subprocess.run([*command, *targets], env=environment, capture_output=True, text=True)
-        seconds = time.perf_counter() - start
-        if done.returncode not in (0, _NOTHING_RUN) or not report.exists():
-            raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
-        counted = next(ElementTree.parse(report).iter("testsuite")).attrib
-    total, skipped = int(counted["tests"]), int(counted["skipped"])
-    failed = int(counted["failures"]) + int(counted["errors"])
-    counts = {"passed": total - skipped - failed, "failed": failed, "skipped": skipped}
-    return {"suite": name, **counts, "seconds": round(seconds, 1)}
+def _suite(name: str, targets: list[str], more: dict | None = None, prefix: Sequence[str] = ()) -> dict:
+    """Run pytest on the targets in a process of its own, with `more` in its environment and with the words of `prefix`
+    before its command line; return {suite: the name, passed, failed, skipped: numbers of tests, seconds}. Raises
+    TestsFailed unless all passed."""
+    environment = {key: value for key, value in os.environ.items() if key != "TWELL_LAB_CUBINS"} | (more or {})
+    start = time.perf_counter()
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *targets]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    summary = [line for line in done.stdout.splitlines() if re.search(r" in [\d.]+s", line)][-1:]
+    if done.returncode not in (0, _NOTHING_RUN) or not summary:
+        raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|skipped)", summary[0])}
+    return {"suite": name, "passed": 0, "failed": 0, "skipped": 0, **counts, "seconds": round(seconds, 1)}
 
 
 def two_gpus() -> Record:
@@ -218,20 +198,11 @@ def two_gpus() -> Record:
     need_gpu()
     if torch.cuda.device_count() < 2:
         raise DeviceError("this recording needs two GPUs; there is 1")
-    suite = _suite("two GPUs", [str(_gpu_tests_folder()), "-k", "two_gpus or second_gpu"])
+    suite = _suite("two GPUs", [str(_tests("gpu")), "-k", "two_gpus or second_gpu"])
     if suite["skipped"]:
         raise TestsFailed(f"{suite['skipped']} of the tests for two GPUs were skipped")
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
     return Record.new("two-gpus", purpose, [suite, *_bench("runs").rows()], kernels=kernels.sources())
-
-
-def _reported(name: str, tests: str, *options: str) -> tuple[list[dict], dict]:
-    """Run tests of tests/nightly and return the rows that they report as JSON, and their counts."""
-    with tempfile.TemporaryDirectory() as temporary:
-        report = Path(temporary, "report.json")
-        folder = _gpu_tests_folder().parent / "nightly" / tests
-        suite = _suite(name, [str(folder), *options, f"--{name}-report={report}"])
-        return json.loads(report.read_text()) if report.exists() else [], suite
 
 
 def attack(seed: int = 0, seconds: float | None = None) -> Record:
@@ -244,32 +215,15 @@ def attack(seed: int = 0, seconds: float | None = None) -> Record:
     tests, more = "attack", [f"--attack-seed={seed}"]
     if gpu:
         tests, more = "attack/test_layers.py::test_layers", [*more, f"--attack-seconds={seconds or 420.0}"]
-    rows, suite = _reported("attack", tests, *more)
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary, "report.json")
+        suite = _suite("attack", [f"{_tests('nightly')}/{tests}", *more, f"--attack-report={report}"])
+        rows = json.loads(report.read_text()) if report.exists() else []
     notes: dict = {"attack": {"script": "tests/nightly/attack", "seed": seed}}
     notes |= {} if gpu else {"kernels": "off: none ran on a GPU"}
     ran = {kernel for row in rows for kernel in row.pop("kernels", ())}
     purpose = f"random and hostile cases on a {'GPU' if gpu else 'CPU'} against float64"
     return Record.new("attack", purpose, [*rows, suite], notes, kernels=ran)
-
-
-def course(at_once: int = 1) -> Record:
-    """Return how long each notebook takes here, so many at once. walk.Stumbled where a cell raises or complains."""
-    from .walk import walk
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    rows = [{"kind": "notebook", "device": device, **row} for row in walk(at_once=at_once)]
-    purpose = "the notebooks of the course, run from first cell to last"
-    return Record.new("course", purpose, rows, {"notebooks at once": at_once})
-
-
-def widgets() -> Record:
-    """Return what a move of each widget takes in a headless Chromium. TestsFailed, also where there is no browser."""
-    rows, suite = _reported("browser", "test_browser.py")
-    if suite["skipped"]:
-        raise TestsFailed(f"{suite['skipped']} of the tests with a browser were skipped; `make test-browser` says why")
-    rows = [{"kind": "widget", "device": "CPU", **row, "ms": statistics.median(row["samples"])} for row in rows]
-    purpose = "what a move of each widget takes in a browser, from the key to the painted figure"
-    return Record.new("widgets", purpose, rows, {"browser": "headless Chromium, painting on the CPU"})
 
 
 def sweep() -> Record:
@@ -290,41 +244,38 @@ def _shape(module: Any) -> Any:
     return module.Shape() if torch.cuda.is_available() else module.small()
 
 
-def _sections(module: Any, more: dict) -> Sections:
+def _sections(name: str, more: dict) -> Sections:
+    module = _bench(name)
     if hasattr(module, "SECTIONS"):
         return module.SECTIONS
     return module.sections(_shape(module) if hasattr(module, "small") else more["refused"])
 
 
-def _size(size: str, more: dict, seconds: float) -> Sections:
-    return _bench("sizes").sections(size, more["refused"])
-
-
-def _trained(more: dict, seconds: float) -> Sections:
+def _trained(more: dict) -> Sections:
     tables = _bench("trained")
     more |= tables.notes()
     return tables.sections(more["refused"], _shape(tables))
 
 
-def _thresholds(more: dict, seconds: float) -> Sections:
-    return _bench("thresholds").sections()
-
-
-def _comparison(more: dict, seconds: float) -> Sections:
+def _comparison(more: dict) -> Sections:
     methods = _bench("methods")
     layers = methods.sections(methods.sizes_for("cuda"))
     return _bench("comparison").sections() | layers | _bench("few_bits").sections()
 
 
-def _density(more: dict, seconds: float) -> Sections:
+def _density(more: dict) -> Sections:
     return _bench("comparison").density_sections()
 
 
-def _profiling(more: dict, seconds: float) -> Sections:
+def _thresholds(more: dict) -> Sections:
+    return _bench("thresholds").sections()
+
+
+def _profiling(more: dict) -> Sections:
     return {"profiling": [_bench("profiling").profiling_rows]}
 
 
-def _cpu(more: dict, seconds: float) -> Sections:
+def _cpu(more: dict) -> Sections:
     more["threads"] = torch.get_num_threads()
     sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
 
@@ -348,25 +299,23 @@ _SECTIONS = [
     Recording("host-time", "host and wall time of plain calls of one layer", "host"),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
+
+
+def _sized(size: str) -> Recording:
+    """Return the recording of a drawn model of this size."""
+    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
+    return Recording("bench-model", purpose, lambda more: _bench("sizes").sections(size, more["refused"]), 570.0)
+
+
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{
-        f"bench-{size}": Recording(
-            "bench-model",
-            f"a drawn Llama of the paper's {size}, dense beside sparse",
-            functools.partial(_size, size),
-            570.0,
-        )
-        for size in SIZES
-    },
+    **{f"bench-{size}": _sized(size) for size in SIZES},
     "matmul-density": Recording(
         "density", "sparse formats against a dense product across densities", _density, gpu=False
     ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,
-    "course": course,
-    "widgets": widgets,
     "attack": attack,
     "gpu-outputs": evidence.outputs_record,
     "gpu-counters": evidence.counters_record,

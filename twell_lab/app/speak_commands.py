@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core import InputError, TwellError
+from ..core import InputError
+from .inputs import ours
 from .page import said_fast
 from .terminal import Answer
 
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..analysis.profile import FiringProfile
-    from ..models.tiny import LanguageModel
-    from ..training.text.source import Tokenizer
 
 _ROUNDS = 5  # texts of each model, in turn, where dense and sparse are compared; their medians count
 
 
 class _Words(NamedTuple):
-    """What stands between text and tokens. encode: text to int64 [tokens]; told: the text that tokens say after a
+    """What stands between text and tokens. encode: text to ids [tokens]; decode: the text that tokens say after a
     prompt's; unit: what a token is called."""
 
     encode: Callable[[str], Tensor]
-    told: Callable[[Tensor, Tensor], str]
+    decode: Callable[[Tensor, Tensor], str]
     unit: str
 
 
@@ -45,7 +44,7 @@ def sample(options: argparse.Namespace) -> Answer:
     model = model.to(device).eval().requires_grad_(False)
     if not options.prompt:
         raise InputError("--prompt is empty; accepted: at least one character")
-    prompt, seed = words.encode(options.prompt), options.seed
+    prompt, seed = words.encode(options.prompt).long(), options.seed
     if seed is None and options.temperature:  # the answer names it, so that the text can be had again
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": seed}
@@ -54,20 +53,20 @@ def sample(options: argparse.Namespace) -> Answer:
     said, speed = speak(model, prompt, options.tokens, how)
     value = {
         "prompt": options.prompt,
-        "text": words.told(prompt, said.cpu()),
+        "text": words.decode(prompt, said.cpu()),
         "tokens": said.tolist(),
         **how,
         "tokens_per_s": speed,
     }
-    told = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
+    spoken = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
     lines = []
     if options.sparse:
         swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
         value |= in_turn(swapped, model, prompt, options.tokens, how) | {"layers": rows}
         lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
-        lines.append(f"sample: {told}; {said_fast(value)}")
+        lines.append(f"sample: {spoken}; {said_fast(value)}")
     else:
-        lines.append(f"sample: {told}, {speed:,.0f} a second")
+        lines.append(f"sample: {spoken}, {speed:,.0f} a second")
     return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
@@ -155,9 +154,12 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
 
 def export(options: argparse.Namespace) -> Answer:
     """Write the model as a LlamaForCausalLM with its tokenizer."""
+    from ..models.tiny import LanguageModel
+    from ..training.text.load import tokenizer_of
     from ..training.text.source import BYTES
 
-    model, tokenizer = _load(options.model)
+    model = LanguageModel.load(options.model)
+    tokenizer = tokenizer_of(options.model, model.config.vocabulary)
     if (options.out / "model.safetensors").exists():
         raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
     model.save_pretrained(options.out, None if tokenizer == BYTES else tokenizer.content)
@@ -165,47 +167,31 @@ def export(options: argparse.Namespace) -> Answer:
     return Answer({"folder": str(options.out), "files": names}, f"export: a LlamaForCausalLM in {options.out}")
 
 
-def _load(folder: Path) -> tuple[LanguageModel, Tokenizer]:
-    """The model of ours in the folder, and the tokenizer that it was trained with."""
-    from ..models.tiny import LanguageModel
-    from ..training.text.load import tokenizer_of
-
-    model = LanguageModel.load(folder)
-    return model, tokenizer_of(folder, model.config.vocabulary)
-
-
 def _speaker(name: Path) -> tuple[nn.Module, _Words]:
-    """The model of this name, and its words. One of ours that was exported is read without transformers."""
-    from ..models import published
-
-    folder = published.folder_of(name)
-    if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
-        return _ours(*_load(folder))
-    try:
-        return _ours(*_load(folder))
-    except TwellError:
-        return _theirs(published.load(folder), published.tokenizer_of(folder))
-
-
-def _ours(model: LanguageModel, tokenizer: Tokenizer) -> tuple[nn.Module, _Words]:
+    """Return the model of this name, and its words. One of ours that was exported is read without transformers."""
     import torch
 
-    def encode(text: str) -> Tensor:
-        data = bytearray(text.encode("utf-8", "surrogateescape"))
-        return tokenizer.encode(torch.frombuffer(data, dtype=torch.uint8)).long()
+    from ..models import published
+    from ..training.text.load import tokenizer_of
 
-    return model, _Words(encode, lambda _, said: tokenizer.decode(said).decode("utf-8", "replace"), tokenizer.unit)
+    folder = published.folder_of(name)
+    if (model := ours(folder)) is not None:
+        own = tokenizer_of(folder, model.config.vocabulary)
 
+        def encode(text: str) -> Tensor:
+            return own.encode(torch.frombuffer(bytearray(text.encode("utf-8", "surrogateescape")), dtype=torch.uint8))
 
-def _theirs(model: nn.Module, tokenizer) -> tuple[nn.Module, _Words]:
-    def encode(text: str) -> Tensor:
+        return model, _Words(encode, lambda _, said: own.decode(said).decode("utf-8", "replace"), own.unit)
+    tokenizer = published.tokenizer_of(folder)
+
+    def encode_theirs(text: str) -> Tensor:
         if text != text.encode("utf-8", "ignore").decode():
             raise InputError(f"--prompt is {text!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
-        return tokenizer(text, return_tensors="pt").input_ids[0].long()
+        return tokenizer(text, return_tensors="pt").input_ids[0]
 
-    def told(prompt: Tensor, said: Tensor) -> str:
+    def decode(prompt: Tensor, said: Tensor) -> str:
         # Of a token by itself some tokenizers leave out the space before it.
         before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *said]))
         return whole.removeprefix(before)
 
-    return model, _Words(encode, told, "tokens")
+    return published.load(folder), _Words(encode_theirs, decode, "tokens")

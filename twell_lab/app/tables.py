@@ -1,6 +1,6 @@
 """The tables of the README and of docs/ that are made of records: each a function from all records, oldest first, to
-Markdown. Where that does, a table is data for `_pivot`: a record, a choice of its rows, a column for each value of a
-key, and a text of lines, each with the rows that it takes and what its cells say."""
+Markdown. A table is data for `_table`: a record, a choice of its rows, a heading, and what these rows say, cell by
+cell: the name of a line, that of a column, and a text."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ..bench.comparison import TILED, begins, leading, quantile
-from ..bench.methods import REMOVED, WHOLE, proportions
-from ..bench.profiling import PROFILING
+from ..bench.comparison import TILED, leading
+from ..bench.methods import REMOVED
 from ..bench.rows import COMPILED, DENSE
 from ..bench.sizes import RECORD, SIZES, model_name
 from ..bench.trained import RUN, TWIN
-from ..records import Record, newest, stale, told
-from .bench_command import pairs
-from .walk import code_hash, with_code
+from ..records import Record, stale, told
 
-LITTLE = 16  # MiB: `sizes` shows no peak below that
+MANY = 16384  # tokens at once in tables that are about one number of them
+LITTLE = 16  # MiB: a table of a whole model shows no peak below that
 RIVALS = {DENSE: "eager", COMPILED: "compiled", "dense max-autotune": "max-autotune"}  # of torch's dense layer
-Lines = list[list[str]]
+Cells = Iterator[tuple[str, str, str]]  # of a line, a column, and what stands there
 Table = Callable[[list[Record]], str]
-LayOut = Callable[[list[dict], str], Lines]  # of rows, and of where they were recorded
-_MODEL_KINDS = ("model_forward", "model_decode")
-_HEAVY = "heavy rows: "
-_STEP = "whole step, "
-_LARGEST = f"{model_name(SIZES[-1])}, "
+_HEAVY, _STEP, _PART, _GRAPH = "heavy rows: ", "whole step, ", "part: ", " (graph)"  # how works and paths begin or end
 
 
 # ---- which rows, and how they are laid out ----
@@ -44,7 +38,7 @@ def calls_of_a_layer(recorded: list[Record], name: str, which: Callable[[dict], 
     """`rows_of` such rows among plain calls of a gated layer of 2,048 x 5,632."""
 
     def is_call(row: dict) -> bool:
-        return row.get("kind") == name and row["gated"] and "wall_ms" in row and "(graph)" not in row["path"]
+        return row.get("kind") == name and row["gated"] and "wall_ms" in row and _GRAPH not in row["path"]
 
     sizes = 2048, 5632
     return rows_of(recorded, name, lambda row: is_call(row) and (row["d_model"], row["d_ff"]) == sizes and which(row))
@@ -60,604 +54,388 @@ def _fires_29(row: dict) -> bool:
 
 
 def _at_once(row: dict) -> bool:
-    return is_drawn(row) and row["tokens"] == 16384
+    return is_drawn(row) and row["tokens"] == MANY
 
 
 def _of(*kinds: str) -> Callable[[dict], bool]:
     return lambda row: row.get("kind") in kinds
 
 
-def _table(name: str, which: Callable[[dict], object], lay_out: LayOut, find: Callable = rows_of) -> Table:
-    """Return the table of the newest record of this name with such rows."""
+def _table(
+    name: str,
+    which: Callable[[dict], object],
+    head: str,
+    cells: Callable[[list[dict]], Cells],
+    find: Callable = rows_of,
+) -> Table:
+    """Return the table of the newest record of this name with such rows. head: with "{where}"."""
 
     def table(recorded: list[Record]) -> str:
         record, rows = find(recorded, name, which)
-        return _markdown(lay_out(rows, _where(rows[0]["device"], record)) if record else [])
+        return _grid(head.format(where=_where(rows[0].get("device"), record)), cells(rows)) if record else _grid("", ())
 
     return table
 
 
-def _pivot(
-    head: str,
-    column: str,
-    lines: str | Callable[[list[dict]], str],
-    line_of: Callable[[dict], str] = lambda row: row["path"],
-    among: str | None = None,
-) -> LayOut:
-    """Return a table's layout. head: what stands over the names of the lines, with "{where}". column: the key of a row
-    that says its column. lines: a text, or of the rows one, each of whose lines is a line's name, the one that its rows
-    have by `line_of`, and what a cell says (_CELLS). among: the line whose rows alone say which columns there are."""
+def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
+    """Return cells as Markdown, lines and columns in the order in which they come; columns that begin with a number in
+    its order, before the others. What comes for a place that has a text already is added in brackets."""
+    lines: dict[str, dict[str, str]] = {}
+    columns: dict[str, tuple[bool, float]] = {}
+    for line, column, text in cells:
+        beside = lines.setdefault(line, {})
+        beside[column] = f"{beside[column]} ({text})" if column in beside else text
+        number = re.match(r"\d[\d,.]*", column)
+        columns[column] = number is None, float(number[0].replace(",", "")) if number else 0.0
+    shown = sorted(columns, key=columns.__getitem__)
+    table = [[head, *shown], *([name, *(line.get(column, "") for column in shown)] for name, line in lines.items())]
+    table = table if lines else [["figures"], ["nothing is recorded yet"]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (table[0], ["---"] * len(table[0]), *table[1:]))
 
-    def lay_out(rows: list[dict], where: str) -> Lines:
-        columns: dict = {}
+
+def _each(line: Callable[[dict], str], cells: Callable[[dict], dict[str, str]]) -> Callable[[list[dict]], Cells]:
+    """Return the cells of rows each of which says, in its line, the texts of some columns."""
+    return lambda rows: ((line(row), *cell) for row in rows for cell in cells(row).items())
+
+
+def _lines(
+    column: Callable[[dict], str], lines: Iterable[tuple[str, str, Callable[[dict, dict], str]]]
+) -> Callable[[list[dict]], Cells]:
+    """Return the cells of lines: the name of each, the path of its rows, and what a cell says of a row, given all rows
+    of its column by path."""
+
+    def cells(rows: list[dict]) -> Cells:
+        columns: dict[str, dict[str, dict]] = {}
         for row in rows:
-            columns.setdefault(row[column], {})[line_of(row)] = row
-        heads = {value: beside for value, beside in columns.items() if among is None or among in beside}
-        heads = heads if column == "workload" else dict(sorted(heads.items()))
-        says = {"tokens": _tokens, "nnz": "{:.0f}".format}.get(column, str)
-        table = [[head.format(where=where), *map(says, heads)]]
-        for spec in (lines(rows) if callable(lines) else lines).strip().splitlines():
-            name, line, cell = map(str.strip, spec.split("|"))
-            table.append(
-                [name, *(_cell(cell, beside[line], beside) if line in beside else "" for beside in heads.values())]
-            )
-        return table
+            columns.setdefault(column(row), {})[re.sub(r" \d+$", "", row["path"])] = row
+        for name, path, cell in lines:
+            yield from ((name, text, cell(at[path], at)) for text, at in columns.items() if path in at)
 
-    return lay_out
-
-
-def _cell(cell: str, row: dict, beside: dict) -> str:
-    """Return what a cell says of a row, given the rows of its column by line: one of _CELLS; how many times as fast it
-    is as the fastest of some lines, by the wall time ("over A, B") or by both times ("beside A")."""
-    if cell.startswith("over "):
-        walls = [beside[line]["wall_ms"] for line in cell.removeprefix("over ").split(", ") if line in beside]
-        return f"{min(walls) / row['wall_ms']:.2f}"
-    return _times(row, beside[cell.removeprefix("beside ")]) if cell.startswith("beside ") else _CELLS[cell](row)
-
-
-def _markdown(lines: Lines) -> str:
-    lines = lines if len(lines) > 1 else [["figures"], ["nothing is recorded yet"]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
-
-
-def _index(rows: Iterable[dict], *keys: str) -> dict:
-    """Return the last row for each value of these keys; a single key is no tuple."""
-    return {row[keys[0]] if len(keys) == 1 else tuple(row[key] for key in keys): row for row in rows}
+    return cells
 
 
 # ---- what cells say ----
 
 
-def _where(device: str, record: Record) -> str:
-    """Return device and day, and whether the code has changed since."""
+def _where(device: str | None, record: Record) -> str:
+    """Return device, or the machine's, and day, and whether the code has changed since."""
+    device = device or (record.machine.get("gpus") or [{"name": "a CPU"}])[0]["name"]
     return f"{device}, {record.date[:10]}" + "; stale: code has changed since" * stale(record)
 
 
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'s' * (count > 1)}"
+def _tokens(row: dict) -> str:
+    return f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
+
+
+def _nnz(row: dict) -> str:
+    return f"{row['nnz']:.0f}"
 
 
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f}"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
 
 
-def _times(row: dict, dense: dict | None = None) -> str:
-    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's."""
-    ms, wall = (row["dense_ms"], row["dense_wall_ms"]) if dense is None else (dense["ms"], dense["wall_ms"])
-    return f"{ms / row['ms']:.2f} ({wall / row['wall_ms']:.2f})"
+def _times(row: dict, beside: dict | None = None, dense: str = "") -> str:
+    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's. beside,
+    dense: rows by path, and another dense layer among them."""
+    other = beside[dense] if beside and dense else {"ms": row["dense_ms"], "wall_ms": row["dense_wall_ms"]}
+    return f"{other['ms'] / row['ms']:.2f} ({other['wall_ms'] / row['wall_ms']:.2f})"
 
 
-_CELLS: dict[str, Callable[[dict], str]] = {
-    "ms": lambda row: _ms(row["ms"]),
-    "wall": lambda row: _ms(row["wall_ms"]),
-    "times": _times,
-    "MiB": lambda row: f"{row['peak_bytes'] / 2**20:,.0f}",
-    "path": lambda row: {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice := row["choice"].split()[0], choice),
-    "hot": lambda row: row["path"].split()[-1],
-    "1": lambda row: "1",
-}
+def _walls(row: dict) -> str:
+    """Return how many times as fast as the dense layer, by the wall time."""
+    return f"{row['dense_wall_ms'] / row['wall_ms']:.2f}"
+
+
+def _wall(row: dict, beside: dict) -> str:
+    return _ms(row["wall_ms"])
+
+
+def _path(row: dict, beside: dict) -> str:
+    """Return the path that a planned layer takes."""
+    choice = row["choice"].split()[0]
+    return {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice, choice)
+
+
+def _peak(row: dict, beside: dict) -> str:
+    return _mib(row["peak_bytes"])
+
+
+def _over(*dense: str) -> Callable[[dict, dict], str]:
+    """Return what says how many times as fast a row is as the fastest of these, by the wall time."""
+    return lambda row, at: f"{min(at[path]['wall_ms'] for path in dense if path in at) / row['wall_ms']:.2f}"
 
 
 # ---- a layer ----
 
 # Of plain calls of a planned layer of whose 5,632 neurons 29 fire.
 _CALL = partial(_table, "inference", _fires_29, find=calls_of_a_layer)
-_WALLS = """
-torch's dense layer | dense eager | wall
-planned | planned | wall
-it takes | planned | path
-times as fast | planned | over dense eager
-times as fast, both under torch.compile | planned compiled | over dense compiled
-"""
-calls = _CALL(_pivot("milliseconds a call, {where}", "tokens", _WALLS, among="planned"))
+_WALLS = (
+    ("torch's dense layer", DENSE, _wall),
+    ("planned", "planned", _wall),
+    ("it takes", "planned", _path),
+    ("times as fast", "planned", _over(DENSE)),
+    ("times as fast, both under torch.compile", "planned compiled", _over(COMPILED)),
+)
+calls = _CALL("milliseconds a call, {where}", _lines(_tokens, _WALLS))
 
 
-def _headline(rows: list[dict], where: str) -> Lines:
+def headline(recorded: list[Record]) -> str:
+    """Return how many times as fast as the fastest of torch's dense layers plain calls are."""
+    _, rows = calls_of_a_layer(recorded, "inference", _fires_29)
     rivals = [path for path in RIVALS if any(row["path"] == path for row in rows)]
-    head = f"times as fast as torch's dense layer, the fastest of {', '.join(RIVALS[path] for path in rivals)}; {where}"
-    return _pivot(head, "tokens", f"a plain call | planned | over {', '.join(rivals)}", among="planned")(rows, where)
+    named = ", ".join(RIVALS[path] for path in rivals)
+    line = _lines(_tokens, [("a plain call", "planned", _over(*rivals))])
+    return _CALL(f"times as fast as torch's dense layer, the fastest of {named}; {{where}}", line)(recorded)
 
 
-headline = _CALL(_headline)
 _FIRING = "neurons firing for a token, mean; {where}"
-_LAYER = """
-TwELL | forced twell | times
-hot/cold: the neurons that fire most densely, the others packed | forced hot_cold | times
-dense, with gate and up in one product | forced dense | times
-dense, under torch.compile | dense compiled | times
-of 5,632 neurons, those that hot/cold computes densely | forced hot_cold | hot
-"""
-_TRAINING = """
-it takes | planned | path
-times as fast as torch's layer | planned | times
-both under torch.compile | planned compiled | beside dense compiled
-its peak memory beyond inputs and weights, MiB | planned | MiB
-torch's peak memory beyond inputs and weights, MiB | dense eager | MiB
-torch's compiled peak memory beyond inputs and weights, MiB | dense compiled | MiB
-"""
+_LAYER = (
+    ("TwELL", "forced twell", _times),
+    ("hot/cold: the neurons that fire most densely, the others packed", "forced hot_cold", _times),
+    ("dense, with gate and up in one product", "forced dense", _times),
+    ("dense, under torch.compile", COMPILED, _times),
+    (
+        "of 5,632 neurons, those that hot/cold computes densely",
+        "forced hot_cold",
+        lambda row, at: row["path"].split()[-1],
+    ),
+)
+_TRAINING = (
+    ("it takes", "planned", _path),
+    ("times as fast as torch's layer", "planned", _times),
+    ("both under torch.compile", "planned compiled", partial(_times, dense=COMPILED)),
+    ("its peak memory beyond inputs and weights, MiB", "planned", _peak),
+    ("torch's peak memory beyond inputs and weights, MiB", DENSE, _peak),
+    ("torch's compiled peak memory beyond inputs and weights, MiB", COMPILED, _peak),
+)
 
 
-def _split(row: dict) -> str:
-    return "forced hot_cold" if row["path"].startswith("forced hot_cold") else row["path"]
-
-
-layer = _table("inference", _at_once, _pivot(_FIRING, "nnz", _LAYER, _split, "forced twell"), calls_of_a_layer)
-training = _table("training", _at_once, _pivot(_FIRING, "nnz", _TRAINING, among="planned"), calls_of_a_layer)
+layer = _table("inference", _at_once, _FIRING, _lines(_nnz, _LAYER), calls_of_a_layer)
+training = _table("training", _at_once, _FIRING, _lines(_nnz, _TRAINING), calls_of_a_layer)
 
 
 def heavy(recorded: list[Record]) -> str:
     """Of the newest records that have it: how much longer the TwELL path takes, forward and in training, if for some of
     16,384 tokens 1,500 neurons fire, or all."""
-    lines: Lines = []
-    for name, says in (("inference", "forward"), ("training", "training step")):
-        record, _ = calls_of_a_layer(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
-        if record is None:
-            continue
-        rows = [row for row in record.rows if row["workload"].startswith(_HEAVY) and row["path"] == "forced twell"]
-        times = {row["workload"].removeprefix(_HEAVY): row["ms"] for row in rows}
-        counts = [count for count in times if count.isdigit() and count != "0"]
-        lines = lines or [["longer by", *(_tokens(int(count)) for count in counts)]]
-        for kind, more in (("1,500 neurons", ""), ("all 5,632", ", all neurons")):
-            cells = [f"{times[count + more] / times['0'] - 1:+.0%}" for count in counts]
-            lines.append([f"{says}, {kind}; {_where(rows[0]['device'], record)}", *cells])
-    return _markdown(lines)
+
+    def cells() -> Cells:
+        for name, says in (("inference", "forward"), ("training", "training step")):
+            record, _ = calls_of_a_layer(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
+            if record is None:
+                continue
+            times = {row["workload"]: row for row in record.rows if row["path"] == "forced twell"}
+            for work, row in times.items():
+                count, _, every = work.removeprefix(_HEAVY).partition(", ")
+                if work.startswith(_HEAVY) and count != "0":
+                    line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(row['device'], record)}"
+                    more = row["ms"] / times[f"{_HEAVY}0"]["ms"] - 1
+                    yield line, _tokens({"tokens": int(count)}), f"{more:+.0%}"
+
+    return _grid("longer by", cells())
 
 
-def _of_work(row: dict) -> str:
+def _host(rows: list[dict]) -> Cells:
+    for row in rows:
+        work, tokens = row["workload"], _tokens(row)
+        if row["path"] == DENSE:
+            yield f"{work}: torch's dense layer", tokens, _ms(row["wall_ms"])
+        elif row["path"] == "twell":
+            yield f"{work}: TwELL", tokens, _ms(row["wall_ms"])
+            yield f"{work}: TwELL, until the call returns", tokens, _ms(row["ms"])
+            yield f"{work}: times as fast", tokens, _walls(row)
+
+
+def _work(row: dict) -> str:
     return f"{row['workload']}: {row['path']}"
 
 
-def _host(rows: list[dict]) -> str:
-    lines = """
-{0}: torch's dense layer | {0}: dense eager | wall
-{0}: TwELL | {0}: twell | wall
-of that, until the call returns | {0}: twell | ms
-times as fast | {0}: twell | over {0}: dense eager"""
-    return "".join(lines.format(work) for work in _index(rows, "workload"))
-
-
-def _operands(rows: list[dict]) -> str:
-    return "\n".join(f"{line} | {line} | ms" for line in dict.fromkeys(map(_of_work, rows)))
-
-
 _MS = "milliseconds, {where}"
-host = _table("host-time", _of("host"), _pivot(_MS, "tokens", _host, _of_work))
-operands = _table("experiments", _of("dropout", "two_four_training"), _pivot(_MS, "tokens", _operands, _of_work))
+_operands = _each(_work, lambda row: {_tokens(row): _ms(row["ms"])})
+host = _table("host-time", _of("host"), _MS, _host)
+operands = _table("experiments", _of("dropout", "two_four_training"), _MS, _operands)
 
 
 # ---- whole models ----
 
 
-def _model(rows: list[dict], where: str) -> Lines:
-    """Plain calls of the paper's 2B model and CUDA graphs, dense and planned; in brackets the distance between the
-    quartiles of the samples; and what the plan takes."""
-    at = _index(rows, "workload", "path")
-    graph, compiled = "planned for graphs (graph)", "planned for graphs compiled"
-    ways = (
-        ("", DENSE, ("planned",)),
-        (", as a CUDA graph", f"{DENSE} (graph)", (graph,)),
-        (", compiled", COMPILED, ("planned compiled", compiled)),
-        (", compiled, as a CUDA graph", f"{COMPILED} (graph)", (f"{compiled} (graph)",)),
-    )
-    lines = [[f"milliseconds, {where}", "dense", "planned", "times as fast"]]
-    for workload in dict.fromkeys(workload for workload, _ in at):
-        name = workload.removeprefix(_LARGEST)
-        for how, dense, planned in ways:
-            there = [at[workload, path] for path in (dense, *planned) if (workload, path) in at][:2]
-            if len(there) == 2:
-                cells = [f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])})" for row in there]
-                lines.append([f"{name}{how}", *cells, f"{there[0]['wall_ms'] / there[1]['wall_ms']:.2f}"])
-        for path in ("plan", "plan for graphs"):
-            if (workload, path) in at:
-                lines.append([name.replace("plan", path, 1), "", _ms(at[workload, path]["ms"]), ""])
-    return lines
-
-
-def _of_largest(row: dict) -> bool:
-    return row.get("head", True) and row.get("workload", "").startswith(_LARGEST)
-
-
-model = _table(RECORD, _of_largest, _model)
-
-
-def _model_paths(rows: list[dict], where: str) -> Lines:
-    """Of each model and path how many times as fast as the dense model it is, in brackets as a CUDA graph; how far the
-    results of the first forward and of its layers are off; and the loss of the last forward, which has most tokens."""
-    at = {(*row["workload"].split(", ", 1), row["path"]): row for row in rows}
-    works = [*dict.fromkeys(work for _, work, _ in at)]
-    forwards = [row["workload"].partition(", ")[2] for row in rows if row["kind"] == "model_forward"]
-    lines = [[f"times as fast as dense, {where}", *works, "error", "of a layer", "loss"]]
-    for about, path in dict.fromkeys((about, path) for about, _, path in at):
-        if path == DENSE or path.endswith("(graph)"):
-            continue
-        cells = []
-        for work in works:
-            times = []
-            for how in ("", " (graph)"):
-                mine, dense = (at.get((about, work, name + how)) for name in (path, DENSE))
-                times += [f"{dense['wall_ms'] / mine['wall_ms']:.2f}"] if mine and dense else []
-            cells.append(" (".join(times) + ")" * (len(times) > 1))
-        both = [[at.get((about, work, name), {}) for name in (path, DENSE)] for work in forwards]
-        error = layer = loss = ""
-        for mine, dense in [pair for pair in both if all("error" in row for row in pair)][:1]:
-            error = f"{_percent(mine['error'])} (dense {_percent(dense['error'])})"
-            layer = _percent(mine["layer_error"]) if "layer_error" in mine else ""
-        for mine, dense in [pair for pair in both if all("loss" in row for row in pair)][-1:]:
-            loss = f"{mine['loss']:.4f} (dense {dense['loss']:.4f})"
-        lines.append([f"{about}: {path.removeprefix('forced ')}", *cells, error, layer, loss])
-    return lines
-
-
-model_paths = _table("model-paths", _of(*_MODEL_KINDS), _model_paths)
-
-
-def sizes(recorded: list[Record]) -> str:
-    """Of all records of drawn models of the paper's sizes, each of which may hold a part: of each workload, and each
-    way to run it, the newest: how many times as fast planned layers make it, with both rates; what they save of energy
-    and, of calls that hold more than LITTLE MiB, of peak memory."""
-    units: dict[str, dict[str, dict[str, str]]] = {}  # by unit and by line, of each size
-    heads: dict[str, str] = {}
-    for record in told(recorded, RECORD):
-        for size in SIZES:
-            rows = [row for row in record.rows if row.get("workload", "").startswith(f"{model_name(size)}, ")]
-            for pair in pairs([row for row in rows if row["path"].startswith(("dense", "planned"))]):
-                # A graph of the model that is planned for graphs follows that of the other one, whose place it takes.
-                how = pair["how"].removesuffix(", planned for it")
-                what = f"{pair['what']}{' without the LM head' * (pair['head'] == 'without')}, {how}"
-                said = {pair["unit"]: (f"{pair['times']:.2f}", pair["dense"], pair["sparse"])}
-                for key, unit in (("mj", "mJ a token"), ("peak", "peak MiB")):
-                    both = [pair[f"{side}_{key}"] for side in ("dense", "sparse")]
-                    if None not in both:
-                        dense, sparse = (float(str(value).partition(" ")[0]) for value in both)
-                        if key == "mj" or dense > LITTLE:
-                            said[unit] = f"{sparse / dense - 1:+.0%}", dense, sparse
-                for unit, (change, dense, sparse) in said.items():
-                    cells = units.setdefault(unit, {}).setdefault(what, {})
-                    cells[size] = f"{change} ({_ms(dense)} to {_ms(sparse)})"
-                heads[size] = f"{size}; {_where(rows[0]['device'], record)}"
-    shown = [size for size in SIZES if size in heads]
-    lines = [["times as fast, or by how much mJ and MiB change (dense to planned)", *(heads[size] for size in shown)]]
-    for unit in ("tokens/ms", "tokens/s", "mJ a token", "peak MiB"):
-        for what, cells in units.get(unit, {}).items():
-            lines.append([f"{what}, {unit}", *(cells.get(size, "") for size in shown)])
-    return _markdown(lines)
-
-
-def _trained(rows: list[dict], where: str) -> Lines:
-    """Return steps, speed, firing and loss of a trained model and its dense twin."""
-    at = {row["path"].startswith(TWIN): row for row in rows}
-    lines: tuple[tuple[str, Callable[[dict], str]], ...] = (
-        (f"steps of {rows[0]['tokens']:,} tokens", lambda row: f"{row['steps']:,}"),
-        ("milliseconds a step, at the end", lambda row: _ms(row["ms"])),
-        ("seconds, all in all", lambda row: f"{row['total_seconds']:,.0f}"),
-        ("neurons firing for a token", lambda row: f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"),
-        ("moved over the last fifth by", lambda row: f"{row['nnz_moved']:+.1%}"),
-        ("bits a byte of held-out text", lambda row: f"{row['validation_bits_per_byte']:.4f}"),
-    )
-    grid = [[name, *(cell(at[twin]) if twin in at else "" for twin in (False, True))] for name, cell in lines]
-    return [[where, "with L1", TWIN], *grid]
-
-
-trained = _table("trained", _of(RUN), _trained)
-
-
-def _trained_speed(rows: list[dict], where: str) -> Lines:
-    """The wall time of the model's workloads, dense and swapped, and of its dense twin; with the energy of a token,
-    peak memory beyond what was there, and the loss, where a call has them."""
-    works: dict[tuple[str, str], dict[str, dict]] = {}
+def _whole(rows: list[dict]) -> Cells:
+    """Of each call of a model, plain, compiled or as a CUDA graph, and each way to run it: its wall time, the distance
+    between the quartiles of its samples, and how many times as fast as the dense model that is; then energy, peak
+    memory and loss, where the call has them."""
+    columns = {DENSE: "dense", "planned for graphs": "planned", "forced twell": "every layer on TwELL"}
+    calls: dict[str, dict[str, dict]] = {}
     for row in rows:
         about, work = row["workload"].split(", ", 1)
-        path, graph, _ = row["path"].partition(" (graph)")
-        name = path if about != TWIN else f"{TWIN}{'' if path == DENSE else ', planned'}"
-        if path != "planned for graphs" or graph:  # as what it was planned for
-            works.setdefault((work, ", as a CUDA graph" * bool(graph)), {})[name.removesuffix(" for graphs")] = row
-    columns = {DENSE: "dense", "forced twell": "every layer on TwELL"}
-    order = (DENSE, "planned", "forced twell", TWIN, f"{TWIN}, planned")
-    shown = [path for path in order if any(path in at for at in works.values())]
-    lines = [[where, *(columns.get(path, path) for path in shown)]]
-    for (work, how), at in works.items():
-        cells = []
-        for path in shown:
-            times = f" ({at[DENSE]['wall_ms'] / at[path]['wall_ms']:.2f}x)" if {DENSE, path} <= at.keys() else ""
-            cells.append(_ms(at[path]["wall_ms"]) + times * (path != DENSE) if path in at else "")
-        lines.append([f"{work}{how}, ms", *cells])
-        for key, head, unit in (("mj_per_token", "mJ a token", 1), ("peak_bytes", "peak MiB", 2**20)):
-            cells = [_ms(at[path][key] / unit) if key in at.get(path, {}) else "" for path in shown]
-            lines += [[head, *cells]] if any(cells) else []
-        losses = [f"{at[path]['loss']:.4f}" if "loss" in at.get(path, {}) else "" for path in shown]
-        lines += [["loss, nats a byte", *losses]] if any(losses) and not how and "training" not in work else []
-    return lines
+        path, graph, _ = row["path"].partition(_GRAPH)
+        path, compiled, _ = path.partition(" compiled")
+        if path == "planned for graphs" and not graph and not compiled:
+            continue  # as what it was planned for, alone
+        column = columns.get(path, path)
+        if about == TWIN:
+            column = TWIN if column == "dense" else f"{TWIN}, {column}"
+        call = work + ", compiled" * bool(compiled) + ", as a CUDA graph" * bool(graph)
+        calls.setdefault(call + ", without the LM head" * (not row.get("head", True)), {})[column] = row
+    for call, ways in calls.items():
+        dense = ways.get("dense", {})
+        for column, row in ways.items():
+            times = f", {dense['wall_ms'] / row['wall_ms']:.2f}x" if dense and row is not dense else ""
+            yield call, column, f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])}){times}"
+        for column, row in ways.items():
+            if "mj_per_token" in row:
+                yield f"{call}: mJ a token", column, _ms(row["mj_per_token"])
+            if dense.get("peak_bytes", 0) > LITTLE * 2**20:
+                yield f"{call}: peak MiB", column, _mib(row["peak_bytes"])
+            if "loss" in row and row["kind"] == "model_forward" and not call.endswith("graph"):
+                yield f"{call}: loss, nats", column, f"{row['loss']:.4f}"
 
 
-trained_speed = _table("trained", _of(*_MODEL_KINDS, "model_training"), _trained_speed)
+_LARGEST = f"{model_name(SIZES[-1])}, "
+_MODEL_KINDS = "model_forward", "model_decode", "model_training"
+model = _table(RECORD, lambda row: row.get("workload", "").startswith(_LARGEST) and "wall_ms" in row, _MS, _whole)
+trained_speed = _table("trained", _of(*_MODEL_KINDS), _MS, _whole)
 
 
-def steps(recorded: list[Record]) -> str:
-    """Return what a training step of whole models takes, all under torch.compile: of the newest record of training that
-    has the workload, dense beside planned, in one graph and layer by layer."""
-    lines = [["milliseconds a step, compiled", "neurons firing", "dense", "planned", "times as fast", "layer by layer"]]
-    rows = ((record, row) for record in recorded for row in record.rows if row.get("kind") == "training")
-    latest = {row["workload"]: record for record, row in rows if row["workload"].startswith(_STEP)}
-    for workload, record in latest.items():
-        at = _index((row for row in record.rows if row["workload"] == workload), "nnz", "path")
-        for nnz in sorted({nnz for nnz, _ in at}, reverse=True):
-            paths = COMPILED, "planned compiled", "planned, compiled by layer"
-            dense, planned, by_layer = (at[nnz, path]["ms"] for path in paths)
-            row = at[nnz, COMPILED]
-            where = f"{row['d_model']} wide; {_where(row['device'], record)}"
-            cells = [_ms(dense), _ms(planned), f"{dense / planned:.2f}", _ms(by_layer)]
-            lines.append([f"{workload.removeprefix(_STEP)}, {where}", f"{nnz:.0f}", *cells])
-    return _markdown(lines)
+def _model_paths(rows: list[dict]) -> Cells:
+    """Yield of each model and path how many times as fast as the dense model it is, in brackets as a CUDA graph; how
+    far the results of the first forward and of its layers are off; and the loss of the last, with most tokens."""
+    ends: dict[tuple[str, str], str] = {}
+    for row in rows:
+        about, work = row["workload"].split(", ", 1)
+        path, graph, _ = row["path"].partition(_GRAPH)
+        line = f"{about}: {path.removeprefix('forced ')}"
+        yield line, work, _walls(row)
+        if row["kind"] == "model_forward" and not graph:
+            ends.setdefault((line, "error"), _percent(row["error"]))
+            if "layer_error" in row:
+                ends.setdefault((line, "of a layer"), _percent(row["layer_error"]))
+            if "loss" in row:
+                ends[line, "loss"] = f"{row['loss']:.4f}"
+    yield from ((*place, text) for place, text in ends.items())
 
 
-def _profiling(rows: list[dict], where: str) -> Lines:
-    plain, counted = rows
-    more = f"{counted['extra_bytes'] / 2**20:,.0f}" if "extra_bytes" in counted else ""
-    what = f"{plain['layers']} layers of {plain['d_model']:,} x {plain['d_ff']:,}, {plain['tokens']:,} tokens"
-    return [
-        [where, "plain forward, ms", "profile, ms", "times as long", "MiB more at the peak"],
-        [what, *(_ms(row["ms"]) for row in rows), f"{counted['times_plain']:.2f}", more],
-    ]
+model_paths = _table("model-paths", _of(*_MODEL_KINDS), "times as fast as dense, {where}", _model_paths)
 
 
-profiling = _table("profiling", _of(PROFILING), _profiling)
+def _trained(rows: list[dict]) -> Cells:
+    """Yield steps, speed, firing and loss of a trained model and its dense twin."""
+    for row in rows:
+        column = TWIN if row["path"].startswith(TWIN) else "with L1"
+        yield f"steps of {row['tokens']:,} tokens", column, f"{row['steps']:,}"
+        yield "milliseconds a step, at the end", column, _ms(row["ms"])
+        yield "seconds, all in all", column, f"{row['total_seconds']:,.0f}"
+        yield "neurons firing for a token", column, f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"
+        yield "moved over the last fifth by", column, f"{row['nnz_moved']:+.1%}"
+        yield "bits a byte of held-out text", column, f"{row['validation_bits_per_byte']:.4f}"
 
+
+trained = _table("trained", _of(RUN), "{where}", _trained)
+
+
+_steps = _each(
+    lambda row: f"{row['workload'].removeprefix(_STEP)}, {row['d_model']} wide, {_nnz(row)} neurons firing",
+    lambda row: {row["path"]: _ms(row["ms"]) + f", {row['x_compiled']:.2f}x" * (row["path"] != COMPILED)},
+)
+_COMPILED_STEP = lambda row: "compiled" in row["path"] and row["workload"].startswith(_STEP)  # noqa: E731
+steps = _table("training", _COMPILED_STEP, "milliseconds a step, {where}", _steps)
 
 # ---- other methods ----
 
 
-def _pruning(rows: list[dict], where: str) -> Lines:
-    """Of each way to prune bits a byte of held-out text before and after the model was trained on, for each seed, and
-    how much more that is than the dense model's, trained on as long."""
-    at, seeds = _index(rows, "path", "seed"), sorted({row["seed"] for row in rows})
-    named = f"seed{'s' * (len(seeds) > 1)} {' and '.join(map(str, seeds))}"
-    lines = [[f"bits a byte, {where}, {named}", "zeros", "pruned", "and trained on", "more than dense"]]
-    for path in dict.fromkeys(path for path, _ in at):
-        there = [at[path, seed] for seed in seeds if (path, seed) in at]
-        more = [row["bits_after"] - at["dense", row["seed"]]["bits_after"] for row in there]
-        cells = (
-            dict.fromkeys(f"{row['sparsity']:.0%}" for row in there),
-            [f"{row['bits_before']:.3f}" for row in there],
-            [f"{row['bits_after']:.3f}" for row in there],
-            [f"{change:+.3f}" for change in more],
-        )
-        lines.append([path, *map(", ".join, cells)])
-    return lines
+def _costs(row: dict) -> dict[str, str]:
+    """Return what chosen neurons cost, and how fast they are in plain calls and, in brackets, as CUDA graphs."""
+    if row["path"].endswith(_GRAPH):
+        return {"times as fast as dense": f"{row['x_dense']:.2f}"}
+    low, middle, high = row["loss_change"]
+    costs = {"zeros": f"{row['sparsity']:.0%}", "loss": f"{row['loss']:.4f}"}
+    costs["more than dense"] = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
+    return costs | {"times as fast as dense": _walls(row)}
 
 
-pruning = _table("pruning", _of("pruning"), _pruning)
+def _way(row: dict) -> str:
+    path = row["path"].removesuffix(_GRAPH).removeprefix("lossy: ").removeprefix("thresholds, ")
+    return row["workload"].partition("decode step")[0] + path.replace("forced ", "")
 
 
-def _decoding_one(recorded: list[Record]) -> Iterator[tuple[str, list[tuple[str, dict, dict, dict, dict]]]]:
-    """Yield for each model of predictors and of thresholds its heading, and what chosen neurons were computed: name,
-    row and dense row of plain calls, and both as CUDA graphs, where there are any."""
-    for name in ("predictors", "thresholds"):
-        record = newest(recorded, name)
-        rows = [row for row in record.rows if row.get("tokens") == 1] if record else []
-        at, ways = _index(rows, "workload", "path"), []
-        for (work, path), row in at.items():
-            if path == DENSE or path.endswith("(graph)"):
-                continue
-            way = path.removeprefix("lossy: ").removeprefix("thresholds, ")
-            if name == "thresholds":
-                way = f"{work.partition(', ')[0]}, {'computed densely' if way == 'dense' else way}"
-            graphs = (at.get((work, f"{line} (graph)"), at[work, line]) for line in (path, DENSE))
-            ways.append((way, row, at[work, DENSE], *graphs))
-        if record and rows:
-            yield f"{rows[0]['workload'].rpartition(', ')[2]}, {_where(rows[0]['device'], record)}", ways
+def _is_chosen(row: dict) -> bool:
+    return row.get("tokens") == 1 and "loss_change" in row and not row["path"].startswith(DENSE)
 
 
-def chosen(recorded: list[Record]) -> str:
-    """Of the newest records of predictors and of thresholds: what a step of decoding one token gains and loses where
-    chosen neurons alone are computed, as a CUDA graph (on a CPU there are none) and, in brackets, as plain calls."""
-    lines = [["decoding one token", "zeros", "loss", "more than dense", "times as fast as dense"]]
-    for model, ways in _decoding_one(recorded):
-        loss = next(dense.get("loss", row.get("dense_loss")) for _, row, dense, *_ in ways)
-        lines.append([f"**{model}**", "", f"{loss:.4f}", "", ""])
-        for name, row, dense, graph, dense_graph in ways:
-            low, middle, high = row["loss_change"]
-            times = f"{dense['wall_ms'] / row['wall_ms']:.2f}"
-            if graph is not row:
-                times = f"{dense_graph['ms'] / graph['ms']:.2f} ({times})"
-            change = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
-            lines.append([name, f"{row['sparsity']:.0%}", f"{row['loss']:.4f}", change, times])
-    return _markdown(lines)
+def _activations(row: dict) -> dict[str, str]:
+    """Return what a row says of the down projection of a trained layer: of it as it is, by a method, or of finding the
+    micro-tiles."""
+    if row["path"] == DENSE:
+        sizes = f"{row['tokens']:,} x {row['d_ff']:,}, times {row['d_ff']:,} x {row['d_model']:,}"
+        shares = {"zeros": f"{1 - row['density']:.2%}", "tiles with a value": f"{row['occupied']:.1%}"}
+        return {"sizes": sizes, **shares, "dense, ms": _ms(row["ms"])}
+    if row["path"].startswith(_PART):
+        return {"finding the tiles, ms": _ms(row["ms"])} if TILED in row["path"] else {}
+    return {row["path"]: _times(row)}
 
 
-def chosen_from(recorded: list[Record]) -> str:
-    """Of the same records as `chosen`: from how many zeros on a step of decoding one token is faster than the dense
-    one, as a CUDA graph where there are any."""
-    points: dict[str, list[tuple[float, dict, dict]]] = {}
-    for model, ways in _decoding_one(recorded):
-        for name, row, _, graph, dense_graph in ways:
-            method = re.sub(r",? (recall )?[0-9]+%", "", name)  # whatever share it is asked for
-            method = f"{model.partition(' trained')[0]}: {method}"
-            points.setdefault(method, []).append((1 - row["sparsity"], graph, dense_graph))
-    lines = [[name, begins(some)] for name, some in points.items() if len(some) > 1]
-    return _markdown([["decoding one token", "faster from"], *lines])
+def _few_bits(row: dict) -> dict[str, str]:
+    """Return milliseconds of a part of a layer; or how many times as fast as dense it is, by the wall time and in
+    brackets as a CUDA graph, and the error of its output."""
+    if row["path"].startswith(_PART):
+        return {_tokens(row): f"{_ms(row['ms'])} ms"}
+    if row["path"].endswith(_GRAPH):
+        return {_tokens(row): f"{row['x_dense']:.2f}"}
+    return {_tokens(row): _walls(row)} | ({"error": f"{row['error']:.1%}"} if row["tokens"] == MANY else {})
 
 
-def _adapters(rows: list[dict], where: str) -> Lines:
-    lines = [[f"milliseconds, {where}", "GPU", "wall", "MB written", "weights off by"]]
-    for row in rows:
-        written, off = f"{row['written_bytes'] / 1e6:,.0f}", f"{row['worst_error']:.2g}"
-        lines.append([f"{row['path']}, {row['workload']}", _ms(row["ms"]), _ms(row["wall_ms"]), written, off])
-    return lines
-
-
-adapters = _table("experiments", _of("adapters"), _adapters)
-
-
-def _comparison(rows: list[dict], where: str) -> Lines:
-    """Return how many times as fast as torch's dense product each method is on each pattern, and from how many zeros on
-    it is faster, by the device's time. A kernel's other versions are left out."""
-    rows = leading(rows)
-    at = {(row["pattern"], row["path"], row["workload"].partition(", ")[2]): row for row in rows}
-    shares = sorted({zeros for *_, zeros in at}, key=lambda zeros: float(zeros.partition("%")[0]))
-    lines = [[f"times as fast as dense, {where}", *(zeros.removesuffix(" zeros") for zeros in shares), "faster from"]]
-    for pattern, path in dict.fromkeys((pattern, path) for pattern, path, _ in at):
-        if path == DENSE or path.startswith("part: "):
-            continue
-        pairs = [(at.get((pattern, path, zeros)), at.get((pattern, DENSE, zeros))) for zeros in shares]
-        cells = [_times(row, dense) if row else "" for row, dense in pairs]
-        points = [(row["density"], row, dense) for row, dense in pairs if row and dense]
-        lines.append([f"{pattern}: {path}", *cells, begins(points)])
-    return lines
-
-
-comparison = _table("comparison", _of("comparison"), _comparison)
-
-
-def _activations(rows: list[dict], where: str) -> Lines:
-    """The down projection of trained layers by each method, as many times as fast as the dense product; what finding
-    the micro-tiles takes, and how fast they are with that."""
-    paths = [path for path in _index(rows, "path") if path != DENSE and not path.startswith("part: ")]
-    head = [f"times as fast as dense, {where}", "zeros", "tiles of 32 x 1 with a value", "dense, ms"]
-    lines = [[*head, *paths, "finding the tiles, ms", "found and multiplied"]]
-    for work in _index(rows, "workload"):
-        at = _index((row for row in rows if row["workload"] == work), "path")
-        dense, tiled, search = at[DENSE], at.get(TILED), at.get(f"part: {TILED}, conversion")
-        both = ["", ""]
-        if tiled and search:
-            both = [_ms(search["ms"]), f"{dense['ms'] / (search['ms'] + tiled['ms']):.2f}"]
-        sizes = f"{dense['tokens']:,} x {dense['d_ff']:,}, times {dense['d_ff']:,} x {dense['d_model']:,}"
-        times = [_times(at[path], dense) if path in at else "" for path in paths]
-        shares = [f"{1 - dense['density']:.2%}", f"{dense['occupied']:.1%}"]
-        lines.append([f"{work.partition(',')[0]}: {sizes}", *shares, _ms(dense["ms"]), *times, *both])
-    return lines
-
-
-activations = _table("comparison", _of("activations"), _activations)
-
-
-def _padding(rows: list[dict], where: str) -> Lines:
-    """Return what removing the padding of a batch saves dense layers, by how many follow each other; how far the times
-    are from proportional ones, and how far those of as many tokens without padding are."""
-    at = {(row.get("layers", 1), row["real"] / row["tokens"], row["path"]): row for row in rows}
-    shares = sorted({share for _, share, _ in at})
-    named = [f"{share:.0%} of the tokens real" for share in shares]
-    off = ["off a proportional time", "off dense's share", "of that, tokens alone"]
-    lines = [[f"times as fast as dense; {where}", *named, *off]]
-    for line in proportions(rows):
-        there = [at.get((line.layers, share, REMOVED)) for share in shares]
-        times = [_times(row, at[line.layers, share, DENSE]) if row else "" for row, share in zip(there, shares)]
-        name = f"padding removed once for {line.layers} layer{'s' * (line.layers > 1)}"
-        own = "not recorded" if line.own is None else f"{line.own:+.1%}"
-        lines.append([name, *times, f"{line.fitted:.1%}", f"{line.beside_dense:+.1%}", own])
-    return lines
-
-
-padding = _table("comparison", _of("padding"), _padding)
-
-
-def _experts(rows: list[dict], where: str) -> Lines:
-    """A mixture of experts by each way beside a loop of dense layers; and from which share of neurons that a token does
-    without on each is faster than one dense layer of all, where that was recorded."""
-    at = _index(rows, "path", "workload")
-    points: dict[str, list[tuple[float, dict, dict]]] = {}
-    for (path, work), row in at.items():
-        if path != WHOLE and (WHOLE, work) in at:
-            points.setdefault(path, []).append((row["density"], row, at[WHOLE, work]))
-    lines = [f"{path} | {path} | beside {DENSE}" for path in _index(rows, "path") if path != DENSE]
-    lines = [f"the loop | {DENSE} | 1"] * bool(points) + lines
-    head, *grid = _pivot("times as fast as the loop; {where}", "workload", "\n".join(lines))(rows, where)
-    if not points:
-        return [head, *grid]
-    paths = [DENSE if name == "the loop" else name for name, *_ in grid]
-    ends = [begins(points[path]) if path in points else "" for path in paths]
-    head = [*head, "faster than all neurons where a token does without"]
-    return [head, *([*line, end] for line, end in zip(grid, ends))]
-
-
-experts = _table("comparison", _of("experts"), _experts)
-
-
-def _few_bits(rows: list[dict], where: str) -> Lines:
-    """A gated layer with weights of few bits beside the dense one (CUDA graphs where there are any); the error of its
-    output; and at how many tokens it is faster by more than the quartiles of the samples. Then parts of it."""
-    at, surely = _index(rows, "path", "tokens"), dict[str, list[str]]()
-    counts = sorted({row["tokens"] for row in rows})
-    paths = [path for path in _index(rows, "path") if path != DENSE and not path.endswith("(graph)")]
-    lines = [[f"times as fast as dense; {where}", *map(_tokens, counts), "error", "surely faster at"]]
-
-    def cell(path: str, tokens: int) -> str:
-        if (row := at.get((path, tokens))) is None:
-            return ""
-        if path.startswith("part: "):
-            return f"{_ms(row['ms'])} ms"
-        dense = at[DENSE, tokens]
-        mine, other = (at.get((f"{line['path']} (graph)", tokens), line) for line in (row, dense))
-        faster = quantile(other["samples"], 0.25) > quantile(mine["samples"], 0.75)
-        surely.setdefault(path, []).extend([f"{tokens:,}"] * faster)
-        return f"{other['ms'] / mine['ms']:.2f} ({dense['wall_ms'] / row['wall_ms']:.2f})"
-
-    errors = {row["path"]: f"{row['error']:.1%}" for row in rows if "error" in row}
-    for path in paths:
-        cells = [cell(path, tokens) for tokens in counts]
-        sure = ", ".join(surely[path]) or "none measured" if path in surely else ""
-        lines.append([path.removeprefix("part: ").removeprefix("forced "), *cells, errors.get(path, ""), sure])
-    return lines
-
-
-few_bits = _table("comparison", _of("few bits"), _few_bits)
+_BESIDE, _ONE = "times as fast as dense, {where}", "decoding one token, {where}"
+predictors = _table("predictors", _is_chosen, _ONE, _each(_way, _costs))
+thresholds = _table("thresholds", _is_chosen, _ONE, _each(_way, _costs))
+_pruning = _each(
+    lambda row: row["path"],
+    lambda row: {
+        "zeros": f"{row['sparsity']:.0%}",
+        "pruned": f"{row['bits_before']:.3f}",
+        "and trained on": f"{row['bits_after']:.3f}",
+    },
+)
+pruning = _table("pruning", _of("pruning"), "bits a byte, {where}", _pruning)
+_COMPARED = partial(_table, "comparison")
+_methods = _each(
+    lambda row: f"{row['pattern']}: {row['path']}",
+    lambda row: {row["workload"].split(", ")[1]: _times(row)} if row.get("dense_ms") and row["path"] != DENSE else {},
+)
+comparison = _COMPARED(_of("comparison"), _BESIDE, lambda rows: _methods(leading(rows)))
+activations = _COMPARED(_of("activations"), _BESIDE, _each(lambda row: row["workload"].split(",")[0], _activations))
+_padding = _each(
+    lambda row: f"padding removed once for {row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}",
+    lambda row: {f"{row['real'] / row['tokens']:.0%} of the tokens real": _times(row)},
+)
+padding = _COMPARED(lambda row: row.get("kind") == "padding" and row["path"] == REMOVED, _BESIDE, _padding)
+_experts = _each(lambda row: row["path"], lambda row: {row["workload"]: _times(row)})
+experts = _COMPARED(_of("experts"), "times as fast as the loop (dense eager), {where}", _experts)
+few_bits = _COMPARED(
+    lambda row: row.get("kind") == "few bits" and not row["path"].startswith(DENSE),
+    _BESIDE,
+    _each(lambda row: row["path"].removesuffix(_GRAPH).removeprefix(_PART).removeprefix("forced "), _few_bits),
+)
 
 
 # ---- what was checked ----
 
 
-def attacks(recorded: list[Record]) -> str:
-    """Return the newest attack on a GPU and the newest without one."""
-    last = {bool(record.machine.get("gpus")): record for record in recorded if record.name == "attack"}
-    lines = [["attacked", "cases", "rows of results", "rows excused", "worst error, of what is allowed", "recorded on"]]
-    for gpu, record in sorted(last.items(), reverse=True):
-        where = _where(record.machine["gpus"][0]["name"] if gpu else "a CPU", record)
-        for row in record.rows:
-            if "attack" in row:
-                excused = sum(row.get(key, 0) for key in ("excused_rows", "overflowed_rows", "rounded_rows"))
-                counts = [row["cases"], row.get("rows"), excused if "rows" in row else None]
-                cells = ["" if count is None else f"{count:,}" for count in counts]
-                lines.append([row["attack"], *cells, str(row.get("worst_ratio", "")), where])
-    return _markdown(lines)
+def _attacked(row: dict) -> dict[str, str]:
+    if "rows" not in row:
+        return {"cases": f"{row['cases']:,}"}
+    excused = sum(row.get(key, 0) for key in ("excused_rows", "overflowed_rows", "rounded_rows"))
+    counts = {"cases": row["cases"], "rows of results": row["rows"], "rows excused": excused}
+    texts = {column: f"{count:,}" for column, count in counts.items()}
+    return texts | {"worst error, of what is allowed": str(row["worst_ratio"])}
 
 
-def course(recorded: list[Record]) -> str:
-    """The newest walk through the course on each device: seconds of each notebook, and whether its code has changed
-    since."""
-    last = {row["device"]: record for record in recorded if record.name == "course" for row in record.rows}
-    walks = [_index(record.rows, "path") for record in last.values()]
-    lines = [["seconds, all cells of a notebook"]]
-    for device, record in last.items():
-        at_once = record.notes.get("notebooks at once", 1)
-        lines[0].append(f"{device}, {record.date[:10]}{f', {at_once} at once' * (at_once > 1)}")
-    for path in with_code() if last else []:
-        rows = [walk.get(path.name) for walk in walks]
-        changed = [row is not None and row["code"] != code_hash(path) for row in rows]
-        cells = [f"{row['ms'] / 1e3:.0f}{', changed since' * new}" if row else "" for row, new in zip(rows, changed)]
-        lines.append([path.stem, *cells])
-    if last:
-        lines.append(["together", *(f"{sum(row['ms'] for row in walk.values()) / 1e3:.0f}" for walk in walks)])
-    return _markdown(lines)
+_attacks = partial(_table, "attack", head="attacked; {where}", cells=_each(lambda row: row["attack"], _attacked))
+gpu_attacks = _attacks(which=lambda row: "on a GPU" in row.get("attack", ""))
+attacks = _attacks(which=lambda row: "attack" in row and "on a GPU" not in row["attack"])

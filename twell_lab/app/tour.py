@@ -10,7 +10,6 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -29,31 +28,29 @@ from ..layers.find import feed_forwards
 from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, picked, share, tile_of
-from ..training.config import TrainConfig, TrainResult
+from ..training.config import TrainResult
 from ..training.loop import TOUR, train
-from ..training.text.source import BYTES, Text, load, spread_windows
+from ..training.text.source import BYTES, load, spread_windows
 from . import page
 from .options import TourOptions
-from .page import FORMAT, WITH, WITHOUT, layer_table, said_fast
+from .page import FORMAT, WITH, WITHOUT, said_fast
 from .speak_commands import in_turn, planned
 
+_QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
 _BEAT = 15.0  # seconds
+_SECONDS = {False: 1.0, True: 0.02}  # for which each size is measured, in a quick tour or not
+_TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
 def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
-    """Take the tour. Nothing is written before its last step, and each file appears whole or not at all.
+    """Take the tour; return its record, the path of tour.json, and that of index.html (None if record_only). Nothing is
+    written before its last step, and each file appears whole or not at all.
 
-    Returns:
-        The record, the path of tour.json, and that of index.html (None if record_only).
-
-    Raises:
-        TextError: for a text that cannot be read.
-        RecordError: for a folder that cannot be written; this is tried before the work starts.
-        TwellError: if packing changed a value.
-    """
+    Raises TextError for a text that cannot be read; RecordError for a folder that cannot be written, before the work
+    starts; TwellError if packing changed a value."""
     with closing(_Steps(options.progress)) as say:
         return _run(options, say)
 
@@ -68,7 +65,7 @@ def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path 
     if options.progress:
         print(f"tour: {_DURATION}", file=sys.stderr, flush=True)
     say(1, f"training twice on {text.name} ({text.size / 1e6:.1f} MB)")
-    config = replace(_quick(TOUR) if options.quick else _for_this_machine(TOUR), text=text)
+    config = replace(TOUR, **(_QUICK if options.quick else _for_this_machine()), text=text)
     runs = {
         WITHOUT: train(replace(config, l1=0.0), progress=options.progress),
         WITH: train(config, progress=options.progress),
@@ -76,7 +73,7 @@ def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path 
     sparse = runs[WITH]
 
     say(2, "profiling the sparse model on held-out text")
-    windows = held_out(text, config)
+    windows = spread_windows(text.split()[1].data, config.eval_windows, config.context)[:, :-1]
     firing = profile(sparse.model, windows.split(32))
 
     say(3, "packing its activations and checking that they come back")
@@ -112,53 +109,37 @@ def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path 
 
 
 def summary(record: records.Record) -> str:
-    """Return what a tour found, as plain text: the text it read, the two trainings, the layers, and the timings."""
+    """Return what a tour found, as plain text: the text it read, the two trainings, and the timings."""
     tour = record.notes["tour"]
     text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    runs = [
+    trainings = [
         {
             "run": label,
-            "bits": run["validation_bits_per_byte"],
-            "nnz": run["mean_nnz"],
+            "bits per byte": run["validation_bits_per_byte"],
+            "mean nnz": run["mean_nnz"],
             "density": share(run["mean_nnz"] / run["config"]["d_ff"]),
-            "dead": f"{sum(run['dead'])} of {run['config']['d_ff'] * len(run['dead'])}",
+            "dead neurons": f"{sum(run['dead'])} of {run['config']['d_ff'] * len(run['dead'])}",
         }
         for label, run in tour["runs"].items()
     ]
-    columns = {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"}
-    trainings = records.table(runs, columns)
     timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
-    timed = [{"label": "LLM size", **row} for row in timed if not row["path"].startswith("dense eager")]
-    columns = {key: key for key in ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")}
-    columns |= {"label": "layer", "nnz": "mean nnz", "dense_ms": "dense ms", "x_dense": "x dense"}
-    timings = records.table(timed, columns)
-    columns = {"before": "density", "after": "with L1", "dead_before": "dead", "dead_after": "with L1"}
-    columns = {"layer": "", **columns, "used": "slots used", "overflow": "rows over"}
-    columns |= {kind: f"{kind} B" for kind in page.FORMATS}
-    rows = []
-    for row in layer_table(tour):
-        (_, before, dead_before), (_, after, dead_after) = row["runs"]
-        fired = {"before": share(before), "after": share(after), "dead_before": dead_before, "dead_after": dead_after}
-        rows.append({**row, **fired, **{kind: round(size) for kind, size in row["bytes"].items()}})
-    layers = records.table(rows, columns)
-    layers += "\nB: bytes a token. Unpacking gave every value back, bit for bit."
-    spoken = [f"spoken by the model with L1: {said_fast(tour['texts'])}"]
+    timed = [
+        {**row, "layer": row.get("label") or "LLM size"} for row in timed if not row["path"].startswith("dense eager")
+    ]
+    timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED})
+    runs = records.table(trainings, {key: key for key in trainings[0]})
+    spoken = f"spoken by the model with L1: {said_fast(tour['texts'])}"
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, trainings, layers, timings, *spoken, *note])
-
-
-def held_out(text: Text, config: TrainConfig) -> Tensor:
-    """Windows of the validation part, as the model takes them: int64 [windows, context]."""
-    return spread_windows(text.split()[1].data, config.eval_windows, config.context)[:, :-1]
+    return "\n\n".join([text, runs, timings, spoken, *note])
 
 
 def spread(windows: Tensor, tokens: int) -> Tensor:
-    """Some of the windows [n, context], evenly spread, with at least `tokens` tokens; all if they have fewer."""
+    """Return some of the windows [n, context], evenly spread, with at least `tokens` tokens; all if they have fewer."""
     return windows[:: max(1, windows.numel() // tokens)]
 
 
 def firing_notes(firing: FiringProfile) -> dict:
-    """A profile as plain data: a dict for each layer, with the neurons' frequencies rounded to six digits."""
+    """Return a profile as plain data: a dict for each layer, with the neurons' frequencies rounded to six digits."""
     layers = [
         {
             "name": layer.name,
@@ -230,7 +211,8 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
-    """Timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a GPU."""
+    """Return timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a
+    GPU."""
     found = feed_forwards(sparse.model)
     on_gpu, dtype = found[0].up.weight.is_cuda, dtype_for(found[0].up.weight.device)
     sizes = (1, 8, 64, 1024, 8192) if on_gpu else (1, 8, 64)
@@ -239,18 +221,19 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> l
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
     rows = []
     names = layer_names([layer.name for layer in found])
-    for layer, name in _bar(list(zip(found, names, strict=True)), "the model's own layers", options):
+    for layer, name in tqdm([*zip(found, names, strict=True)], "the model's own layers", disable=_hidden(options)):
         inputs, _ = activations(sparse.model, few, layer.name)
         module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
             x = inputs[drawn[:tokens]].to(dtype)
-            record = forward.layer(module, x, label=f"trained, {name}", seconds=_seconds(options))
+            record = forward.layer(module, x, label=f"trained, {name}", seconds=_SECONDS[options.quick])
             rows += [{**row, "label": name} for row in record.rows]
     return rows
 
 
 def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
-    """Timings, as rows, of a layer of LLM size of whose neurons 29 fire for a token (99.5% zeros); on a GPU, 8 too."""
+    """Return timings, as rows, of a layer of LLM size of whose neurons 29 fire for a token (99.5% zeros); on a GPU, 8
+    too."""
     device = next(sparse.model.parameters()).device.type
     d_model, d_ff = (128, 512) if options.quick else (2048, 5632)
     if device == "cuda":
@@ -258,9 +241,14 @@ def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []
-    for tokens, dtype, nnz in _bar(cases, "a layer of LLM size", options):
-        rows += forward.ffn(tokens, d_model, d_ff, nnz, dtype=dtype, device=device, seconds=_seconds(options)).rows
+    for tokens, dtype, nnz in tqdm(cases, "a layer of LLM size", disable=_hidden(options)):
+        how = dict(dtype=dtype, device=device, seconds=_SECONDS[options.quick])
+        rows += forward.ffn(tokens, d_model, d_ff, nnz, **how).rows
     return rows
+
+
+def _hidden(options: TourOptions) -> bool | None:
+    return not options.progress or None  # None: where stderr is no terminal
 
 
 def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, options: TourOptions) -> dict:
@@ -276,39 +264,24 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     prompt = prompt[: len(prompt) // 2]
     said = {label: result.model.generate(prompt, tokens, **how).cpu() for label, result in runs.items()}
     model = runs[WITH].model
+    shown = {label: BYTES.decode(ids).decode("utf-8", "replace") for label, ids in (said | {"prompt": prompt}).items()}
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
     return {
-        "prompt": _shown(prompt),
-        "said": {label: _shown(text) for label, text in said.items()},
+        **{"prompt": shown.pop("prompt"), "said": shown},
         **how,
         **in_turn(swapped, model, prompt, tokens, how, rounds),
         "layers": rows,
     }
 
 
-def _shown(tokens: Tensor) -> str:
-    return BYTES.decode(tokens).decode("utf-8", "replace")
-
-
-def _seconds(options: TourOptions) -> float:
-    """For how many seconds each size is measured."""
-    return 0.02 if options.quick else 1.0
-
-
-def _for_this_machine(config: TrainConfig) -> TrainConfig:
-    """The config as this machine trains it within about half a minute: in bfloat16 where a CPU has instructions for it,
-    which is two to three times as fast, otherwise in half the steps."""
+def _for_this_machine() -> dict:
+    """Return with which changes of the config this machine trains within about half a minute: in bfloat16 where a CPU
+    has instructions for it, which is two to three times as fast, otherwise in half the steps."""
     if present_device(None).type == "cuda":
-        return config
+        return {}
     if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
-        return replace(config, dtype="bfloat16")
-    return replace(config, steps=config.steps // 2)
-
-
-def _quick(config: TrainConfig) -> TrainConfig:
-    return replace(
-        config, steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16
-    )
+        return {"dtype": "bfloat16"}
+    return {"steps": TOUR.steps // 2}
 
 
 class _Steps:
@@ -327,10 +300,9 @@ class _Steps:
             print(f"[{number}/6] {what}", file=sys.stderr, flush=True)
         if self.shown and not sys.stderr.isatty():
             self.ended = threading.Event()
-            threading.Thread(target=self._beat, args=(number, self.ended), daemon=True).start()
+            threading.Thread(target=self._beat, args=(number, self.started[-1], self.ended), daemon=True).start()
 
-    def _beat(self, number: int, ended: threading.Event) -> None:
-        start = time.perf_counter()
+    def _beat(self, number: int, start: float, ended: threading.Event) -> None:
         while not ended.wait(_BEAT):
             print(f"[{number}/6] {time.perf_counter() - start:.0f} s so far", file=sys.stderr, flush=True)
 
@@ -338,10 +310,6 @@ class _Steps:
         self.ended.set()
 
     def seconds(self) -> dict:
-        """The seconds that each of the first five steps took, by name."""
+        """Return the seconds that each of the first five steps took, by name."""
         spans = [end - begin for begin, end in pairwise(self.started)]
         return dict(zip(("train", "profile", "pack", "time", "speak"), spans, strict=True))
-
-
-def _bar(items: list, what: str, options: TourOptions) -> Iterable:
-    return tqdm(items, desc=what, disable=not options.progress or None)

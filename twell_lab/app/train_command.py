@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ..core import InputError
-from .options import add_fields, given, path
+from .options import given
 from .terminal import Answer
 
 EPILOG = """\
@@ -39,37 +39,6 @@ it into memory:
 
 About a tenth of the text is held out for validation. metrics.jsonl in --out has
 a line for every --log-every steps."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of TrainConfig, and the options that say where a run is saved."""
-    from ..training import presets
-    from ..training.config import TrainConfig
-
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    add_fields(parser, TrainConfig)
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        type=path,
-        help="save metrics and a checkpoint here, for --resume, and "
-        "at the end the model, for twell-lab profile; a folder that holds another run or model is refused",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="DIR",
-        type=path,
-        help="go on with the run that was saved there, with more --steps beyond its end; only these, "
-        "--checkpoint-every and the options for where and how it computes may change",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="NAME",
-        help="sizes, steps and rates to start from, which the other "
-        f"options override: {', '.join(presets.NAMES)}; 'list' shows them; or a file of YAML or JSON whose entries are "
-        "called as these options are",
-    )
 
 
 def run(options: argparse.Namespace) -> Answer | None:

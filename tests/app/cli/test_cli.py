@@ -109,27 +109,6 @@ def test_a_mistyped_command_line_is_status_2(capsys, arguments):
     assert stopped.value.code == 2 and (told.startswith("twell-lab: ") and told.count("\n") == 1 or not arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (["train", "--steps", "-1"], "steps"),
-        (["train", "--text", "no/such/text"], "no/such/text"),
-        (["train", "--device", "nonsense"], "nonsense"),
-        (["profile", "no/such/model"], "no/such/model"),
-        (["plan", "no/such/model"], "no/such/model"),
-        (["tour", "--render", "no/such/tour.json"], "no/such/tour.json"),
-        (["records", "--folder", "HERE"], "broken.json"),
-        (["bench", "--tokens", "1", "--nnz", "-3"], "-3"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, named):
-    (tmp_path / "broken.json").write_text("{")
-    status = cli.main([str(tmp_path) if each == "HERE" else each for each in arguments])
-    shown = capsys.readouterr()
-    assert status == 2 and shown.out == ""
-    assert shown.err.startswith("twell-lab: ") and named in shown.err and shown.err.count("\n") == 1
-
-
 def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -140,28 +119,9 @@ def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, mon
     monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
     assert cli.main(["bench", "--tokens", "1", "8", "--out", "a folder"]) == 130
     assert capsys.readouterr().err == f"{again}.venv/bin/twell-lab bench --tokens 1 8 --out 'a folder'\n"
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/twell-lab"])
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    cli.main(["bench"])
-    assert capsys.readouterr().err == f"{again}twell-lab bench\n"
     monkeypatch.setattr(sys, "argv", ["/somewhere/twell_lab/__main__.py"])
     cli.main(["bench"])
     assert capsys.readouterr().err == f"{again}python -m twell_lab bench\n"
-
-
-def test_a_reader_who_leaves_is_no_error(folder):
-    read, write = os.pipe()
-    os.close(read)
-    ran = subprocess.run(
-        [sys.executable, "-m", "twell_lab", "records", "--folder", str(folder)],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    os.close(write)
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_doctor_speaks_to_people_and_to_programs(capsys):
@@ -320,13 +280,6 @@ def test_train_then_thresholds(capsys, tmp_path, text):
         assert cli.main([*asked, *wrong]) == 2 and said in capsys.readouterr().err
 
 
-def test_a_text_too_short_for_the_model_is_refused(capsys, tmp_path, text):
-    ask(capsys, "train", "--text", text, *SMALL, "--out", str(tmp_path / "model"), "--json")
-    (tmp_path / "short.txt").write_text("too short")
-    assert cli.main(["profile", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")]) == 2
-    assert "short.txt has 9 bytes" in capsys.readouterr().err
-
-
 def test_bench_prints_rows_and_saves_records(capsys, tmp_path):
     small = "bench --tokens 1 2 --d-model 64 --d-ff 512 --nnz 8 --seconds 0.01 --device cpu --dtype float32".split()
     rows = json.loads(ask(capsys, *small, "--json"))
@@ -348,11 +301,11 @@ def recordings(monkeypatch):
 
 
 def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
-    assert ask(capsys, "record").split() == ["example"]
-    assert json.loads(ask(capsys, "record", "--json")) == ["example"]
+    assert ask(capsys, "record").split() == json.loads(ask(capsys, "record", "--json")) == ["example"]
     assert "saved" in ask(capsys, "record", "example", "--out", str(tmp_path))
     assert json.loads(ask(capsys, "record", "example", "--out", str(tmp_path), "--json"))["name"] == "example"
     assert len(records.load_all(tmp_path)) == 2
+    assert cli.main(["record", "other"]) == 2 and "accepted: example" in capsys.readouterr().err
 
 
 def test_the_course_is_copied_and_never_overwrites(capsys, tmp_path):
@@ -374,8 +327,3 @@ def test_the_course_is_opened_in_jupyterlab_whose_status_it_gives_back(capsys, t
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(["course", str(tmp_path / "mine")]) == 3
     assert "opening JupyterLab" in capsys.readouterr().err and (tmp_path / "mine").is_dir()
-
-
-def test_an_unknown_recording_is_refused_with_the_names(capsys, recordings):
-    assert cli.main(["record", "other"]) == 2
-    assert "accepted: example" in capsys.readouterr().err

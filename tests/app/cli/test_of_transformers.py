@@ -114,14 +114,3 @@ def test_a_tokenizer_of_another_model_is_told(folder, capsys):
     said(folder, vocab_size=100)
     assert cli.main(["profile", str(folder), "--windows", "2"]) != 0
     assert "made token 1" in (told := capsys.readouterr().err) and "the model has 100 of them" in told
-
-
-def test_a_folder_without_a_tokenizer_is_told(folder, capsys):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    assert cli.main(["profile", str(folder)]) != 0
-    told = capsys.readouterr().err
-    assert (
-        "has no tokenizer that transformers can read" in told and "accepted: a folder with the tokenizer.json" in told
-    )
-    assert len(told.strip().splitlines()) == 1

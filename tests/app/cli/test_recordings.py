@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def record_slow(tmp_path):
             "from twell_lab.app import cli, recordings\n"
             f"ROW = {ROW!r}\n{functions}"
             f"STEPS = [{', '.join(f'step_{number}' for number in range(len(steps)))}]\n"
-            "sections = lambda more, seconds: {'one': STEPS, 'two': [list]}\n"
+            "sections = lambda more: {'one': STEPS, 'two': [list]}\n"
             "recordings.RECORDINGS['slow'] = recordings.Recording('slow', 'a test', sections, 100, False)\n"
             "status = cli.main()\n"
             "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
@@ -134,7 +133,7 @@ def slow(clock, monkeypatch):
     """Puts a recording of these steps among the others."""
 
     def put(*steps):
-        made = recordings.Recording("slow", "a test", lambda more, seconds: {"one": [*steps]}, gpu=False)
+        made = recordings.Recording("slow", "a test", lambda more: {"one": [*steps]}, gpu=False)
         monkeypatch.setitem(recordings.RECORDINGS, "slow", made)
 
     return put
@@ -159,21 +158,4 @@ def test_each_recording_names_its_options(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["record", "training"]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
     assert cli.main(["record", "training", "--seed", "3"]) == 2 and "accepted: with attack" in capsys.readouterr().err
-    assert cli.main(["record", "course", "--seconds", "3"]) == 2 and "training" in capsys.readouterr().err
-
-
-def test_widgets_are_recorded_from_what_the_browser_test_reports(monkeypatch):
-    """Rows with a median; where the tests with a browser are left out, there is no record."""
-    said, skipped = [{"path": "a.ipynb", "cell": 3, "samples": [80.0, 90.0, 200.0], "live": 968, "still": 968}], 0
-
-    def suite(name, targets):
-        (report,) = (word.partition("=")[2] for word in targets if word.startswith("--browser-report="))
-        Path(report).write_text(json.dumps(said))
-        return {"suite": name, "passed": 2, "failed": 0, "skipped": skipped, "seconds": 1.0}
-
-    monkeypatch.setattr(recordings, "_suite", suite)
-    (row,) = recordings.widgets().rows
-    assert row["ms"] == 90.0 and row["device"] == "CPU" and row["live"] == row["still"] == 968
-    skipped = 9
-    with pytest.raises(recordings.TestsFailed, match="9 of the tests with a browser were skipped"):
-        recordings.widgets()
+    assert cli.main(["record", "sweep", "--seconds", "3"]) == 2 and "training" in capsys.readouterr().err

@@ -92,12 +92,6 @@ def test_an_exported_model_of_bytes_speaks_without_the_tokenizers_library(capsys
     assert ran.returncode == 0 and json.loads(ran.stdout)["tokens"] == found[0], ran.stderr
 
 
-def test_a_folder_with_a_model_is_not_written_over(capsys, folder):
-    before = (folder / "model.safetensors").read_bytes()
-    assert "holds a model" in ask(capsys, "export", folder, "--out", folder, status=2).err
-    assert (folder / "model.safetensors").read_bytes() == before
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_truncated_model_is_one_line(capsys, folder, tmp_path, name):
     whole = (folder / name).read_bytes()
@@ -221,10 +215,9 @@ def test_what_a_model_of_transformers_cannot_say_is_told(capsys, theirs):
     assert "scores are not finite" in ask(capsys, "sample", theirs, "--device", "cpu", status=2).err
 
 
-def test_a_model_of_transformers_is_not_exported_a_second_time(capsys, theirs, tmp_path):
+def test_a_model_is_exported_once_and_into_a_folder_without_one(capsys, theirs, folder, tmp_path):
+    before = (folder / "model.safetensors").read_bytes()
+    assert "holds a model" in ask(capsys, "export", folder, "--out", folder, status=2).err
+    assert (folder / "model.safetensors").read_bytes() == before
     told = ask(capsys, "export", theirs, "--out", tmp_path / "new", status=2).err
     assert "holds a model of transformers ('opt'); accepted: a folder that LanguageModel.save" in told
-
-
-def test_a_name_that_is_none_is_told_as_everywhere(capsys, tmp_path):
-    assert "there is no folder" in ask(capsys, "sample", tmp_path / "nowhere", status=2).err

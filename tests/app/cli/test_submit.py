@@ -52,11 +52,6 @@ def test_what_is_no_file_is_one_line(file, capsys, given):
     assert status == 2 and shown.out == "" and "accepted" in shown.err
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(file, capsys):
-    assert cli.main(["submit", str(file), "--out", str(file)]) == 2
-    assert capsys.readouterr().err.startswith("twell-lab: ")
-
-
 def test_without_a_compiler_one_line_says_what_to_install(file, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert cli.main(["submit", str(file)]) == 2
