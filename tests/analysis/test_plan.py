@@ -175,7 +175,6 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
         (["note"], "x", "note"),
         (["layers", 1], 5, "'layers' 1 is 5"),
         (["layers", 0, "d_ff"], 601, "600 neuron_counts"),
-        (["layers", 0, "neuron_counts", 3], 1001, "from 0 to 'profiled'"),
         (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
         (["layers", 0, "candidates", 2, "tokens"], 0, "one for each is accepted"),
         (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),

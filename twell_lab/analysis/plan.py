@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Self
 
 from .. import __version__, records
-from ..core import InputError, RecordError
+from ..core import InputError
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
-from . import saved
 from .compare import check_same, size_of
+from .saved import Saved
 
-FORMAT, VERSION = "twell-lab plan", 4
 IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
 # Of the table that a plan is printed as: the fields of its rows, with their headings.
 COLUMNS = {"layer": "layer", "nnz": "mean nnz"}
@@ -27,12 +27,15 @@ COLUMNS |= {name: name.replace("_", " ") for name in ("tokens", "choice", "us", 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """The plans of a model's layers, in the model's order.
 
     device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. calls: whose time
     decides: "eager", "compiled" or "captured" calls; inputs: where what was timed came from ("captured from the
     batches", "drawn at the profile's rates"), None where nothing was."""
+
+    FORMAT: ClassVar = "twell-lab plan"
+    VERSION: ClassVar = 4
 
     layers: list[LayerPlan]
     device: str
@@ -97,24 +100,11 @@ class Plan:
                 "is accepted (tl.plan, twell-lab plan)"
             )
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
-        layers = [{**vars(layer), "candidates": layer.table()} for layer in self.layers]
-        return saved.save(path, FORMAT, VERSION, {**vars(self), "layers": layers})
-
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
+    def load(cls, path: str | os.PathLike) -> Self:
         """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file
         and what is missing or wrong."""
-        path = Path(path) / IN_FOLDER if os.path.isdir(path) else path
-        plan = saved.load(path, "plan", FORMAT, VERSION, cls)
-        for layer in plan.layers:
-            if max(layer.neuron_counts, default=0) > layer.profiled or not all(row.tokens for row in layer.candidates):
-                raise RecordError(
-                    f"plan {os.fspath(path)!r}, layer {layer.name!r}: neuron_counts from 0 to 'profiled', and "
-                    "candidates for one token or more, are accepted"
-                )
-        return plan
+        return super().load(Path(path) / IN_FOLDER if os.path.isdir(path) else path)
 
 
 def chosen(layer: LayerPlan) -> list[dict]:

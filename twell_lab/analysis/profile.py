@@ -7,32 +7,29 @@ memory that does not grow with the tokens; density, frequencies and the rest are
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core import InputError, RecordError
+from ..core import InputError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
-from . import saved
 from .compare import Comparison
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
+from .saved import Saved
 
-FORMAT = "twell-lab firing profile"
-VERSION = 4
 HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
 SEQUENCES = 4  # how many there have to be before that is said
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
-_TOKENS = ("token_counts", "token_nnz")
+_TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
 
 
 def _nowhere() -> Tensor:
@@ -49,7 +46,9 @@ class LayerProfile:
         of them firing. The last tile of a width that is no multiple of `tile` is narrower.
     overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
     position_tokens, position_nnz: [len(POSITIONS)], how many of the tokens whose place in their sequence is known stood
-        in each group of positions, and how many neurons fired at them together."""
+        in each group of positions, and how many neurons fired at them together.
+
+    Raises InputError for a TwELL geometry that is none, and for counts of other lengths."""
 
     name: str
     d_model: int
@@ -64,6 +63,13 @@ class LayerProfile:
     overflowing: int
     position_tokens: Tensor = field(default_factory=_nowhere)
     position_nnz: Tensor = field(default_factory=_nowhere)
+
+    def __post_init__(self) -> None:
+        check_geometry(self.tile, self.words)
+        lengths = {"neuron_counts": max(1, self.d_ff), "nnz_histogram": self.d_ff + 1, "tile_histogram": self.tile + 1}
+        for name, length in (lengths | dict.fromkeys(_PLACES, len(POSITIONS))).items():
+            if (many := len(getattr(self, name))) != length:
+                raise InputError(f"{name!r} holds {many} numbers; {length} are accepted")
 
     @property
     def mean_nnz(self) -> float:
@@ -105,15 +111,26 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, eq=False)
-class FiringProfile:
-    """The profiles of all feed-forward layers of a model, in the model's order.
+class FiringProfile(Saved):
+    """The profiles of all feed-forward layers of a model, in the model's order. InputError without a layer.
 
     token_counts, token_nnz: int64 [vocabulary], how often each token was seen, and how many neurons of all layers
     together fired there. None where the batches did not say which tokens they held."""
 
+    FORMAT: ClassVar = "twell-lab firing profile"
+    VERSION: ClassVar = 4
+
     layers: list[LayerProfile]
     token_counts: Tensor | None = None
     token_nnz: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        lengths = [None if counts is None else len(counts) for counts in (self.token_counts, self.token_nnz)]
+        if not self.layers or lengths[0] != lengths[1]:
+            raise InputError(
+                f"'layers' holds {len(self.layers)} profiles, 'token_counts' and 'token_nnz' have the lengths "
+                f"{lengths}; one layer or more and one length are accepted"
+            )
 
     @property
     def tokens(self) -> int:
@@ -154,20 +171,16 @@ class FiringProfile:
     @property
     def heavy_first(self) -> dict | None:
         """Return what is known of heavy first tokens: many models fire several times as many neurons where a sequence
-        begins.
+        begins. A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons
+        fire at them as from position LATER on.
 
-        A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
-        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: layers
-        (how many are heavy), worst (the name of the one that is most), worst_times."""
-        heavy = [
-            (layer.first_to_later, layer.name)
-            for layer in self.layers
-            if layer.position_tokens[0] >= SEQUENCES and layer.first_to_later >= HEAVY
-        ]
+        None where no layer is, else: layers (how many are heavy), worst (the name of the most heavy), worst_times."""
+        seen = [layer for layer in self.layers if layer.position_tokens[0] >= SEQUENCES]
+        heavy = {layer.name: layer.first_to_later for layer in seen if layer.first_to_later >= HEAVY}
         if not heavy:
             return None
-        worst_times, worst = max(heavy)
-        return {"layers": len(heavy), "worst": worst, "worst_times": worst_times}
+        worst = max(heavy, key=heavy.__getitem__)
+        return {"layers": len(heavy), "worst": worst, "worst_times": heavy[worst]}
 
     def by_token(self, least: int = 1) -> list[dict]:
         """Return the tokens of the vocabulary that were seen at least so often, those where most neurons fire first;
@@ -195,24 +208,6 @@ class FiringProfile:
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
         return Comparison.of(self.layers, other.layers)
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
-        return saved.save(path, FORMAT, VERSION, {**vars(self), "layers": [vars(layer) for layer in self.layers]})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> FiringProfile:
-        """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        firing = saved.load(path, "profile", FORMAT, VERSION, cls)
-        where = f"profile {os.fspath(path)!r}"
-        if not firing.layers:
-            raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
-        for number, layer in enumerate(firing.layers):
-            _check_counts(layer, f"{where}, 'layers' {number}")
-        lengths = [None if counts is None else len(counts) for counts in (firing.token_counts, firing.token_nnz)]
-        if lengths[0] != lengths[1]:
-            raise RecordError(f"{where}: 'token_counts' and 'token_nnz' have the lengths {lengths}; one is accepted")
-        return firing
 
 
 def profile(
@@ -314,10 +309,10 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        sizes = dict.fromkeys(("tokens", "overflowing"), ())
+        # undefined: tokens at which the gate's first answer is NaN, as all are where x holds one
+        sizes = dict.fromkeys(("tokens", "overflowing", "undefined"), ())
         sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
-        sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
-        sizes["undefined"] = ()  # tokens at which the gate's first answer is NaN, as all are where x holds one
+        sizes |= dict.fromkeys(_PLACES, (len(POSITIONS),))
         self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
 
     def add(self, x: Tensor, gate: Gate, rows: Rows | None = None) -> Tensor:
@@ -382,24 +377,3 @@ def _in_runs(firing: Tensor, width: int) -> Tensor:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _check_counts(layer: LayerProfile, where: str) -> None:
-    """Raise RecordError, naming the field, where the counts of a saved layer do not fit each other."""
-    try:
-        check_geometry(layer.tile, layer.words)
-    except InputError as error:
-        raise RecordError(f"{where}: {error}") from None
-    lengths = {"neuron_counts": max(1, layer.d_ff), "nnz_histogram": layer.d_ff + 1, "tile_histogram": layer.tile + 1}
-    lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    for name, length in lengths.items():
-        if len(getattr(layer, name)) != length:
-            raise RecordError(f"{where}: {name!r} holds {len(getattr(layer, name))} numbers; {length} are accepted")
-    fired = int(layer.neuron_counts.sum())
-    for name, rows in (
-        ("nnz_histogram", layer.tokens),
-        ("tile_histogram", layer.tokens * -(-layer.d_ff // layer.tile)),
-    ):
-        counts = getattr(layer, name)
-        if (int(counts.sum()), int((counts * torch.arange(len(counts), device="cpu")).sum())) != (rows, fired):
-            raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ..analysis.saved import read
 from ..core import InputError, RecordError, StackError, read_json
 from ..ops import clock
 from .thresholds import CONFIG, Thresholds
@@ -65,7 +66,7 @@ def load(
     model = LanguageModel.load(folder) if "format" in entries else _from_transformers(folder, entries, dtype)
     if entries.get(CONFIG) is not None:
         try:
-            Thresholds.read(entries[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
+            read(Thresholds, entries[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
         except RecordError as error:
             raise InputError(str(error)) from error
     return model.to(place, dtype).eval()

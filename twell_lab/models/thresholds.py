@@ -16,11 +16,10 @@ inputs) over the multiplications that it spares, until the mean, by multiplicati
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..analysis import saved
 from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
+from ..analysis.saved import Saved
 from ..core import InputError
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
@@ -40,8 +39,6 @@ from ..layers.parts import named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
-FORMAT = "twell-lab thresholds"
-VERSION = 1
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
 SITES = {"cats": ("activation",), "teal": ("input", "hidden")}  # the places of a layer, by method
 LEVELS = tuple(number / 20 for number in range(20))  # the sparsities at which errors are measured: 0 to 0.95
@@ -290,10 +287,13 @@ class LayerThresholds:
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class Thresholds(Saved):
     """Thresholds for the feed-forward layers of one model, which make it lossy where they are applied.
 
     sparsity: what was wished for. tokens: how many were calibrated on."""
+
+    FORMAT: ClassVar = "twell-lab thresholds"
+    VERSION: ClassVar = 1
 
     method: str
     sparsity: float
@@ -416,21 +416,6 @@ class Thresholds:
                     "accepted: the model that they were made for"
                 )
         return [(layer, there[layer.name]) for layer in self.layers]
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write them as JSON, the file whole or not at all. RecordError where it can't be written."""
-        return saved.save(path, FORMAT, VERSION, asdict(self))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Thresholds:
-        """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        return saved.load(path, "thresholds", FORMAT, VERSION, cls)
-
-    @classmethod
-    def read(cls, content: object, where: str) -> Thresholds:
-        """Read the plain data of thresholds, as `apply` puts it into a configuration. where: what to call it. Raises
-        RecordError for the field that is missing or wrong."""
-        return saved.read(cls, content, where)
 
 
 def _config(model: nn.Module) -> object | None:

@@ -457,7 +457,7 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     [
         (lambda c: c.update(format="something else"), "'format'"),
         (lambda c: c.update(version=3), "version 3"),
-        (lambda c: c.update(layers=[]), "'layers' is empty"),
+        (lambda c: c.update(layers=[]), "'layers' holds 0 profiles"),
         (lambda c: c["layers"][2].pop("tokens"), "'layers' 2 lacks 'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),
         (lambda c: c["layers"][0].update(name=None), "'name'"),
@@ -470,8 +470,6 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
         ),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
-        (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, 13), "'nnz_histogram'.*whole profile"),
-        (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, 99), "'tile_histogram'.*whole profile"),
         (lambda c: c["token_nnz"].pop(), "'token_nnz' have the lengths"),
     ],
 )
