@@ -242,17 +242,20 @@ def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: 
     counters = [Counter(layer, tile, words) for layer in layers]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
-    def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
+    def add(name: str, rows: Rows, values: Tensor) -> None:
         if rows.ids is not None:  # what is in no vocabulary has the last place, which is left out in the end
-            if values is None:
-                values = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
             ids = rows.ids.to(values.device)
             sums[name] = sums[name].to(ids.device).scatter_add_(0, ids, values)
 
     def watch(counter: Counter):
         return counter.layer, lambda x, gate, rows: add("token_nnz", rows, counter.add(x, gate, rows))
 
-    run(model, [watch(counter) for counter in counters], batches, after=partial(add, "token_counts"))
+    def after(output: object, seen: list[Rows]) -> None:
+        for rows in seen:
+            if rows.ids is not None:
+                add("token_counts", rows, torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long())
+
+    run(model, [watch(counter) for counter in counters], batches, after)
     profiles = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in profiles):
         raise InputError(
@@ -296,7 +299,7 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
             taken[name].append(known.kept(x)[: lacking(name)])
 
     watched = [(layer, partial(keep, layer.name)) for layer in feed_forwards(model) if layer.name in taken]
-    run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in taken))
+    run(model, watched, batches, lambda *_: all(lacking(name) <= 0 for name in taken))
     for name in taken:
         if lacking(name) == rows:
             raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
@@ -336,7 +339,7 @@ class Counter:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing.contiguous()
-        in_tile = _in_runs(whole, self.tile)
+        in_tile = whole.view(-1, tiles, self.tile).sum(-1, dtype=torch.int32)  # by default several times as slow
         nnz = in_tile.sum(-1)
         counted = torch.ones_like(nnz) if rows.counted is None else rows.counted.long()
         counts["undefined"] += (gate[:, 0].isnan() * counted).sum()
@@ -345,7 +348,7 @@ class Counter:
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
         counts["nnz_histogram"].scatter_add_(0, nnz, counted)
         counts["neuron_counts"] += firing.sum(0, dtype=torch.int32)
-        counts["tile_histogram"].scatter_add_(0, in_tile.flatten(), counted[:, None].expand(-1, tiles).flatten())
+        counts["tile_histogram"].scatter_add_(0, in_tile.flatten().long(), counted.repeat_interleave(tiles))
         if rows.group is not None:
             counts["position_tokens"].scatter_add_(0, rows.group, counted)
             counts["position_nnz"].scatter_add_(0, rows.group, nnz)
@@ -363,16 +366,6 @@ class Counter:
             )
         sizes = dict(d_model=self.d_model, d_ff=self.d_ff, tile=self.tile, words=self.words)
         return LayerProfile(name=self.layer.name, gated=self.layer.gate is not None, **sizes, **numbers)
-
-
-def _in_runs(firing: Tensor, width: int) -> Tensor:
-    """Count how many are true of each `width` neighbours: bool [rows, runs * width] to int64 [rows, runs]."""
-    runs = firing.view(len(firing), firing.shape[1] // width, width)
-    if width % 8 or width > 8 * 255:
-        return runs.sum(-1)
-    # Booleans are bytes of 0 or 1: an addition of 64-bit words adds eight, 255 times before a byte overflows. torch's
-    # own sum writes them as whole numbers first, which takes many times as long.
-    return runs.view(torch.int64).sum(-1, keepdim=True).view(torch.uint8).sum(-1)
 
 
 def _number(value: float) -> float | None:

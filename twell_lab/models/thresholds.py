@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
+from ..analysis.running import ALL, Gate, Rows, hidden_by, run, vocabulary_of
 from ..analysis.saved import Saved
 from ..core import InputError
 from ..layers.activations import kind_of
@@ -497,21 +497,16 @@ class LossChange:
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """Measure the mean loss of each window [n, length] in nats, float64 [n]. InputError for a token that the model does
     not know, and for a model that gives no scores [batch, tokens, vocabulary]."""
-    device, means = next(model.parameters()).device, []
-    together = _SCORES // max(1, windows.shape[1] * vocabulary_of(model))
-    with evaluating(model):
-        for tokens in windows.split(max(1, min(32, together))):
-            tokens = tokens.to(device)
-            try:
-                scores = model(tokens)
-            except LookupError as error:
-                raise InputError(f"a window {beyond(model, tokens) or error}") from error
-            scores = getattr(scores, "logits", scores)
-            if not isinstance(scores, Tensor) or scores.shape[:2] != tokens.shape:
-                raise InputError(
-                    f"{type(model).__name__} gives no scores [batch, tokens, vocabulary] for tokens; a causal language "
-                    "model is accepted"
-                )
-            nats = F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-            means.append(nats.double().view(len(tokens), -1).mean(1).cpu())
+    many = max(1, min(32, _SCORES // max(1, windows.shape[1] * vocabulary_of(model))))
+    batches, means = windows.split(many), []
+
+    def after(output, seen: list[Rows]) -> None:
+        tokens, scores = batches[len(means)], getattr(output, "logits", output)
+        if not isinstance(scores, Tensor) or scores.shape[:2] != tokens.shape:
+            raise InputError(f"{type(model).__name__} gives no scores [batch, tokens, vocabulary]; those are accepted")
+        targets = tokens[:, 1:].flatten().to(scores.device)
+        nats = F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), targets, reduction="none")
+        means.append(nats.double().view(len(tokens), -1).mean(1).cpu())
+
+    run(model, [], batches, after)
     return torch.cat(means)

@@ -638,6 +638,6 @@ def test_a_token_that_the_model_does_not_know_is_told_by_calibration_and_loss():
     with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
         tl.thresholds(model, ids + known - 11)
     chosen = tl.thresholds(model, ids)
-    with pytest.raises(InputError, match=f"a window has the token {known}; accepted by this model: 0 to {known - 1}"):
+    with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
         chosen.loss(model, ids + known - 11)
     assert "lossy" not in str(model)
