@@ -107,17 +107,16 @@ def test_reasons(profiled, layer, fused, timed):
     assert "1.20x the time of the choice, timed, its neurons in another order" in why(100, 50, 60, 70, chosen=False)
 
 
-def test_without_a_model_or_without_timing_predictions_decide(profiled, layer, rates):
+def test_without_timing_predictions_decide(profiled, layer, rates):
     fused = replace(rates, fuses=True)
-    for model in (None, layer[0]):
-        plan = tl.plan(profiled, model, rates=fused, tokens=(1, 16384), measure=False)
-        assert plan.inputs is None and all(row["measured_us"] is None for row in plan.table())
-        assert {row["path"] for row in plan.table()} == {"dense", "twell", "hot_cold"}
-        assert plan.rates == fused.as_dict() and plan.device == rates.device
-        for row in plan.table():
-            dense = next(r for r in plan.table() if (r["tokens"], r["path"]) == (row["tokens"], "dense"))
-            if row["chosen"] and row["path"] != "dense":
-                assert row["predicted_us"] * planner.MARGIN_PREDICTED <= dense["predicted_us"]
+    plan = tl.plan(profiled, layer[0], rates=fused, tokens=(1, 16384), measure=False)
+    assert plan.inputs is None and all(row["measured_us"] is None for row in plan.table())
+    assert {row["path"] for row in plan.table()} == {"dense", "twell", "hot_cold"}
+    assert plan.rates == fused.as_dict() and plan.device == rates.device
+    for row in plan.table():
+        dense = next(r for r in plan.table() if (r["tokens"], r["path"]) == (row["tokens"], "dense"))
+        if row["chosen"] and row["path"] != "dense":
+            assert row["predicted_us"] * planner.MARGIN_PREDICTED <= dense["predicted_us"]
     narrow = GatedFeedForward(16, 40)
     plan = tl.plan(profile(narrow, [torch.randn(9, 16)]), narrow, rates=fused, tokens=(4096,), measure=False)
     assert {row["path"] for row in plan.table()} == {"dense", "twell"}
@@ -251,7 +250,6 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
         (dict(paths=["fast"]), "paths has 'fast'"),
         (dict(paths=["two_four"]), "path 'two_four'"),
         (dict(paths=["kept_inputs"]), "kept_inputs"),
-        (dict(model=None, paths=["int8"]), "accepted with the model"),
         (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated in the profile and d_model 32, d_ff 599"),
         (dict(model=PlainFeedForward(32, 600)), "plain"),
         (dict(model=GatedFeedForward(32, 600).double()), "float64"),
@@ -266,8 +264,8 @@ def test_what_does_not_fit_is_refused(profiled, layer, rates, changes, named):
 
 
 @pytest.mark.parametrize("other", [GatedFeedForward(32, 599), PlainFeedForward(32, 600)])
-def test_a_plan_of_another_model_is_refused(profiled, rates, other):
-    plan = tl.plan(profiled, rates=rates, measure=False)
+def test_a_plan_of_another_model_is_refused(profiled, layer, rates, other):
+    plan = tl.plan(profiled, layer[0], rates=rates, measure=False)
     with pytest.raises(InputError, match="the plan"):
         plan.check_model(feed_forwards(other))
     with pytest.raises(InputError, match="has no layer 'x'"):

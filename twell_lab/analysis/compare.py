@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import records
 from ..core import InputError
+from ..layers.find import FeedForward
 
 if TYPE_CHECKING:
     from .profile import LayerProfile
@@ -28,13 +29,6 @@ class Comparison:
     other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
 
     rows: list[dict]
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> Comparison:
-        """Compare two models' layers. InputError, naming both, unless they have the same sizes."""
-        sizes, theirs = (dict(enumerate(map(size_of, some))) for some in (layers, others))
-        check_same(sizes, theirs, "one profile", "the other")
-        return cls([_row(mine, its) for mine, its in zip(layers, others, strict=True)])
 
     @property
     def verdict(self) -> str:
@@ -59,19 +53,28 @@ class Comparison:
         return "\n".join([table, *_EXPLAINED, self.verdict])
 
 
-def size_of(layer) -> str:
-    """Return what a layer of a profile or plan measures, in words."""
-    return f"d_model {layer.d_model}, d_ff {layer.d_ff}, {'gated' if layer.gated else 'plain'}"
+def compared(layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> Comparison:
+    """Compare two models' layers. InputError, naming both, unless they have the same sizes."""
+    check_same(dict(enumerate(layers)), dict(enumerate(others)), "one profile", "the other")
+    return Comparison([_row(mine, its) for mine, its in zip(layers, others, strict=True)])
 
 
-def check_same(some: Mapping[object, str], others: Mapping[object, str], here: str, there: str) -> None:
-    """Raise InputError unless two have the same layers of the same sizes. here, there: what the two are called."""
-    if differ := [name for name in {**some, **others} if some.get(name) != others.get(name)]:
+def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
+    """Raise InputError unless two have the same layers of the same sizes: those of profiles or plans, or found ones, by
+    name. here, there: what the two are called."""
+    sizes = [{name: _size(layer) for name, layer in layers.items()} for layers in (some, others)]
+    if differ := [name for name in {**some, **others} if sizes[0].get(name) != sizes[1].get(name)]:
         name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""
+        one, other = (of.get(name, "missing") for of in sizes)
         raise InputError(
-            f"layer {name!r} is {some.get(name, 'missing')} in {here} and {others.get(name, 'missing')} in {there}"
-            f"{more}; the same layers are accepted"
+            f"layer {name!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
         )
+
+
+def _size(layer) -> str:
+    shape = layer.up.weight.shape[::-1] if isinstance(layer, FeedForward) else (layer.d_model, layer.d_ff)
+    gated = layer.gate is not None if isinstance(layer, FeedForward) else layer.gated
+    return f"d_model {shape[0]}, d_ff {shape[1]}, {'gated' if gated else 'plain'}"
 
 
 def _span(values: list[float], form: str) -> str:
@@ -83,7 +86,7 @@ def _span(values: list[float], form: str) -> str:
 def _row(mine: LayerProfile, its: LayerProfile) -> dict:
     row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
     row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
-    if not (mine.tokens and its.tokens and mine.mean_nnz and its.mean_nnz):
+    if not (row["density"] and row["other_density"]):
         return row | {"ratio": None, "hot_kept": None}
     most = math.ceil(HOT * mine.d_ff)
     hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))

@@ -17,7 +17,7 @@ from ..core import InputError
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
-from .compare import check_same, size_of
+from .compare import check_same
 from .saved import Saved
 
 IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
@@ -129,9 +129,5 @@ def chosen(layer: LayerPlan) -> list[dict]:
 
 def check_fits(found: Iterable[FeedForward], layers: Iterable, what: str) -> None:
     """Raise InputError where `layers`, of a profile or plan, are not the model's, by name and shape."""
-    shapes = {layer.name: (*layer.up.weight.shape, layer.gate is not None) for layer in found}
-    have = {
-        name: f"d_model {d_model}, d_ff {d_ff}, {'gated' if gated else 'plain'}"
-        for name, (d_ff, d_model, gated) in shapes.items()
-    }
-    check_same({layer.name: size_of(layer) for layer in layers}, have, f"the {what}", "the model")
+    have, planned = ({layer.name: layer for layer in some} for some in (found, layers))
+    check_same(planned, have, f"the {what}", "the model")

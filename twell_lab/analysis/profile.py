@@ -21,7 +21,7 @@ from .. import records
 from ..core import InputError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
-from .compare import Comparison
+from .compare import Comparison, compared
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
 from .saved import Saved
 
@@ -207,7 +207,7 @@ class FiringProfile(Saved):
         result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
-        return Comparison.of(self.layers, other.layers)
+        return compared(self.layers, other.layers)
 
 
 def profile(
