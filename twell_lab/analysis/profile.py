@@ -25,8 +25,6 @@ from .compare import Comparison, compared
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
 from .saved import Saved
 
-HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
-SEQUENCES = 4  # how many there have to be before that is said
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
 _TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
@@ -167,20 +165,6 @@ class FiringProfile(Saved):
                 layers = [_number(value) for value in shares[:, group].tolist()]
                 rows.append({**row, "density": share[group].item(), "layers": layers})
         return rows
-
-    @property
-    def heavy_first(self) -> dict | None:
-        """Return what is known of heavy first tokens: many models fire several times as many neurons where a sequence
-        begins. A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons
-        fire at them as from position LATER on.
-
-        None where no layer is, else: layers (how many are heavy), worst (the name of the most heavy), worst_times."""
-        seen = [layer for layer in self.layers if layer.position_tokens[0] >= SEQUENCES]
-        heavy = {layer.name: layer.first_to_later for layer in seen if layer.first_to_later >= HEAVY}
-        if not heavy:
-            return None
-        worst = max(heavy, key=heavy.__getitem__)
-        return {"layers": len(heavy), "worst": worst, "worst_times": heavy[worst]}
 
     def by_token(self, least: int = 1) -> list[dict]:
         """Return the tokens of the vocabulary that were seen at least so often, those where most neurons fire first;

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.layers import models_of
 from twell_lab.analysis import profile as module
-from twell_lab.analysis.predict import verdict
 from twell_lab.analysis.profile import Counter, FiringProfile, activations, captured, profile
 from twell_lab.analysis.running import POSITIONS, Rows, run
 from twell_lab.core import InputError, RecordError
@@ -331,22 +330,13 @@ def test_positions_are_grouped_up_to_any_length():
     assert [(row["first"], row["last"], row["tokens"]) for row in rows] == [(5, 5, 1), (64, 127, 1), (2**31, None, 1)]
 
 
-def test_heavy_first_tokens_are_found_and_said():
+def test_first_tokens_are_compared_with_later_ones():
     layer, x = identity_layer(WIDTH), -torch.ones(4, 30, WIDTH)
     x[:, :, 0] = 1.0
-    even = profile(layer, x)
-    assert even.heavy_first is None and "heavy" not in verdict(even)
+    assert profile(layer, x).layers[0].first_to_later == 1.0
     x[:, :2] = 1.0
-    heavy = profile(layer, x)
-    assert heavy.heavy_first == {"layers": 1, "worst": "", "worst_times": 6.0}
-    assert "a sequence's first token is heavy: up to 6.0 times as many" in verdict(heavy)
-    for few in (x.flatten(0, 1), x[:3], x[:, :8]):  # unknown, few, nothing later to compare with
-        assert profile(layer, few).heavy_first is None
-    two = FiringProfile(
-        [heavy.layers[0], *profile(nn.Sequential(identity_layer(1000)), torch.ones(4, 30, 1000)).layers]
-    )
-    assert two.heavy_first["layers"] == 1
-    assert "a sequence's first token is heavy in 1 of 2 layers: " in verdict(two)
+    assert profile(layer, x).layers[0].first_to_later == 6.0
+    assert math.isnan(profile(layer, x[:, :8]).layers[0].first_to_later)  # nothing later to compare with
 
 
 def test_tokens_by_how_many_neurons_fire():
@@ -379,7 +369,7 @@ def test_positions_that_are_not_certain_are_unknown(model, given):
     found = profile(model, given)
     (layer,) = found.layers
     assert layer.tokens and not layer.position_tokens.any() and not layer.position_nnz.any()
-    assert found.by_position() == [] and found.heavy_first is None
+    assert found.by_position() == [] and math.isnan(layer.first_to_later)
 
 
 def test_token_ids_that_layers_do_not_see_one_by_one_are_not_counted():
