@@ -178,7 +178,6 @@ def test_a_plan_swaps_what_it_makes_faster_and_nothing_else(as_file, tmp_path):
         ("planned", "twell", 50.0),
     ]
     assert ["another order" in row["why"] for row in rows] == [True, False, False]
-    assert tl.report(model).together == [{"tokens": 64, "us": 200.0, "dense_us": 300.0, "x_dense": 1.5}]
     json.dumps(rows, allow_nan=False)
     dense = replace(plan, layers=[replace(layer, candidates=plan.layers[1].candidates) for layer in plan.layers])
     check_same(tl.densify(tl.sparsify(model, dense)), before)
@@ -192,7 +191,7 @@ def test_only_some_layers():
     tl.sparsify(model, "twell", only=lambda name, module: name == "layers.1.mlp")
     assert [row["state"] for row in tl.report(model).rows] == ["not swapped", "told", "not swapped"]
     (row,) = tl.report(model, only=lambda name, module: name == "layers.1.mlp").rows
-    assert row["runs"] == "twell" and tl.report(model).together == [] and "be it faster or not" in str(tl.report(model))
+    assert row["runs"] == "twell" and "be it faster or not" in str(tl.report(model))
     torch.testing.assert_close(answer(model), expected, rtol=1e-4, atol=1e-4)
 
 
