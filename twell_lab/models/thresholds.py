@@ -51,10 +51,8 @@ _SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
-    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16: its size is the same
-    however many there were.
-
-    counts: int64, exact zeros and then those up to each further edge of the scale, larger ones with the last."""
+    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16, in memory that does not
+    grow with them. counts: int64, exact zeros and then those up to each further edge, larger ones with the last."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
@@ -97,7 +95,6 @@ class LayerCalibration:
         self.rows = layer.up.weight.new_empty(0, layer.up.weight.shape[1])
         self._draw = torch.Generator("cpu").manual_seed(0)
         self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
-        self._errors: dict[str, list[float]] = {}
 
     @torch.no_grad()
     def add(self, x: Tensor, gate: Gate, rows: Rows) -> None:
@@ -139,11 +136,13 @@ class LayerCalibration:
         """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
         return (self.output(thresholds) - self.exact).norm().item() / (self.exact.norm().item() or 1.0)
 
-    def errors(self, site: str) -> list[float]:
-        """Measure the error with a threshold in this place alone, at each of LEVELS, once."""
-        if site not in self._errors:
-            self._errors[site] = [self.error({site: self.sites[site].threshold(level)}) for level in LEVELS]
-        return self._errors[site]
+    @cached_property
+    def errors(self) -> dict[str, list[float]]:
+        """Measure, for each place, the error with a threshold there alone, at each of LEVELS."""
+        return {
+            site: [self.error({site: histogram.threshold(level)}) for level in LEVELS]
+            for site, histogram in self.sites.items()
+        }
 
     def at(self, sparsities: dict[str, float]) -> LayerThresholds:
         """Return the thresholds for these sparsities of its places, and the error measured with all of them."""
@@ -176,7 +175,7 @@ class Calibration:
 
         def cost(place: tuple[int, str]) -> float:
             """Return what the step to the next level costs."""
-            errors, level = self.layers[place[0]].errors(place[1]), levels[place]
+            errors, level = self.layers[place[0]].errors[place[1]], levels[place]
             return (errors[level + 1] - errors[level]) / work[place]
 
         total = sum(work.values())
@@ -227,7 +226,8 @@ def thresholds(
     greedy: bool = False,
     only: Only | None = None,
 ) -> Thresholds:
-    """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero.
+    """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero; leaves the
+    model as it was.
 
         found = twell_lab.thresholds(model, batches, sparsity=0.5)
         print(found)                        # by layer: threshold, density, error
@@ -235,18 +235,16 @@ def thresholds(
         model = found.apply(model)          # lossy from here on; found.remove(model) takes it back
 
     Args:
-        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation; left as
-            it was.
+        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
         batches: what the model takes, as `twell_lab.profile` takes them.
         sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
         method: "cats" or "teal", as this module's first lines describe them.
         greedy: give each layer its own sparsity by measured errors, not all the same.
-        only: the layers for which only(name, module) is true; the others keep all their values.
+        only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
-    Raises:
-        InputError: for a model without a feed-forward layer that is known (routed experts are left as they are); for
-            layers that compute something else than their parts say, quantised, adapted, sharded or on meta, and those
-            that `sparsify` swapped; for thresholds on the model; for values that are not finite; for wrong arguments.
+    Raises InputError for a model without such a layer; for layers that compute something else than their parts say,
+    quantised, adapted, sharded or on meta, and those that `sparsify` swapped; for thresholds on the model; for values
+    that are not finite; for wrong arguments.
     """
     _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
@@ -320,12 +318,13 @@ class Thresholds(Saved):
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
-        rows = []
-        for layer in self.layers:
-            cut = {f"{site} threshold": value for site, value in layer.thresholds.items()}
-            density = {f"{site} density": value for site, value in layer.density.items()}
-            rows.append({"layer": layer.name, **cut, **density, "error": layer.error})
-        return rows
+        return [
+            {"layer": layer.name}
+            | {f"{site} threshold": value for site, value in layer.thresholds.items()}
+            | {f"{site} density": value for site, value in layer.density.items()}
+            | {"error": layer.error}
+            for layer in self.layers
+        ]
 
     def __str__(self) -> str:
         """Lay `table` out as lines of text, and say that this is lossy."""
@@ -356,10 +355,8 @@ class Thresholds(Saved):
             if self.method == "cats":
                 activation = ThresholdedActivation(place.acts, layer.thresholds["activation"])
                 put(module, parts.family.activation, activation.train(module.training))
-                continue
-            for site, projections in cut_places(parts).items():
-                inputs = ThresholdedInput(layer.thresholds[site]).train(module.training)
-                inputs.put_on(module, site, projections)
+            for site, projections in cut_places(parts).items() if self.method == "teal" else ():
+                ThresholdedInput(layer.thresholds[site]).train(module.training).put_on(module, site, projections)
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model
@@ -371,8 +368,7 @@ class Thresholds(Saved):
         _check_dense(model)
         for module in list(model.modules()):
             ThresholdedInput.take_off(module)
-            parts = parts_of(module)
-            if parts is not None and isinstance(parts.acts, ThresholdedActivation):
+            if (parts := parts_of(module)) is not None and isinstance(parts.acts, ThresholdedActivation):
                 before = parts.acts.activation
                 if isinstance(before, nn.Module):
                     before.train(module.training)  # which did not reach it while it was no child
@@ -454,8 +450,8 @@ def _check_dense(model: nn.Module) -> None:
 class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows.
 
-    dense, thresholded: the mean. change: of thresholded - dense, the mean; low, high: 1.96 standard errors of it on
-    either side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
+    dense, thresholded: the mean. change: that of their difference; low, high: 1.96 standard errors of it on either
+    side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
 
     dense: float
     thresholded: float

@@ -226,7 +226,7 @@ def test_greedy_meets_the_mean_and_takes_the_cheapest_step_each_time(method):
     while spent < sparsity * sum(weights):
         prices = []
         for number, (layer, site) in enumerate(places):
-            errors, at = layer.errors(site), levels[number]
+            errors, at = layer.errors[site], levels[number]
             prices.append((errors[at + 1] - errors[at]) / weights[number] if at < 19 else math.inf)
         best = prices.index(min(prices))
         levels[best] += 1
@@ -243,7 +243,7 @@ def test_greedy_meets_the_mean_and_takes_the_cheapest_step_each_time(method):
 def test_a_higher_sparsity_costs_more_and_none_costs_nothing():
     found = calibrate(llama(), tokens())
     for layer in found.layers:
-        errors = layer.errors("activation")
+        errors = layer.errors["activation"]
         assert errors[0] == 0 < errors[4] < errors[12] < errors[19] <= 1
     assert [each["activation"] for each in found.sparsities(0.95, greedy=True)] == pytest.approx([0.95, 0.95])
     none = found.at(0.0)
