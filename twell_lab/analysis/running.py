@@ -92,19 +92,15 @@ def run(
     after: Callable[[Any, list[Rows]], object] = lambda output, rows: None,
 ) -> None:
     """Run the model over the batches, in evaluation mode, without gradients, and eagerly, since compiled code calls no
-    hooks; and leave it as it was, each module in its own mode.
+    hooks; and leave it as it was, each module in its own mode. Batches go to the device of its first parameter.
 
-    Args:
-        model: on whose first parameter's device the batches go.
-        watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs.
-        batches: a tensor or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples.
-        after: called after each batch with the model's output and the tokens that layers saw, those of encoder and
-            decoder apart; what it returns ends the run if it is true.
+    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs. batches: a tensor
+    or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples. after: called after
+    each batch with the model's output and what is known of the tokens that layers saw, those of encoder and decoder
+    apart; what it returns ends the run if it is true.
 
-    Raises:
-        InputError: for weights on meta; for no batches; and for a batch that the model does not take, with its number
-            and the model's own error as the cause.
-    """
+    Raises InputError for weights on meta; for no batches; and for a batch that the model does not take, with its number
+    and the model's own error as the cause."""
     if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
         raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     if isinstance(batches, (Tensor, Mapping)):
