@@ -323,7 +323,7 @@ class Counter:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing.contiguous()
-        in_tile = whole.view(-1, tiles, self.tile).sum(-1, dtype=torch.int32)  # by default several times as slow
+        in_tile = whole.view(len(whole), tiles, self.tile).sum(-1, dtype=torch.int32).long()  # faster than in int64
         nnz = in_tile.sum(-1)
         counted = torch.ones_like(nnz) if rows.counted is None else rows.counted.long()
         counts["undefined"] += (gate[:, 0].isnan() * counted).sum()
@@ -332,7 +332,7 @@ class Counter:
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
         counts["nnz_histogram"].scatter_add_(0, nnz, counted)
         counts["neuron_counts"] += firing.sum(0, dtype=torch.int32)
-        counts["tile_histogram"].scatter_add_(0, in_tile.flatten().long(), counted.repeat_interleave(tiles))
+        counts["tile_histogram"].scatter_add_(0, in_tile.flatten(), counted[:, None].expand(-1, tiles).flatten())
         if rows.group is not None:
             counts["position_tokens"].scatter_add_(0, rows.group, counted)
             counts["position_nnz"].scatter_add_(0, rows.group, nnz)

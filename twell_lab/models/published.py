@@ -170,7 +170,7 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
     try:
         if kind in _SPARSE_RELU:
-            how["config"], dtype = _sparse_relu_config(entries, dtype)
+            how["config"] = _sparse_relu_config(entries)
             source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(how["config"])]
             if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
                 place, how["state_dict"] = None, _turned(folder)
@@ -200,8 +200,8 @@ def _turned(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t.t() if name.endswith(".mlp.down_proj.weight") else t for name, t in weights.items()}
 
 
-def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
-    """Return the configuration of a model whose layers compute a ReLU, whatever config.json says; and its dtype."""
+def _sparse_relu_config(entries: dict):
+    """Return the configuration of a model whose layers compute a ReLU, whatever config.json says."""
     kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
     if kind is None:
         raise InputError(
@@ -212,11 +212,7 @@ def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
     theirs["hidden_act"] = "relu"
     if (wide := entries.get("sparsity_new_intermediate_size")) is not None:
         theirs["intermediate_size"] = wide
-    stored = theirs.pop("torch_dtype", None) or theirs.pop("dtype", None) or "float32"
-    dtype = dtype or getattr(torch, str(stored).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(f"config.json says torch_dtype {stored!r:.80}, which is no dtype of torch")
-    return _transformers().AutoConfig.for_model(kind, **theirs), dtype
+    return _transformers().AutoConfig.for_model(kind, **theirs)
 
 
 @contextmanager
