@@ -17,7 +17,7 @@ from ..core import InputError
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
-from .compare import check_same
+from .profile import check_same
 from .saved import Saved
 
 IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model

@@ -1,4 +1,5 @@
-"""Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them.
+"""Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them; and compare
+two profiles.
 
 A neuron fires at a token where packing keeps its gate's pre-activation: `not (g <= 0)`, so positive or NaN (in plain
 layers the up projection's). All counts are whole numbers, gathered on the model's device without waiting for it, in
@@ -7,10 +8,11 @@ memory that does not grow with the tokens; density, frequencies and the rest are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from statistics import mean
 from typing import ClassVar
 
 import torch
@@ -21,10 +23,16 @@ from .. import records
 from ..core import InputError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
-from .compare import Comparison, compared
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
 from .saved import Saved
 
+HOT = 0.05  # the share of a layer's neurons that are called its hottest
+ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a plan is concerned
+SERVES = 0.8  # from this share of the firing on, one profile's hottest neurons serve the other
+_EXPLAINED = (
+    "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two",
+    f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, as a share of what the hottest here do",
+)
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
 _TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
@@ -176,13 +184,13 @@ class FiringProfile(Saved):
             raise InputError(f"least is {least!r:.80}; a whole number from 1 up is accepted")
         if self.token_counts is None:
             return []
-        mean = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
+        everywhere = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
         ids = (self.token_counts >= least).nonzero().flatten()
         nnz = self.token_nnz[ids] / self.token_counts[ids].double()
         order = nnz.argsort(descending=True, stable=True)
         ids, nnz = ids[order], nnz[order].tolist()
         return [
-            {"token": token, "count": count, "nnz": fired, "x_mean": fired / mean if mean else None}
+            {"token": token, "count": count, "nnz": fired, "x_mean": fired / everywhere if everywhere else None}
             for token, count, fired in zip(ids.tolist(), self.token_counts[ids].tolist(), nnz)
         ]
 
@@ -191,7 +199,8 @@ class FiringProfile(Saved):
         result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
-        return compared(self.layers, other.layers)
+        check_same(dict(enumerate(self.layers)), dict(enumerate(other.layers)), "one profile", "the other")
+        return Comparison([_compared(*layers) for layers in zip(self.layers, other.layers, strict=True)])
 
 
 def profile(
@@ -354,3 +363,65 @@ class Counter:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+# ---- two profiles beside each other ----
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
+    other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
+
+    rows: list[dict]
+
+    @property
+    def verdict(self) -> str:
+        """Return what was found, and what that means for a plan, in one sentence."""
+        rows = [row for row in self.rows if row["ratio"] is not None]
+        if not rows:
+            return "No layer fired in both profiles: there is nothing to compare."
+        ratios, caught = [row["ratio"] for row in rows], [row["hot_kept"] for row in rows]
+        todo = "a plan made from one serves the other"
+        if other := sum(not 1 / ALIKE <= ratio <= ALIKE for ratio in ratios):
+            todo = f"make a plan for each, since {other} of {len(rows)} layers fire another number of neurons"
+        elif moved := sum(share < SERVES for share in caught):
+            todo = f"make a plan for each if it has hot neurons, since others are hot in {moved} of {len(rows)} layers"
+        return (
+            f"{mean(ratios):.2f} times as many neurons fire as in the other profile, whose hottest {HOT:.0%} catch "
+            f"{mean(caught):.0%} of what the hottest here do: {todo}."
+        )
+
+    def __str__(self) -> str:
+        columns = ("layer", "density", "other_density", "ratio", "hot_kept")
+        table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
+        return "\n".join([table, *_EXPLAINED, self.verdict])
+
+
+def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
+    """Raise InputError unless two have the same layers of the same sizes: those of profiles or plans, or found ones, by
+    name. here, there: what the two are called."""
+    sizes = [{name: _size(layer) for name, layer in layers.items()} for layers in (some, others)]
+    if differ := [name for name in {**some, **others} if sizes[0].get(name) != sizes[1].get(name)]:
+        name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""
+        one, other = (of.get(name, "missing") for of in sizes)
+        raise InputError(
+            f"layer {name!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
+        )
+
+
+def _size(layer) -> str:
+    shape = layer.up.weight.shape[::-1] if isinstance(layer, FeedForward) else (layer.d_model, layer.d_ff)
+    gated = layer.gate is not None if isinstance(layer, FeedForward) else layer.gated
+    return f"d_model {shape[0]}, d_ff {shape[1]}, {'gated' if gated else 'plain'}"
+
+
+def _compared(mine: LayerProfile, its: LayerProfile) -> dict:
+    row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
+    row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
+    if not (row["density"] and row["other_density"]):
+        return row | {"ratio": None, "hot_kept": None}
+    most = math.ceil(HOT * mine.d_ff)
+    hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))
+    caught = mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()
+    return row | {"ratio": mine.mean_nnz / its.mean_nnz, "hot_kept": caught.item()}
