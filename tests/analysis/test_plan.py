@@ -85,8 +85,7 @@ def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
         *["hot_cold 256"] * 4,
     ]
     assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)} and layer.hot == 256
-    assert plan.choice("layers.0.mlp", 1) == Choice("twell") and plan.layers[1].hot == 0
-    assert plan.dense_layers == ["layers.1.mlp"]
+    assert plan.layer("layers.1.mlp").hot == 0
 
 
 # ---- the order ----

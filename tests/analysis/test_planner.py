@@ -263,4 +263,4 @@ def test_a_plan_of_another_model_is_refused(profiled, layer, rates):
     with pytest.raises(InputError, match="the plan"):
         plan.check_model(feed_forwards(PlainFeedForward(32, 600)))
     with pytest.raises(InputError, match="has no layer 'x'"):
-        plan.choice("x", 1)
+        plan.layer("x")

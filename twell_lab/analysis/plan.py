@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from .. import __version__, records
 from ..core import InputError
-from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.choice import DENSE, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
 from .profile import check_same
@@ -45,21 +45,12 @@ class Plan(Saved):
     inputs: str | None = None
     release: str = __version__
 
-    @property
-    def dense_layers(self) -> list[str]:
-        """The layers that stay dense whatever the number of tokens."""
-        return [layer.name for layer in self.layers if {*layer.choices.values()} == {DENSE}]
-
     def layer(self, name: str) -> LayerPlan:
         """Return the plan of the layer called so; InputError names the ones there are."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise InputError(f"the plan has no layer {name!r}; it has {[layer.name for layer in self.layers]}")
-
-    def choice(self, name: str, tokens: int) -> Choice:
-        """Return what the layer called so does with this many tokens at once."""
-        return self.layer(name).choice(tokens)
 
     def table(self) -> list[dict]:
         """List every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
@@ -76,8 +67,9 @@ class Plan(Saved):
             ways = ", ".join(f"{count} {path}" for path, count in paths.most_common())
             lines.append(f"up to {tokens:,} token{'s' * (tokens > 1)}: {ways}{gain}")
         why: dict[str, list[str]] = {}
-        for name in self.dense_layers:
-            why.setdefault(taken[name][-1]["why"], []).append(name or "layer")
+        for layer in self.layers:
+            if {*layer.choices.values()} == {DENSE}:
+                why.setdefault(taken[layer.name][-1]["why"], []).append(layer.name or "layer")
         for reason, names in why.items():
             more = f" and {len(names) - 3} more" if names[3:] else ""
             lines.append(f"dense throughout: {', '.join(names[:3])}{more}: {reason}")

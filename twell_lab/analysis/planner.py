@@ -242,7 +242,8 @@ class _Weighed:
     def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of one class with their times."""
         predicted, how = self.predicted[tokens], "predicted" if trial is None else "timed"
-        times = {option: us for option in predicted if (us := took.get((option, _in_order(option, hot)))) is not None}
+        in_order = {option: option.hot > 0 or hot and option != DENSE for option in predicted}
+        times = {option: took[option, ordered] for option, ordered in in_order.items() if (option, ordered) in took}
         fastest, dense, rows = min(times, key=times.__getitem__), _dense(took), []
         for option, expected in predicted.items():
             us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
@@ -264,11 +265,6 @@ class _Weighed:
             timed = trial is not None and us is not None
             rows.append(replace(row, measured_us=us, dense_us=took[None], timed_on=self.layer.name) if timed else row)
         return rows
-
-
-def _in_order(choice: Choice, hot: bool) -> bool:
-    """Return whether a choice finds a layer's neurons in the order of hot/cold; hot: whether they are put so."""
-    return choice.hot > 0 or (hot and choice != DENSE)
 
 
 def _dense(took: Times) -> float:
