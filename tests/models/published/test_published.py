@@ -20,18 +20,8 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 transformers = pytest.importorskip("transformers")
 foreign = pytest.importorskip("twell_lab.models.foreign")
 huggingface_hub = pytest.importorskip("huggingface_hub")
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3, bos_token_id=1, eos_token_id=2)
 TOKENS = torch.arange(14).view(2, 7)
 
 
@@ -185,33 +175,23 @@ def test_a_folder_that_is_damaged_is_told_by_name(tmp_path, damage, message):
 
 # ---- those of others: the entries of the large ones' config.json that say what is computed
 
-PROSPARSE = {
-    "architectures": ["SparseLlamaForCausalLM"],
+FAT = {"hidden_act": "fatrelu", "rope_scaling": None}
+PROSPARSE = FAT | {
     "auto_map": {"AutoModelForCausalLM": "modeling_sparsellama.SparseLlamaForCausalLM"},
-    "hidden_act": "fatrelu",
     "hidden_act_param": 0.25,
     "model_type": "sparsellama",
-    "rope_scaling": None,
     "tie_word_embeddings": False,
 }
-MINICPM = {
+MINICPM = FAT | {
     "architectures": ["MiniCPMForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"},
-    "hidden_act": "fatrelu",
     "hidden_act_param": 0.3,
-    "rope_scaling": None,
     "scale_emb": 12,
     "dim_model_base": 8,
     "scale_depth": 1.4,
 }
-BAMBOO = {
-    "architectures": ["BambooForCausalLM"],
-    "hidden_act": "relu",
-    "model_type": "bamboo",
-    "rope_theta": 10000.0,
-    "sliding_window": 8,
-    "tie_word_embeddings": False,
-}
+BAMBOO = {"hidden_act": "relu", "model_type": "bamboo", "sliding_window": 8, "tie_word_embeddings": False}
+BAMBOO |= {"architectures": ["BambooForCausalLM"], "rope_theta": 10000.0}
 RELULLAMA = {"hidden_act": "relu", "model_type": "llama", "rope_scaling": None, "tie_word_embeddings": False}
 SPARSING_LAW = {key: value for key, value in MINICPM.items() if key != "hidden_act_param"} | {"hidden_act": "relu"}
 OTHERS = [RELULLAMA, PROSPARSE, MINICPM, BAMBOO, SPARSING_LAW]
