@@ -115,23 +115,15 @@ def predict(
     tokens: Iterable[int] = _TOKENS,
     kind: str = "lognormal",
 ) -> list[dict]:
-    """Return what one layer should take on a GPU, by the GPU's own time: a row for each number of tokens and path, with
-    the best hot size of hot/cold.
+    """Return what one layer of these sizes should take on a GPU, by the GPU's own time: a row for each number of tokens
+    at once and path, with the best hot size of hot/cold.
+
+    gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it. nnz: how many neurons fire for a token, on
+    average. kind: how often each neuron fires, as in ops.clock.firing_rates.
 
     Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
     what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes) and read_mb (of
-    these, what the call needs at least once).
-
-    Args:
-        gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it.
-        nnz: how many neurons fire for a token, on average.
-        d_model, d_ff, gated: of the layer.
-        tokens: how many at once.
-        kind: how often each neuron fires, as in ops.clock.firing_rates.
-
-    Raises:
-        InputError: for a GPU that is not known, and sizes that no layer has.
-    """
+    these, what the call needs at least once). InputError for a GPU that is not known, and sizes that no layer has."""
     if type(nnz) not in (int, float) or not isinstance(kind, str):
         raise InputError(f"nnz is {nnz!r:.80} and the workload {kind!r:.80}; a number and a word are accepted")
     rates, firing = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated, kind)

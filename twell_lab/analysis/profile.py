@@ -223,9 +223,8 @@ def profile(
         tile, words: columns and words of the TwELL tiles that are counted.
         only: profile the layers for which only(name, module) is true.
 
-    Raises:
-        InputError: for a model without feed-forward layers, or with none that computes what its parts say; for no
-            batches, and batches that the model does not take; and for a layer that is given NaN."""
+    Raises InputError for a model without feed-forward layers, or with none that computes what its parts say; for no
+    batches, and batches that the model does not take; and for a layer that is given NaN."""
     check_geometry(tile, words)
     return count(model, sound(firing_layers(model, only=only)), batches, tile, words)
 

@@ -43,21 +43,15 @@ def load(
 ) -> nn.Module:
     """Return a causal language model, in evaluation mode, with the thresholds on it that it was saved with.
 
-    Args:
-        name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's,
-            of ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub
-            ("SakanaAI/SparseLM0.5B"), which is downloaded unless it is in the Hub's cache. Nothing large is fetched of
-            a model whose kind could not be loaded.
-        dtype: of the weights; by default what the checkpoint says.
-        device: where the model goes.
-        revision: of a repository: a branch, tag or commit.
+    name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's, of
+    ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"),
+    which is downloaded unless it is in the Hub's cache. Nothing large is fetched of a model whose kind could not be
+    loaded. dtype: of the weights; by default what the checkpoint says. device: where the model goes. revision: of a
+    repository: a branch, tag or commit.
 
-    Raises:
-        InputError: for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
-            missing or do not fit the configuration, and a model that needs code of its own.
-        DeviceError: for a device that is not there.
-        StackError: where transformers is missing.
-    """
+    Raises InputError for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
+    missing or do not fit the configuration, and a model that needs code of its own; DeviceError for a device that is
+    not there; StackError where transformers is missing."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
     place = clock.present_device(device)
