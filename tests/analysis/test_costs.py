@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab.analysis.costs import Firing, Rates, by_choice, measure_rates, predict
+from tests.analysis.conftest import H100
+from twell_lab.analysis.costs import Firing, by_choice, measure_rates, predict
 from twell_lab.analysis.profile import profile
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.choice import Choice
@@ -32,9 +33,7 @@ def us(choice, fired, rates, tokens=16384):
 def test_times_measured_on_an_h100_are_predicted(rates, nnz, dense, twell):
     fired = firing(nnz)
     assert us(Choice("dense"), fired, rates) == pytest.approx(dense, rel=0.1)
-    assert us(Choice("twell"), fired, rates) == pytest.approx(
-        twell, rel=0.2
-    )  # ours packs as it was then: after the GEMM
+    assert us(Choice("twell"), fired, rates) == pytest.approx(twell, rel=0.2)  # ours packs after the GEMM, as it was
 
 
 @pytest.mark.parametrize("tokens, dense", [(1, 36.9), (16, 37.9), (64, 39.8)])
@@ -87,8 +86,8 @@ def test_each_path_has_its_best_hot_size_where_hot_neurons_are_computed_apart(ra
     cache=st.sampled_from([0, 4_000_000, 50_000_000]),
     fuses=st.booleans(),
 )
-def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, fuses):
-    rates, choice = rates_for(cache=cache, fuses=fuses), Choice("hot_cold", hot) if hot else Choice()
+def test_more_firing_never_costs_less(nnz, more, tokens, hot, cache, fuses):
+    rates, choice = replace(H100, cache=cache, fuses=fuses), Choice("hot_cold", hot) if hot else Choice()
     few = replace(firing(nnz), totals=firing(min(nnz, dispatch.HEAVY)).totals)  # more entries would be computed densely
     many = replace(few, frequency=(few.frequency * more).clamp(max=1.0))
     assert us(choice, many, rates, tokens) >= us(choice, few, rates, tokens) * (1 - 1e-9)
@@ -98,13 +97,6 @@ def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, 
     if not fuses or tokens + 1 not in (dispatch.LEAST_HIDDEN, dispatch.LEAST_PACKED):
         assert then["total"] >= now["total"] * (1 - 1e-9)
     assert us(Choice("dense"), many, rates, tokens) == us(Choice("dense"), few, rates, tokens)
-
-
-@pytest.fixture(scope="module")
-def rates_for():
-    return lambda **changes: Rates(
-        **{**dict(device="", dtype="bfloat16", bandwidth=3e12, l2=7.4e12, matmul=7e14, launch=2.5e-6), **changes}
-    )
 
 
 def test_weights_beyond_the_cache_come_from_memory(rates):

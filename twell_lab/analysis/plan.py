@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Self
 
 from .. import __version__, records
-from ..core import InputError, RecordError
-from ..layers.choice import DENSE, Choice, LayerPlan
+from ..core import InputError
+from ..layers.choice import DENSE, LayerPlan
 from ..layers.find import FeedForward
 from ..ops.clock import device_name
-from . import saved
-from .compare import check_same, size_of
+from .profile import check_same
+from .saved import Saved
 
-FORMAT, VERSION = "twell-lab plan", 4
 IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
 # Of the table that a plan is printed as: the fields of its rows, with their headings.
 COLUMNS = {"layer": "layer", "nnz": "mean nnz"}
@@ -27,12 +27,15 @@ COLUMNS |= {name: name.replace("_", " ") for name in ("tokens", "choice", "us", 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """The plans of a model's layers, in the model's order.
 
     device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. calls: whose time
     decides: "eager", "compiled" or "captured" calls; inputs: where what was timed came from ("captured from the
     batches", "drawn at the profile's rates"), None where nothing was."""
+
+    FORMAT: ClassVar = "twell-lab plan"
+    VERSION: ClassVar = 4
 
     layers: list[LayerPlan]
     device: str
@@ -42,21 +45,12 @@ class Plan:
     inputs: str | None = None
     release: str = __version__
 
-    @property
-    def dense_layers(self) -> list[str]:
-        """The layers that stay dense whatever the number of tokens."""
-        return [layer.name for layer in self.layers if {*layer.choices.values()} == {DENSE}]
-
     def layer(self, name: str) -> LayerPlan:
         """Return the plan of the layer called so; InputError names the ones there are."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise InputError(f"the plan has no layer {name!r}; it has {[layer.name for layer in self.layers]}")
-
-    def choice(self, name: str, tokens: int) -> Choice:
-        """Return what the layer called so does with this many tokens at once."""
-        return self.layer(name).choice(tokens)
 
     def table(self) -> list[dict]:
         """List every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
@@ -73,8 +67,9 @@ class Plan:
             ways = ", ".join(f"{count} {path}" for path, count in paths.most_common())
             lines.append(f"up to {tokens:,} token{'s' * (tokens > 1)}: {ways}{gain}")
         why: dict[str, list[str]] = {}
-        for name in self.dense_layers:
-            why.setdefault(taken[name][-1]["why"], []).append(name or "layer")
+        for layer in self.layers:
+            if {*layer.choices.values()} == {DENSE}:
+                why.setdefault(taken[layer.name][-1]["why"], []).append(layer.name or "layer")
         for reason, names in why.items():
             more = f" and {len(names) - 3} more" if names[3:] else ""
             lines.append(f"dense throughout: {', '.join(names[:3])}{more}: {reason}")
@@ -97,24 +92,11 @@ class Plan:
                 "is accepted (tl.plan, twell-lab plan)"
             )
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
-        layers = [{**vars(layer), "candidates": layer.table()} for layer in self.layers]
-        return saved.save(path, FORMAT, VERSION, {**vars(self), "layers": layers})
-
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
+    def load(cls, path: str | os.PathLike) -> Self:
         """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file
         and what is missing or wrong."""
-        path = Path(path) / IN_FOLDER if os.path.isdir(path) else path
-        plan = saved.load(path, "plan", FORMAT, VERSION, cls)
-        for layer in plan.layers:
-            if max(layer.neuron_counts, default=0) > layer.profiled or not all(row.tokens for row in layer.candidates):
-                raise RecordError(
-                    f"plan {os.fspath(path)!r}, layer {layer.name!r}: neuron_counts from 0 to 'profiled', and "
-                    "candidates for one token or more, are accepted"
-                )
-        return plan
+        return super().load(Path(path) / IN_FOLDER if os.path.isdir(path) else path)
 
 
 def chosen(layer: LayerPlan) -> list[dict]:
@@ -139,9 +121,5 @@ def chosen(layer: LayerPlan) -> list[dict]:
 
 def check_fits(found: Iterable[FeedForward], layers: Iterable, what: str) -> None:
     """Raise InputError where `layers`, of a profile or plan, are not the model's, by name and shape."""
-    shapes = {layer.name: (*layer.up.weight.shape, layer.gate is not None) for layer in found}
-    have = {
-        name: f"d_model {d_model}, d_ff {d_ff}, {'gated' if gated else 'plain'}"
-        for name, (d_ff, d_model, gated) in shapes.items()
-    }
-    check_same({layer.name: size_of(layer) for layer in layers}, have, f"the {what}", "the model")
+    have, planned = ({layer.name: layer for layer in some} for some in (found, layers))
+    check_same(planned, have, f"the {what}", "the model")

@@ -30,7 +30,6 @@ from ..layers.find import FeedForward, Only, feed_forwards, only_dense
 from ..layers.parts import Weights
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
-from ..ops import clock
 from .costs import Firing, Rates, by_choice, measure_rates
 from .plan import Plan, check_fits
 from .profile import FiringProfile, LayerProfile, captured
@@ -48,7 +47,7 @@ _CUTS = 3  # how often it is looked where in its class a path begins to be faste
 
 def plan(
     profile: FiringProfile,
-    model: nn.Module | None = None,
+    model: nn.Module,
     *,
     tokens: Iterable[int] = TOKENS,
     calls: str = "eager",
@@ -59,58 +58,50 @@ def plan(
     only: Only | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose a path for every layer of a profile and every class of token counts; leaves the model as it was.
-
-    How it is done is said at the top of this module.
+    """Choose a path for every layer of a model and every class of token counts, as is said at the top of this module;
+    leaves the model as it was.
 
     Args:
-        profile: what `twell_lab.profile` counted.
-        model: the profiled one. Without it nothing is timed, and the choice rests on predictions.
+        profile: what `twell_lab.profile` counted in this model.
         tokens: the largest count of each class (see LayerPlan).
         calls: how the model will be called: "eager", "compiled" (torch.compile) or, on a GPU, "captured" (CUDA graphs).
-        paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". Further ones
-            (twell_lab.sparsities) need the model: "two_four" and "blocks", for weights that are 2:4, or have empty
-            blocks; lossy ones, with the error of a layer's output beside its time: "int8", "fp8", "twell_int8",
-            "predicted" and "experts". A layer with thresholds on its inputs (TEAL) weighs "kept_inputs" and no other.
+        paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". There are also
+            (twell_lab.sparsities) "two_four" and "blocks", for weights that are 2:4, or have empty blocks; and lossy
+            ones, with the error of a layer's output beside its time: "int8", "fp8", "twell_int8", "predicted" and
+            "experts". A layer with thresholds on its inputs (TEAL) weighs "kept_inputs" and no other.
         batches: inputs of the model, OTHER than the profiled ones, to time on. Without them the layers timed are drawn,
             of the same shape, so that each neuron fires as often as in the profile.
-        measure: whether to time anything.
-        rates: measure_rates of the device, if at hand.
-        only: as it was for the profile.
-        progress: show a bar on stderr while layers are timed, if that is a terminal.
+        measure: whether to time anything; otherwise the choice rests on predictions. rates: measure_rates of the
+            device, if at hand. only: as it was for the profile. progress: show a bar on stderr, if that is a terminal.
 
-    Raises:
-        InputError: for a profile that does not fit the model, and other arguments that do not; for a path that no layer
-            takes, the first layer's reason, of its own type.
+    Raises InputError for a profile that does not fit the model, and other arguments that do not; for a path that no
+    layer takes, the first layer's reason, of its own type.
     """
     if not isinstance(profile, FiringProfile):
         raise InputError(
             f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
         )
     tokens = _classes(tokens)
-    layers = {} if model is None else {layer.name: layer for layer in feed_forwards(model, only=only)}
-    if model is not None:
-        check_fits(layers.values(), profile.layers, "profile")
-    weight = next((layer.up.weight for layer in layers.values()), None)
-    device, dtype = (None, None) if weight is None else (weight.device, weight.dtype)
-    device = clock.present_device(device)
+    layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
+    check_fits(layers.values(), profile.layers, "profile")
+    found = [layers[layer.name] for layer in profile.layers]
+    device, dtype = found[0].up.weight.device, found[0].up.weight.dtype
     if calls not in CALLS or calls == "captured" and device.type != "cuda":
         raise InputError(f"calls is {calls!r:.80} on {device}; accepted: {', '.join(CALLS)} (the last on a GPU)")
-    if dtype not in (None, *VALUE_DTYPES):
+    if dtype not in VALUE_DTYPES:
         raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
     batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
     if batches == []:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
-    fitted = _fitted(_named(paths, model), [layers.get(layer.name) for layer in profile.layers])
-    rates, timed = rates or measure_rates(device, dtype), model is not None and measure
-    rows = [_Weighed(layer, layers.get(layer.name), ways, rates, tokens) for layer, ways in zip(profile.layers, fitted)]
-    for row in rows if timed and batches is None else ():
-        if row.found is not None and row.found.cut is not None:
+    fitted, rates = _fitted(paths, found), rates or measure_rates(device, dtype)
+    rows = [_Weighed(*each, rates, tokens) for each in zip(profile.layers, found, fitted)]
+    for row in rows if measure and batches is None else ():
+        if row.found.cut is not None:
             row.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
     groups, inputs = _alike([row for row in rows if not row.reason]), {}
-    if timed and groups and batches is not None:
+    if measure and groups and batches is not None:
         inputs = captured(model, batches, [group[0].layer.name for group in groups], min(ROWS, tokens[-1]))
-    beside = 0 if model is None else sum(p.nbytes for p in model.parameters())
+    beside = sum(p.nbytes for p in model.parameters())
     dense = Candidate(1, DENSE.path, 0, 0.0, None, True, "")
     candidates = {row.layer.name: [replace(dense, tokens=count, why=row.reason) for count in tokens] for row in rows}
     with tqdm(groups, unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
@@ -118,47 +109,36 @@ def plan(
             first = group[0]
             bar.set_postfix_str(first.layer.name, refresh=False)
             x = inputs.pop(first.layer.name, None)
-            trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if timed else None
+            trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if measure else None
             candidates |= dict.fromkeys((row.layer.name for row in group), first.decide(trial))
             del trial  # its copies of the layer go before the next one's come
-    source = (DRAWN if batches is None else CAPTURED) if timed and groups else None
+    source = (DRAWN if batches is None else CAPTURED) if measure and groups else None
     plans = [
         replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
     ]
     return Plan(plans, rates.device, rates.dtype, rates.as_dict(), calls, source)
 
 
-# ---- which paths ----
-
-
-def _named(paths: Iterable[str] | None, model: nn.Module | None) -> list[str]:
-    """Return the names of the paths to weigh, dense among them."""
+def _fitted(paths: Iterable[str] | None, layers: list[FeedForward]) -> list[dict[str, Path]]:
+    """Return for each layer the paths of these names that take it, dense among them, fitted to its weights; the first
+    refusal is raised where one takes none of them. Layers with thresholds on their inputs have paths of their own."""
     names = [*PATHS] if paths is None else [paths] if isinstance(paths, str) else list(paths)
+    cuts = any(layer.cut is not None for layer in layers)
     for name in names:
         if name not in PATHS.names():
             raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, PATHS.names()))}")
-        if model is None and name not in [*PATHS]:
-            raise InputError(f"paths has {name!r}, which depends on a layer's weights; accepted with the model")
-    return [*dict.fromkeys([DENSE.path, *names])]
-
-
-def _fitted(names: list[str], layers: list[FeedForward | None]) -> list[dict[str, Path]]:
-    """Return for each layer the paths of these names that take it, fitted to its weights; the first refusal is raised
-    where one takes none of them. Layers with thresholds on their inputs have paths of their own."""
-    cuts = [layer is not None and layer.cut is not None for layer in layers]
-    if layers and not any(cuts) and (wrong := [name for name in names if name in FOR_CUT]):
-        raise InputError(f"path {wrong[0]!r} {ONLY_CUT}; the model has none")
+        if name in FOR_CUT and not cuts:
+            raise InputError(f"path {name!r} {ONLY_CUT}; the model has none")
     fitted: list[dict[str, Path]] = [{} for _ in layers]
-    for name in dict.fromkeys([*names, *(FOR_CUT if any(cuts) else ())]):
+    for name in dict.fromkeys([DENSE.path, *names, *(FOR_CUT if cuts else ())]):
         refused = []
-        for options, layer, cut in zip(fitted, layers, cuts):
-            if name != DENSE.path and PATHS[name].cuts != cut:
+        for options, layer in zip(fitted, layers):
+            if name != DENSE.path and PATHS[name].cuts != (layer.cut is not None):
                 continue
             try:
-                weights = layer and Weights.of(layer.gate, layer.up, layer.down)
-                options[name] = PATHS[name].fitted(weights) if weights else PATHS[name]
+                options[name] = PATHS[name].fitted(Weights.of(layer.gate, layer.up, layer.down))
             except TwellError as error:
-                refused.append(type(error)(f"path {name!r}, layer {layer.name if layer else ''!r}: {error}"))
+                refused.append(type(error)(f"path {name!r}, layer {layer.name!r}: {error}"))
         if refused and not any(name in options for options in fitted):
             raise refused[0]
     return fitted
@@ -171,15 +151,14 @@ class _Weighed:
     neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not."""
 
     def __init__(
-        self, layer: LayerProfile, found: FeedForward | None, paths: dict[str, Path], rates: Rates, tokens: list[int]
+        self, layer: LayerProfile, found: FeedForward, paths: dict[str, Path], rates: Rates, tokens: list[int]
     ) -> None:
-        self.layer, self.found, self.paths, self.rates, self.tokens = layer, found, paths, rates, tokens
-        self.reason = "" if found is None else only_dense(found)
+        self.layer, self.found, self.paths, self.rates = layer, found, paths, rates
+        self.reason = only_dense(found)
         if not layer.tokens:
             self.reason = "no token reached it in the profile"
-        elif found is not None and isinstance(found.module, Expert):
+        elif isinstance(found.module, Expert):
             self.reason = "an expert: the model computes all of them together"
-        self.predicted: dict[int, dict[Choice, float]] = {}
         if not self.reason:
             self.firing = Firing.of(layer)
             self.hot = max(choice.hot for choice in by_choice(self.firing, rates, tokens[-1], paths))
@@ -189,31 +168,30 @@ class _Weighed:
         """Return microseconds that so many tokens should take on each path that helps there."""
         return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
 
-    @property
-    def kind(self) -> tuple:
-        """Return what layers must have in common to share trials."""
-        layer, found = self.layer, self.found
-        form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, tuple(self.paths)
-        if found is None:
-            return form
-        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
-        bias = [projection.bias is None for projection in (found.up, found.down)]
-        own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
-        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, own, *bias)
-
-    def apart(self, other: _Weighed) -> float:
-        """Return the largest ratio between predictions for the two, over paths and classes."""
+    def alike(self, other: _Weighed) -> bool:
+        """Return whether the layers can share trials: they are of one kind, and no prediction is ALIKE times the
+        other's."""
         ratios = [1.0]
         for count, mine in self.predicted.items():
             theirs = {choice.path: us for choice, us in other.predicted[count].items()}
             ratios += [us / theirs[choice.path] for choice, us in mine.items() if choice.path in theirs]
-        return max(max(ratio, 1 / ratio) for ratio in ratios)
+        return self.kind == other.kind and max(max(ratios), 1 / min(ratios)) <= ALIKE
+
+    @property
+    def kind(self) -> tuple:
+        """Return what layers must have in common to share trials."""
+        layer, found = self.layer, self.found
+        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
+        bias = [projection.bias is None for projection in (found.up, found.down)]
+        own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
+        form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *self.paths
+        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, own, *bias)
 
     # ---- the decision ----
 
     def decide(self, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of each class, from few tokens to many, one of each chosen."""
-        times = {count: self._times(trial, count) for count in self.tokens}
+        times = {count: self._times(trial, count, None) for count in self.predicted}
         margin = MARGIN_PREDICTED if trial is None else MARGIN
         best = {
             order: {count: _fastest(took, order, margin) for count, took in times.items()} for order in (False, True)
@@ -223,7 +201,7 @@ class _Weighed:
         for count, took in times.items():
             choice = best[hot][count]
             rows = self._rows(count, took, choice, hot, trial)
-            start = self._start(trial, choice, hot, least, count) if count > self.tokens[0] else least
+            start = self._start(trial, choice, hot, least, count) if least > 1 else 1
             if start > least:
                 slow = f"{choice} is slower than dense at {least:,} tokens"
                 for row in rows:
@@ -233,22 +211,22 @@ class _Weighed:
             least = count + 1
         return candidates
 
-    def _times(self, trial: Trial | None, tokens: int) -> Times:
-        """Return the times of what is near the best prediction, or without a trial the predictions."""
+    def _times(self, trial: Trial | None, tokens: int, choice: Choice | None) -> Times:
+        """Return the times of a choice, or of what is near the best prediction; without a trial the predictions."""
         predicted = self.predict(tokens)
         if trial is None:
-            plain = {(choice, False): us for choice, us in predicted.items() if not choice.hot}
-            ordered = {(choice, True): us for choice, us in predicted.items() if PATHS[choice.path].packs}
+            plain = {(option, False): us for option, us in predicted.items() if not option.hot}
+            ordered = {(option, True): us for option, us in predicted.items() if PATHS[option.path].packs}
             return {None: predicted[DENSE], **plain, **ordered}
         reach = _REACH * min(predicted.values())
-        near = [choice for choice, us in predicted.items() if us <= reach or choice.path in PATHS.further]
-        return trial.run(tokens, [choice for choice in near if choice != DENSE])
+        near = [option for option, us in predicted.items() if us <= reach or option.path in PATHS.further]
+        return trial.run(tokens, [choice] if choice else [option for option in near if option != DENSE])
 
     def _start(self, trial: Trial | None, choice: Choice, hot: bool, least: int, most: int) -> int:
         """Return from how many tokens of its class on a choice is not slower than dense."""
 
         def holds(tokens: int) -> bool:
-            took = self._times(None, tokens) if trial is None else trial.run(tokens, [choice])
+            took = self._times(trial, tokens, choice)
             return took.get((choice, hot), 0.0) <= MARGIN * _dense(took)
 
         if choice == DENSE or least >= most or holds(least):
@@ -263,8 +241,9 @@ class _Weighed:
 
     def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of one class with their times."""
-        predicted, how = self.predict(tokens), "predicted" if trial is None else "timed"
-        times = {option: us for option in predicted if (us := took.get((option, _in_order(option, hot)))) is not None}
+        predicted, how = self.predicted[tokens], "predicted" if trial is None else "timed"
+        in_order = {option: option.hot > 0 or hot and option != DENSE for option in predicted}
+        times = {option: took[option, ordered] for option, ordered in in_order.items() if (option, ordered) in took}
         fastest, dense, rows = min(times, key=times.__getitem__), _dense(took), []
         for option, expected in predicted.items():
             us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
@@ -286,11 +265,6 @@ class _Weighed:
             timed = trial is not None and us is not None
             rows.append(replace(row, measured_us=us, dense_us=took[None], timed_on=self.layer.name) if timed else row)
         return rows
-
-
-def _in_order(choice: Choice, hot: bool) -> bool:
-    """Return whether a choice finds a layer's neurons in the order of hot/cold; hot: whether they are put so."""
-    return choice.hot > 0 or (hot and choice != DENSE)
 
 
 def _dense(took: Times) -> float:
@@ -318,16 +292,12 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
 
 def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
     """Group the layers that share trials, in each group the one first that should take longest."""
-    kinds: dict[tuple, list[_Weighed]] = {}
-    for row in rows:
-        kinds.setdefault(row.kind, []).append(row)
-    groups = []
-    for layers in kinds.values():
-        layers.sort(key=lambda row: -sum(sum(took.values()) for took in row.predicted.values()))
-        while layers:
-            leader = layers[0]
-            groups.append([row for row in layers if leader.apart(row) <= ALIKE])
-            layers = [row for row in layers if leader.apart(row) > ALIKE]
+    groups: list[list[_Weighed]] = []
+    for row in sorted(rows, key=lambda row: -sum(sum(took.values()) for took in row.predicted.values())):
+        if group := next((group for group in groups if group[0].alike(row)), None):
+            group.append(row)
+        else:
+            groups.append([row])
     return groups
 
 

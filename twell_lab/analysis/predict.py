@@ -6,6 +6,7 @@ no vendor gives, as the same multiple of the memory's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from statistics import median_low
@@ -34,6 +35,7 @@ _HOPPER = (9, 0)  # whose compute capability has the instructions of the kernels
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
 _TOKENS = (1, 16, 256, 2048, 16384)
+_FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -75,23 +77,21 @@ def datasheets() -> list[dict]:
 def rates_of(gpu: str) -> Rates:
     """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name, or words of it that
     no other one has. InputError for another name, and for a GPU that is too old for the kernels."""
-    sheets, asked = {sheet["name"]: sheet for sheet in datasheets()}, str(gpu).lower()
-    alike = [sheet for sheet in sheets.values() if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
+    sheets, asked = datasheets(), str(gpu).lower()
     words = {*asked.split()}
-    alike = alike or [sheet for name, sheet in sheets.items() if words and words <= {*name.lower().split()}]
-    accepted = ", ".join(sheet["name"] for sheet in alike or sheets.values())
-    shortest = min((len(sheet["name"].split()) for sheet in alike), default=0)  # "5070" is no "RTX 5070 Ti"
-    alike = [sheet for sheet in alike if len(sheet["name"].split()) == shortest]
-    if len(alike) != 1:
-        raise InputError(f"gpu is {gpu!r:.80}; accepted: {accepted}")
-    (sheet,) = alike
+    alike = [sheet for sheet in sheets if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
+    alike = alike or [sheet for sheet in sheets if words and words <= {*sheet["name"].lower().split()}]
+    alike.sort(key=lambda sheet: len(sheet["name"].split()))  # "5070" is no "RTX 5070 Ti"
+    if not alike or len({len(sheet["name"].split()) for sheet in alike[:2]}) < len(alike[:2]):
+        raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(sheet['name'] for sheet in alike or sheets)}")
+    sheet = alike[0]
     capability = tuple(map(int, sheet["capability"].split(".")))
     if capability < PACK.oldest:
         oldest = ".".join(map(str, PACK.oldest))
         raise InputError(
             f"{sheet['name']} has compute capability {sheet['capability']}; {oldest} and newer are accepted"
         )
-    reached = sheets[_REACHED]
+    (reached,) = (sheet for sheet in sheets if sheet["name"] == _REACHED)
     bandwidth = sheet["bandwidth_gb_s"] * H100.memory_bytes_per_s / reached["bandwidth_gb_s"]
     return Rates(
         device=sheet["name"],
@@ -115,23 +115,15 @@ def predict(
     tokens: Iterable[int] = _TOKENS,
     kind: str = "lognormal",
 ) -> list[dict]:
-    """Return what one layer should take on a GPU, by the GPU's own time: a row for each number of tokens and path, with
-    the best hot size of hot/cold.
+    """Return what one layer of these sizes should take on a GPU, by the GPU's own time: a row for each number of tokens
+    at once and path, with the best hot size of hot/cold.
+
+    gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it. nnz: how many neurons fire for a token, on
+    average. kind: how often each neuron fires, as in ops.clock.firing_rates.
 
     Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
     what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes) and read_mb (of
-    these, what the call needs at least once).
-
-    Args:
-        gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it.
-        nnz: how many neurons fire for a token, on average.
-        d_model, d_ff, gated: of the layer.
-        tokens: how many at once.
-        kind: how often each neuron fires, as in ops.clock.firing_rates.
-
-    Raises:
-        InputError: for a GPU that is not known, and sizes that no layer has.
-    """
+    these, what the call needs at least once). InputError for a GPU that is not known, and sizes that no layer has."""
     if type(nnz) not in (int, float) or not isinstance(kind, str):
         raise InputError(f"nnz is {nnz!r:.80} and the workload {kind!r:.80}; a number and a word are accepted")
     rates, firing = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated, kind)
@@ -162,8 +154,8 @@ def predict(
 
 def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
     """Say in two sentences what a profile counted, and whether that is sparse enough: what its layers should take on a
-    GPU, each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. Says so
-    where a sequence's first tokens fire many more neurons than others. InputError as for `predict`."""
+    GPU, each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do.
+    InputError as for `predict`."""
     layers = [layer for layer in profile.layers if layer.tokens]
     if not layers:
         return "No layer saw a token: there is nothing to say."
@@ -178,23 +170,13 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
         todo = "tl.plan chooses a path for each layer"
     elif shares[0] <= _WORTH:
         todo = "worth it for few tokens at once; for many, train with a larger L1 penalty"
-    several = len(layers) > 1
-    share = f"{min(densities):.2%} to {max(densities):.2%}" if several else f"{mean:.2%}"
-    middle = f", {mean:.2%} on average" if several else ""
+    share = f"{min(densities):.2%} to {max(densities):.2%}" if layers[1:] else f"{mean:.2%}"
+    middle = f", {mean:.2%} on average" if layers[1:] else ""
     at = [f"{share:.2f} at {count:,} token{'s' * (count > 1)}" for share, count in zip(shares, tokens)]
     return (
-        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did{_first(profile)}. On a GPU such as "
-        f"{rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
+        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did. On a GPU such as {rates.device} the "
+        f"layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
     )
-
-
-def _first(profile: FiringProfile) -> str:
-    """Return the end of a sentence about heavy first tokens, "" where there are none."""
-    if (heavy := profile.heavy_first) is None:
-        return ""
-    of = f" in {heavy['layers']} of {len(profile.layers)} layers" if len(profile.layers) > 1 else ""
-    times = f"{heavy['worst_times']:.1f} times as many neurons fire as later"
-    return f", and a sequence's first token is heavy{of}: up to {times}" + (f" (in {heavy['worst']})" if of else "")
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
@@ -205,22 +187,17 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
     of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by
     default all."""
     names = {name: sheet["name"] for sheet in datasheets() for name in sheet["driver_names"]}
-    rows = [
-        row
-        for record in (records.load_all() if recorded is None else recorded)
-        for row in (record.rows if record.name == "inference" else ())
-    ]
     ratios: dict[str, dict[tuple, float]] = {}
-    for row in rows:
-        path, label = row["path"].removeprefix("forced "), row["workload"].removeprefix("independent, ")
-        name, _, hot = path.partition(" ")
-        drawn = label in ("lognormal", "uniform") and row["device"] in names
-        if not drawn or row["path"] == path or not (not hot or hot.isdigit()):
-            continue
-        firing = firing_of(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
-        us = _parts(Choice(name, int(hot or 0)), firing, rates_of(row["device"]), row["tokens"], 2)["total"]
-        key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), label, row["gated"], path
-        ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
+    for record in records.load_all() if recorded is None else recorded:
+        for row in record.rows if record.name == "inference" else ():
+            path, kind = _FORCED.fullmatch(row["path"]), row["workload"].removeprefix("independent, ")
+            if not path or kind not in ("lognormal", "uniform") or row["device"] not in names:
+                continue
+            firing = firing_of(row["nnz"], row["d_model"], row["d_ff"], row["gated"], kind)
+            choice = Choice(path[1], int(path[2] or 0))
+            us = _parts(choice, firing, rates_of(row["device"]), row["tokens"], 2)["total"]
+            key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), kind, row["gated"], choice
+            ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
     return [
         {"gpu": gpu, "layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
         for gpu, of in ((gpu, [*ratio.values()]) for gpu, ratio in ratios.items())

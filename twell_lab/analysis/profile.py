@@ -1,4 +1,5 @@
-"""Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them.
+"""Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them; and compare
+two profiles.
 
 A neuron fires at a token where packing keeps its gate's pre-activation: `not (g <= 0)`, so positive or NaN (in plain
 layers the up projection's). All counts are whole numbers, gathered on the model's device without waiting for it, in
@@ -7,32 +8,34 @@ memory that does not grow with the tokens; density, frequencies and the rest are
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from statistics import mean
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..core import InputError, RecordError
+from ..core import InputError
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers.find import FeedForward, Only, feed_forwards, firing_layers, sound
-from . import saved
-from .compare import Comparison
 from .running import ALL, LATER, POSITIONS, Gate, Rows, run, vocabulary_of
+from .saved import Saved
 
-FORMAT = "twell-lab firing profile"
-VERSION = 4
-HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
-SEQUENCES = 4  # how many there have to be before that is said
+HOT = 0.05  # the share of a layer's neurons that are called its hottest
+ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a plan is concerned
+SERVES = 0.8  # from this share of the firing on, one profile's hottest neurons serve the other
+_EXPLAINED = (
+    "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two",
+    f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, as a share of what the hottest here do",
+)
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
-_TOKENS = ("token_counts", "token_nnz")
+_TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
 
 
 def _nowhere() -> Tensor:
@@ -49,7 +52,9 @@ class LayerProfile:
         of them firing. The last tile of a width that is no multiple of `tile` is narrower.
     overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
     position_tokens, position_nnz: [len(POSITIONS)], how many of the tokens whose place in their sequence is known stood
-        in each group of positions, and how many neurons fired at them together."""
+        in each group of positions, and how many neurons fired at them together.
+
+    Raises InputError for a TwELL geometry that is none, and for counts of other lengths."""
 
     name: str
     d_model: int
@@ -64,6 +69,13 @@ class LayerProfile:
     overflowing: int
     position_tokens: Tensor = field(default_factory=_nowhere)
     position_nnz: Tensor = field(default_factory=_nowhere)
+
+    def __post_init__(self) -> None:
+        check_geometry(self.tile, self.words)
+        lengths = {"neuron_counts": max(1, self.d_ff), "nnz_histogram": self.d_ff + 1, "tile_histogram": self.tile + 1}
+        for name, length in (lengths | dict.fromkeys(_PLACES, len(POSITIONS))).items():
+            if (many := len(getattr(self, name))) != length:
+                raise InputError(f"{name!r} holds {many} numbers; {length} are accepted")
 
     @property
     def mean_nnz(self) -> float:
@@ -105,15 +117,26 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, eq=False)
-class FiringProfile:
-    """The profiles of all feed-forward layers of a model, in the model's order.
+class FiringProfile(Saved):
+    """The profiles of all feed-forward layers of a model, in the model's order. InputError without a layer.
 
     token_counts, token_nnz: int64 [vocabulary], how often each token was seen, and how many neurons of all layers
     together fired there. None where the batches did not say which tokens they held."""
 
+    FORMAT: ClassVar = "twell-lab firing profile"
+    VERSION: ClassVar = 4
+
     layers: list[LayerProfile]
     token_counts: Tensor | None = None
     token_nnz: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        lengths = [None if counts is None else len(counts) for counts in (self.token_counts, self.token_nnz)]
+        if not self.layers or lengths[0] != lengths[1]:
+            raise InputError(
+                f"'layers' holds {len(self.layers)} profiles, 'token_counts' and 'token_nnz' have the lengths "
+                f"{lengths}; one layer or more and one length are accepted"
+            )
 
     @property
     def tokens(self) -> int:
@@ -151,24 +174,6 @@ class FiringProfile:
                 rows.append({**row, "density": share[group].item(), "layers": layers})
         return rows
 
-    @property
-    def heavy_first(self) -> dict | None:
-        """Return what is known of heavy first tokens: many models fire several times as many neurons where a sequence
-        begins.
-
-        A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
-        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: layers
-        (how many are heavy), worst (the name of the one that is most), worst_times."""
-        heavy = [
-            (layer.first_to_later, layer.name)
-            for layer in self.layers
-            if layer.position_tokens[0] >= SEQUENCES and layer.first_to_later >= HEAVY
-        ]
-        if not heavy:
-            return None
-        worst_times, worst = max(heavy)
-        return {"layers": len(heavy), "worst": worst, "worst_times": worst_times}
-
     def by_token(self, least: int = 1) -> list[dict]:
         """Return the tokens of the vocabulary that were seen at least so often, those where most neurons fire first;
         empty where the batches did not say which tokens they held.
@@ -179,13 +184,13 @@ class FiringProfile:
             raise InputError(f"least is {least!r:.80}; a whole number from 1 up is accepted")
         if self.token_counts is None:
             return []
-        mean = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
+        everywhere = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
         ids = (self.token_counts >= least).nonzero().flatten()
         nnz = self.token_nnz[ids] / self.token_counts[ids].double()
         order = nnz.argsort(descending=True, stable=True)
         ids, nnz = ids[order], nnz[order].tolist()
         return [
-            {"token": token, "count": count, "nnz": fired, "x_mean": fired / mean if mean else None}
+            {"token": token, "count": count, "nnz": fired, "x_mean": fired / everywhere if everywhere else None}
             for token, count, fired in zip(ids.tolist(), self.token_counts[ids].tolist(), nnz)
         ]
 
@@ -194,25 +199,8 @@ class FiringProfile:
         result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
-        return Comparison.of(self.layers, other.layers)
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
-        return saved.save(path, FORMAT, VERSION, {**vars(self), "layers": [vars(layer) for layer in self.layers]})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> FiringProfile:
-        """Read the profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        firing = saved.load(path, "profile", FORMAT, VERSION, cls)
-        where = f"profile {os.fspath(path)!r}"
-        if not firing.layers:
-            raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
-        for number, layer in enumerate(firing.layers):
-            _check_counts(layer, f"{where}, 'layers' {number}")
-        lengths = [None if counts is None else len(counts) for counts in (firing.token_counts, firing.token_nnz)]
-        if lengths[0] != lengths[1]:
-            raise RecordError(f"{where}: 'token_counts' and 'token_nnz' have the lengths {lengths}; one is accepted")
-        return firing
+        check_same(dict(enumerate(self.layers)), dict(enumerate(other.layers)), "one profile", "the other")
+        return Comparison([_compared(*layers) for layers in zip(self.layers, other.layers, strict=True)])
 
 
 def profile(
@@ -235,9 +223,8 @@ def profile(
         tile, words: columns and words of the TwELL tiles that are counted.
         only: profile the layers for which only(name, module) is true.
 
-    Raises:
-        InputError: for a model without feed-forward layers, or with none that computes what its parts say; for no
-            batches, and batches that the model does not take; and for a layer that is given NaN."""
+    Raises InputError for a model without feed-forward layers, or with none that computes what its parts say; for no
+    batches, and batches that the model does not take; and for a layer that is given NaN."""
     check_geometry(tile, words)
     return count(model, sound(firing_layers(model, only=only)), batches, tile, words)
 
@@ -247,17 +234,20 @@ def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: 
     counters = [Counter(layer, tile, words) for layer in layers]
     sums = {name: torch.zeros(vocabulary_of(model) + 1, dtype=torch.int64, device="cpu") for name in _TOKENS}
 
-    def add(name: str, rows: Rows, values: Tensor | None = None) -> None:
+    def add(name: str, rows: Rows, values: Tensor) -> None:
         if rows.ids is not None:  # what is in no vocabulary has the last place, which is left out in the end
-            if values is None:
-                values = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
             ids = rows.ids.to(values.device)
             sums[name] = sums[name].to(ids.device).scatter_add_(0, ids, values)
 
     def watch(counter: Counter):
         return counter.layer, lambda x, gate, rows: add("token_nnz", rows, counter.add(x, gate, rows))
 
-    run(model, [watch(counter) for counter in counters], batches, after=partial(add, "token_counts"))
+    def after(output: object, seen: list[Rows]) -> None:
+        for rows in seen:
+            if rows.ids is not None:
+                add("token_counts", rows, torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long())
+
+    run(model, [watch(counter) for counter in counters], batches, after)
     profiles = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in profiles):
         raise InputError(
@@ -301,7 +291,7 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
             taken[name].append(known.kept(x)[: lacking(name)])
 
     watched = [(layer, partial(keep, layer.name)) for layer in feed_forwards(model) if layer.name in taken]
-    run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in taken))
+    run(model, watched, batches, lambda *_: all(lacking(name) <= 0 for name in taken))
     for name in taken:
         if lacking(name) == rows:
             raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
@@ -314,10 +304,10 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        sizes = dict.fromkeys(("tokens", "overflowing"), ())
+        # undefined: tokens at which the gate's first answer is NaN, as all are where x holds one
+        sizes = dict.fromkeys(("tokens", "overflowing", "undefined"), ())
         sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
-        sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
-        sizes["undefined"] = ()  # tokens at which the gate's first answer is NaN, as all are where x holds one
+        sizes |= dict.fromkeys(_PLACES, (len(POSITIONS),))
         self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
 
     def add(self, x: Tensor, gate: Gate, rows: Rows | None = None) -> Tensor:
@@ -341,7 +331,7 @@ class Counter:
             firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing.contiguous()
-        in_tile = _in_runs(whole, self.tile)
+        in_tile = whole.view(len(whole), tiles, self.tile).sum(-1, dtype=torch.int32).long()  # faster than in int64
         nnz = in_tile.sum(-1)
         counted = torch.ones_like(nnz) if rows.counted is None else rows.counted.long()
         counts["undefined"] += (gate[:, 0].isnan() * counted).sum()
@@ -370,36 +360,67 @@ class Counter:
         return LayerProfile(name=self.layer.name, gated=self.layer.gate is not None, **sizes, **numbers)
 
 
-def _in_runs(firing: Tensor, width: int) -> Tensor:
-    """Count how many are true of each `width` neighbours: bool [rows, runs * width] to int64 [rows, runs]."""
-    runs = firing.view(len(firing), firing.shape[1] // width, width)
-    if width % 8 or width > 8 * 255:
-        return runs.sum(-1)
-    # Booleans are bytes of 0 or 1: an addition of 64-bit words adds eight, 255 times before a byte overflows. torch's
-    # own sum writes them as whole numbers first, which takes many times as long.
-    return runs.view(torch.int64).sum(-1, keepdim=True).view(torch.uint8).sum(-1)
-
-
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _check_counts(layer: LayerProfile, where: str) -> None:
-    """Raise RecordError, naming the field, where the counts of a saved layer do not fit each other."""
-    try:
-        check_geometry(layer.tile, layer.words)
-    except InputError as error:
-        raise RecordError(f"{where}: {error}") from None
-    lengths = {"neuron_counts": max(1, layer.d_ff), "nnz_histogram": layer.d_ff + 1, "tile_histogram": layer.tile + 1}
-    lengths |= dict.fromkeys(("position_tokens", "position_nnz"), len(POSITIONS))
-    for name, length in lengths.items():
-        if len(getattr(layer, name)) != length:
-            raise RecordError(f"{where}: {name!r} holds {len(getattr(layer, name))} numbers; {length} are accepted")
-    fired = int(layer.neuron_counts.sum())
-    for name, rows in (
-        ("nnz_histogram", layer.tokens),
-        ("tile_histogram", layer.tokens * -(-layer.d_ff // layer.tile)),
-    ):
-        counts = getattr(layer, name)
-        if (int(counts.sum()), int((counts * torch.arange(len(counts), device="cpu")).sum())) != (rows, fired):
-            raise RecordError(f"{where}: {name!r} is not of {rows} rows, {fired} neurons; accepted: a whole profile")
+# ---- two profiles beside each other ----
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
+    other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
+
+    rows: list[dict]
+
+    @property
+    def verdict(self) -> str:
+        """Return what was found, and what that means for a plan, in one sentence."""
+        rows = [row for row in self.rows if row["ratio"] is not None]
+        if not rows:
+            return "No layer fired in both profiles: there is nothing to compare."
+        ratios, caught = [row["ratio"] for row in rows], [row["hot_kept"] for row in rows]
+        todo = "a plan made from one serves the other"
+        if other := sum(not 1 / ALIKE <= ratio <= ALIKE for ratio in ratios):
+            todo = f"make a plan for each, since {other} of {len(rows)} layers fire another number of neurons"
+        elif moved := sum(share < SERVES for share in caught):
+            todo = f"make a plan for each if it has hot neurons, since others are hot in {moved} of {len(rows)} layers"
+        return (
+            f"{mean(ratios):.2f} times as many neurons fire as in the other profile, whose hottest {HOT:.0%} catch "
+            f"{mean(caught):.0%} of what the hottest here do: {todo}."
+        )
+
+    def __str__(self) -> str:
+        columns = ("layer", "density", "other_density", "ratio", "hot_kept")
+        table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
+        return "\n".join([table, *_EXPLAINED, self.verdict])
+
+
+def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
+    """Raise InputError unless two have the same layers of the same sizes: those of profiles or plans, or found ones, by
+    name. here, there: what the two are called."""
+    sizes = [{name: _size(layer) for name, layer in layers.items()} for layers in (some, others)]
+    if differ := [name for name in {**some, **others} if sizes[0].get(name) != sizes[1].get(name)]:
+        name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""
+        one, other = (of.get(name, "missing") for of in sizes)
+        raise InputError(
+            f"layer {name!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
+        )
+
+
+def _size(layer) -> str:
+    shape = layer.up.weight.shape[::-1] if isinstance(layer, FeedForward) else (layer.d_model, layer.d_ff)
+    gated = layer.gate is not None if isinstance(layer, FeedForward) else layer.gated
+    return f"d_model {shape[0]}, d_ff {shape[1]}, {'gated' if gated else 'plain'}"
+
+
+def _compared(mine: LayerProfile, its: LayerProfile) -> dict:
+    row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
+    row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
+    if not (row["density"] and row["other_density"]):
+        return row | {"ratio": None, "hot_kept": None}
+    most = math.ceil(HOT * mine.d_ff)
+    hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))
+    caught = mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()
+    return row | {"ratio": mine.mean_nnz / its.mean_nnz, "hot_kept": caught.item()}

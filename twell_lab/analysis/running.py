@@ -4,15 +4,16 @@ tokens these rows are, as far as that is certain."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
-from ..core import InputError, TwellError
+from ..core import WHOLE, InputError, TwellError
 from ..layers.find import FeedForward
 from ..layers.lossy import zeroed
 from ..layers.parts import uncompiled
@@ -67,10 +68,9 @@ def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float] | N
     return zeroed(hidden, thresholds.get("hidden", 0.0))
 
 
-@contextmanager
-def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterator[None]:
-    """Call see(x, gate) whenever `layer` runs within this context. Of a layer with thresholds on its inputs, gate gives
-    the hidden values, zero where they are not kept."""
+def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
+    """Have see(x, gate) called whenever the layer runs. Of a layer with thresholds on its inputs, gate gives the hidden
+    values, zero where they are not kept."""
 
     def before(module: nn.Module, args: tuple) -> None:
         rows = args[0].reshape(-1, args[0].shape[-1])
@@ -81,49 +81,26 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> Iterat
         see(args[0], lambda of: rows[of])
 
     if layer.cut is not None:
-        hook = layer.module.register_forward_pre_hook(before)
-    else:  # which a SparseFFN calls while there is a hook on it
-        hook = layer.pattern.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the model in evaluation mode, without gradients, and eagerly, since compiled code calls no hooks. Afterwards
-    each module is back in its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        return layer.module.register_forward_pre_hook(before)
+    return layer.pattern.register_forward_hook(after)  # which a SparseFFN calls while there is a hook on it
 
 
 def run(
     model: nn.Module,
     watched: list[tuple[FeedForward, Callable[[Tensor, Gate, Rows], object]]],
     batches: Iterable,
-    enough: Callable[[], bool] = lambda: False,
-    after: Callable[[Rows], object] = lambda rows: None,
+    after: Callable[[Any, list[Rows]], object] = lambda output, rows: None,
 ) -> None:
-    """Run the model over the batches, in evaluation mode without gradients, and leave it as it was.
+    """Run the model over the batches, in evaluation mode, without gradients, and eagerly, since compiled code calls no
+    hooks; and leave it as it was, each module in its own mode. Batches go to the device of its first parameter.
 
-    Args:
-        model: on whose first parameter's device the batches go.
-        watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs.
-        batches: a tensor or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples.
-        enough: asked after each batch whether to stop.
-        after: called after each batch with the tokens that layers saw: those of encoder and decoder apart.
+    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs. batches: a tensor
+    or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples. after: called after
+    each batch with the model's output and what is known of the tokens that layers saw, those of encoder and decoder
+    apart; what it returns ends the run if it is true.
 
-    Raises:
-        InputError: for weights on meta; for no batches; and for a batch that the model does not take, with its number
-            and the model's own error as the cause.
-    """
+    Raises InputError for weights on meta; for no batches; and for a batch that the model does not take, with its number
+    and the model's own error as the cause."""
     if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
         raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     if isinstance(batches, (Tensor, Mapping)):
@@ -131,39 +108,25 @@ def run(
     if not isinstance(batches, Iterable):
         raise InputError(f"batches is a {type(batches).__name__}; accepted: an iterable of inputs")
     batch: _Batch | None = None
-    with evaluating(model), ExitStack() as hooks:
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        model.eval()
         for layer, see in watched:
-            hooks.enter_context(
-                on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
-            )
+            hook = _hook(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
+            undo.callback(hook.remove)
         for number, given in enumerate(batches):
             batch = _Batch(model, given)
             try:
-                model(*batch.args, **batch.kwargs)
+                output = model(*batch.args, **batch.kwargs)
             except (TwellError, torch.OutOfMemoryError):
                 raise
             except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
                 raise InputError(f"batch {number} {batch.reason(error)}") from error
-            for rows in batch.seen.values():
-                after(rows)
-            if enough():
+            if after(output, [*batch.seen.values()]):
                 break
     if batch is None:
         raise InputError("batches is empty; accepted: at least one input of the model")
-
-
-def beyond(model: nn.Module, ids: Tensor | None) -> str:
-    """Say which of a model's tables these token ids [batch, tokens] do not fit into; "" if none is known."""
-    if ids is None or ids.is_floating_point():
-        return ""
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = table.num_embeddings if isinstance(table, nn.Embedding) else None
-    if size and (outside := ids[(ids < 0) | (ids >= size)]).numel():
-        return f"has the token {outside[0].item()}; accepted by this model: 0 to {size - 1}"
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(longest, int) and ids.dim() == 2 and ids.shape[1] > longest:
-        return f"has {ids.shape[1]} tokens in a sequence; accepted by this model: up to {longest}"
-    return ""
 
 
 class _Batch:
@@ -193,8 +156,15 @@ class _Batch:
     def reason(self, error: Exception) -> str:
         """Say why the model raised this error on the batch, as far as that is known."""
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
-        if isinstance(error, LookupError) and (reason := beyond(self.model, tensors.get("input_ids"))):
-            return reason
+        ids = tensors.get("input_ids")
+        if isinstance(error, LookupError) and ids is not None and not ids.is_floating_point():
+            table = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
+            size = table.num_embeddings if isinstance(table, nn.Embedding) else WHOLE
+            if (outside := ids[(ids < 0) | (ids >= size)]).numel():
+                return f"has the token {outside[0].item()}; accepted by this model: 0 to {size - 1}"
+            longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+            if isinstance(longest, int) and ids.dim() == 2 and ids.shape[1] > longest:
+                return f"has {ids.shape[1]} tokens in a sequence; accepted by this model: up to {longest}"
         shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in tensors.items())
         return (
             f"({shown or 'without a tensor'}) makes the model fail with {type(error).__name__}: {error}; accepted: "

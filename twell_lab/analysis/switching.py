@@ -57,10 +57,8 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
     the layers whose path changed."""
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
-    for term in terms:
-        if (layer := layers.get(term.name)) is None:
-            continue
-        limit = below[term.name] if isinstance(below, dict) else below
+    for term in (term for term in terms if term.name in layers):
+        layer, limit = layers[term.name], below[term.name] if isinstance(below, dict) else below
         spent, now = cost(term, layer.up.weight), layer.learning or SPARSE
         path = SPARSE if spent < limit * (1 - MARGIN) else DENSE if not spent <= limit * (1 + MARGIN) else now
         if layer.learning != path:
@@ -86,22 +84,21 @@ class Switch:
     The dense path does not see lost tokens. So a layer that goes back to it because of them gets what a token seemed to
     cost without them as its new break-even, and tries the sparse path again when it is less.
 
-    below: a break-even for every layer instead, in neurons firing at a token."""
+    below: the break-even of each layer instead, in neurons firing at a token."""
 
-    def __init__(self, model: nn.Module, below: float | dict[str, float] | None = None) -> None:
+    def __init__(self, model: nn.Module, below: dict[str, float] | None = None) -> None:
         self.model, self.below = model, below
 
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
         """Set the layers' paths by the terms of one forward pass; returns the changes, as `switch` does."""
         weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
         below = self.measure() if self.below is None else self.below
-        self.below = dict(below) if isinstance(below, dict) else dict.fromkeys(weights, below)
-        terms = list(terms)
-        changes = switch(self.model, terms, below=self.below)
+        self.below, terms = {**below}, list(terms)
+        changes = switch(self.model, terms, below=below)
         for term in terms:
             if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0:
                 unseen = cost(term._replace(lost=None), weights[term.name])
-                self.below[term.name] = min(self.below[term.name], unseen)
+                self.below[term.name] = min(below[term.name], unseen)
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:

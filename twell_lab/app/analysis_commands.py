@@ -61,7 +61,6 @@ def profile(options: argparse.Namespace) -> Answer:
         "of": read,
         "layers": firing.table(),
         "by_position": firing.by_position(),
-        "heavy_first": firing.heavy_first,
         "by_token": firing.by_token(),
         "verdict": said,
         "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},

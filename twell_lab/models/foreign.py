@@ -13,9 +13,8 @@ since it needs transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,39 +40,33 @@ class FATReLU(nn.Module):
         return f"threshold={self.threshold:g}"
 
 
-@contextmanager
-def _as_relu(config) -> Iterator[None]:
-    """Let the configuration say a ReLU: transformers, which makes the layers, does not know every activation."""
-    own, config.hidden_act = config.hidden_act, "relu"
-    yield
-    config.hidden_act = own
+class _WithFATReLU:
+    """Has a model of transformers, which does not know every activation, made with a ReLU, and then puts in what its
+    configuration says."""
 
+    model: Any
 
-def _set_activation(model: nn.Module) -> None:
-    """Put in the activation that the model's configuration says."""
-    if model.config.hidden_act == "fatrelu":
-        for layer in model.model.layers:
-            layer.mlp.act_fn = FATReLU(float(model.config.hidden_act_param))
+    def __init__(self, config):
+        own, config.hidden_act = config.hidden_act, "relu"
+        super().__init__(config)  # type: ignore[call-arg]
+        config.hidden_act = own
+        for layer in self.model.layers if own == "fatrelu" else ():
+            layer.mlp.act_fn = FATReLU(float(config.hidden_act_param))
 
 
 class SparseLlamaConfig(LlamaConfig):
     model_type = "sparsellama"
 
 
-class SparseLlamaForCausalLM(LlamaForCausalLM):
+class SparseLlamaForCausalLM(_WithFATReLU, LlamaForCausalLM):
     config_class = SparseLlamaConfig
-
-    def __init__(self, config):
-        with _as_relu(config):
-            super().__init__(config)
-        _set_activation(self)
 
 
 class MiniCPMConfig(GraniteConfig):
     model_type = "minicpm"
 
 
-class MiniCPMForCausalLM(GraniteForCausalLM):
+class MiniCPMForCausalLM(_WithFATReLU, GraniteForCausalLM):
     config_class = MiniCPMConfig
 
     def __init__(self, config):
@@ -81,9 +74,7 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
         config.residual_multiplier = config.scale_depth / sqrt(config.num_hidden_layers)
         config.logits_scaling = config.hidden_size / config.dim_model_base
         config.attention_multiplier = (config.hidden_size // config.num_attention_heads) ** -0.5
-        with _as_relu(config):
-            super().__init__(config)
-        _set_activation(self)
+        super().__init__(config)
 
 
 class BambooConfig(MistralConfig):

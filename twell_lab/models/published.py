@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ..analysis.saved import read
 from ..core import InputError, RecordError, StackError, read_json
 from ..ops import clock
 from .thresholds import CONFIG, Thresholds
@@ -42,21 +43,15 @@ def load(
 ) -> nn.Module:
     """Return a causal language model, in evaluation mode, with the thresholds on it that it was saved with.
 
-    Args:
-        name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's,
-            of ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub
-            ("SakanaAI/SparseLM0.5B"), which is downloaded unless it is in the Hub's cache. Nothing large is fetched of
-            a model whose kind could not be loaded.
-        dtype: of the weights; by default what the checkpoint says.
-        device: where the model goes.
-        revision: of a repository: a branch, tag or commit.
+    name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's, of
+    ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"),
+    which is downloaded unless it is in the Hub's cache. Nothing large is fetched of a model whose kind could not be
+    loaded. dtype: of the weights; by default what the checkpoint says. device: where the model goes. revision: of a
+    repository: a branch, tag or commit.
 
-    Raises:
-        InputError: for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
-            missing or do not fit the configuration, and a model that needs code of its own.
-        DeviceError: for a device that is not there.
-        StackError: where transformers is missing.
-    """
+    Raises InputError for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
+    missing or do not fit the configuration, and a model that needs code of its own; DeviceError for a device that is
+    not there; StackError where transformers is missing."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
     place = clock.present_device(device)
@@ -65,7 +60,7 @@ def load(
     model = LanguageModel.load(folder) if "format" in entries else _from_transformers(folder, entries, dtype)
     if entries.get(CONFIG) is not None:
         try:
-            Thresholds.read(entries[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
+            read(Thresholds, entries[CONFIG], f"{CONFIG} of config.json in {str(folder)!r}").apply(model)
         except RecordError as error:
             raise InputError(str(error)) from error
     return model.to(place, dtype).eval()
@@ -169,7 +164,7 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
     try:
         if kind in _SPARSE_RELU:
-            how["config"], dtype = _sparse_relu_config(entries, dtype)
+            how["config"] = _sparse_relu_config(entries)
             source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(how["config"])]
             if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
                 place, how["state_dict"] = None, _turned(folder)
@@ -199,8 +194,8 @@ def _turned(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t.t() if name.endswith(".mlp.down_proj.weight") else t for name, t in weights.items()}
 
 
-def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
-    """Return the configuration of a model whose layers compute a ReLU, whatever config.json says; and its dtype."""
+def _sparse_relu_config(entries: dict):
+    """Return the configuration of a model whose layers compute a ReLU, whatever config.json says."""
     kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
     if kind is None:
         raise InputError(
@@ -211,11 +206,7 @@ def _sparse_relu_config(entries: dict, dtype: torch.dtype | None):
     theirs["hidden_act"] = "relu"
     if (wide := entries.get("sparsity_new_intermediate_size")) is not None:
         theirs["intermediate_size"] = wide
-    stored = theirs.pop("torch_dtype", None) or theirs.pop("dtype", None) or "float32"
-    dtype = dtype or getattr(torch, str(stored).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(f"config.json says torch_dtype {stored!r:.80}, which is no dtype of torch")
-    return _transformers().AutoConfig.for_model(kind, **theirs), dtype
+    return _transformers().AutoConfig.for_model(kind, **theirs)
 
 
 @contextmanager

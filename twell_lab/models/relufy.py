@@ -51,18 +51,14 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     vision tower of a Gemma3. The configuration is changed with the layers (`hidden_act` and the like become "relu"), so
     that what is saved is loaded as the same ReLU model.
 
-    Args:
-        model: of transformers (of a family in twell_lab.layers.families) or of this project.
-        only: change the layers for which only(name, module) is true, in whichever part of the model. Where no
-            configuration says which layers those are, it stays as it was, with a warning: what is saved then is loaded
-            with the old activations.
+    model: of transformers (of a family in twell_lab.layers.families) or of this project. only: change the layers for
+    which only(name, module) is true, in whichever part of the model. Where no configuration says which layers those
+    are, it stays as it was, with a warning: what is saved then is loaded with the old activations.
 
-    Raises:
-        InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that computes
-            something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that a ReLU cannot
-            stand in for (tanh, ...); and, without `only`, where the configuration's field also governs modules that
-            keep their activation, as the head of BERT.
-    """
+    Raises InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that
+    computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that a ReLU cannot
+    stand in for (tanh, ...); and, without `only`, where the configuration's field also governs modules that keep their
+    activation, as the head of BERT."""
     check_model(model)
     layers = [
         (name, module, ACTIVATION if stored(module) else parts.family.activation)

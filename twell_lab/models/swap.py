@@ -47,14 +47,14 @@ def sparsify(
 
     Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
     transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
-    shapes and names, and nothing is held twice. CUDA graphs of the model that were captured before have to be captured
-    anew. Optimizers, averages and masks that were made before a reordering no longer fit; what is printed says so.
+    shapes and names. CUDA graphs that were captured before have to be captured anew; optimizers, averages and masks
+    that were made before a reordering no longer fit. A model in training mode is not rewritten: it trains sparsely, and
+    infers densely until it is swapped anew in evaluation mode. `densify` takes all back. To compare a layer with itself
+    swapped, deepcopy it first.
 
     A layer that cannot be sparse stays dense, and `twell_lab.report` says why: one that computes something else than
     the formula (each is run on a few rows beside it), has hooks, adapters or weights that kernels do not read, or lies
-    on several devices. A model in training mode is not rewritten: it trains sparsely, and infers densely until it is
-    swapped anew in evaluation mode. Each routed expert of a model is a layer, named by its number. `densify` takes all
-    back. To compare a layer with itself swapped, deepcopy it first.
+    on several devices. Each routed expert of a model is a layer, named by its number.
 
     Args:
         model: any module in which `feed_forwards` finds layers.
@@ -64,10 +64,8 @@ def sparsify(
         only: swap the layers for which only(name, module) is true.
         tokens, calls: given batches, the token counts to plan for, and the way of calling, as in `twell_lab.plan`.
 
-    Raises:
-        InputError: without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for a
-            path that does not compute a layer.
-        RecordError: for a file that holds no plan.
+    Raises InputError without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for
+    a path that does not compute a layer; RecordError for a file that holds no plan.
     """
     check_model(model)
     check_geometry(tile, words)
@@ -157,9 +155,7 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
         plan = plan_layers(found, model, batches=timed, calls=calls, only=lambda name, module: name in names, **more)
         model = _swap(model, layers, plan, geometry)
         shares = [layer.density for layer in found.layers if layer.tokens]
-        span = (
-            f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token" if shares else "nothing ran"
-        )
+        span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token"
         lines = [f"fires: {span}, counted on {found.tokens:,} tokens", plan.summary()]
         if moved := sum(isinstance(m, SparseFFN) and m.order is not None for m in model.modules()):
             fit = "optimizers, averages and masks made before no longer fit them"

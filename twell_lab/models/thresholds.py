@@ -16,11 +16,10 @@ inputs) over the multiplications that it spares, until the mean, by multiplicati
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..analysis import saved
-from ..analysis.running import ALL, Gate, Rows, beyond, evaluating, hidden_by, run, vocabulary_of
+from ..analysis.running import ALL, Gate, Rows, hidden_by, run, vocabulary_of
+from ..analysis.saved import Saved
 from ..core import InputError
 from ..layers.activations import kind_of
 from ..layers.experts import experts_of
@@ -40,8 +39,6 @@ from ..layers.parts import named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
-FORMAT = "twell-lab thresholds"
-VERSION = 1
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
 SITES = {"cats": ("activation",), "teal": ("input", "hidden")}  # the places of a layer, by method
 LEVELS = tuple(number / 20 for number in range(20))  # the sparsities at which errors are measured: 0 to 0.95
@@ -54,10 +51,8 @@ _SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
-    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16: its size is the same
-    however many there were.
-
-    counts: int64, exact zeros and then those up to each further edge of the scale, larger ones with the last."""
+    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16, in memory that does not
+    grow with them. counts: int64, exact zeros and then those up to each further edge, larger ones with the last."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
@@ -100,7 +95,6 @@ class LayerCalibration:
         self.rows = layer.up.weight.new_empty(0, layer.up.weight.shape[1])
         self._draw = torch.Generator("cpu").manual_seed(0)
         self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
-        self._errors: dict[str, list[float]] = {}
 
     @torch.no_grad()
     def add(self, x: Tensor, gate: Gate, rows: Rows) -> None:
@@ -142,11 +136,13 @@ class LayerCalibration:
         """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
         return (self.output(thresholds) - self.exact).norm().item() / (self.exact.norm().item() or 1.0)
 
-    def errors(self, site: str) -> list[float]:
-        """Measure the error with a threshold in this place alone, at each of LEVELS, once."""
-        if site not in self._errors:
-            self._errors[site] = [self.error({site: self.sites[site].threshold(level)}) for level in LEVELS]
-        return self._errors[site]
+    @cached_property
+    def errors(self) -> dict[str, list[float]]:
+        """Measure, for each place, the error with a threshold there alone, at each of LEVELS."""
+        return {
+            site: [self.error({site: histogram.threshold(level)}) for level in LEVELS]
+            for site, histogram in self.sites.items()
+        }
 
     def at(self, sparsities: dict[str, float]) -> LayerThresholds:
         """Return the thresholds for these sparsities of its places, and the error measured with all of them."""
@@ -179,7 +175,7 @@ class Calibration:
 
         def cost(place: tuple[int, str]) -> float:
             """Return what the step to the next level costs."""
-            errors, level = self.layers[place[0]].errors(place[1]), levels[place]
+            errors, level = self.layers[place[0]].errors[place[1]], levels[place]
             return (errors[level + 1] - errors[level]) / work[place]
 
         total = sum(work.values())
@@ -230,7 +226,8 @@ def thresholds(
     greedy: bool = False,
     only: Only | None = None,
 ) -> Thresholds:
-    """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero.
+    """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero; leaves the
+    model as it was.
 
         found = twell_lab.thresholds(model, batches, sparsity=0.5)
         print(found)                        # by layer: threshold, density, error
@@ -238,18 +235,16 @@ def thresholds(
         model = found.apply(model)          # lossy from here on; found.remove(model) takes it back
 
     Args:
-        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation; left as
-            it was.
+        model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
         batches: what the model takes, as `twell_lab.profile` takes them.
         sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
         method: "cats" or "teal", as this module's first lines describe them.
         greedy: give each layer its own sparsity by measured errors, not all the same.
-        only: the layers for which only(name, module) is true; the others keep all their values.
+        only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
-    Raises:
-        InputError: for a model without a feed-forward layer that is known (routed experts are left as they are); for
-            layers that compute something else than their parts say, quantised, adapted, sharded or on meta, and those
-            that `sparsify` swapped; for thresholds on the model; for values that are not finite; for wrong arguments.
+    Raises InputError for a model without such a layer; for layers that compute something else than their parts say,
+    quantised, adapted, sharded or on meta, and those that `sparsify` swapped; for thresholds on the model; for values
+    that are not finite; for wrong arguments.
     """
     _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
@@ -290,10 +285,13 @@ class LayerThresholds:
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class Thresholds(Saved):
     """Thresholds for the feed-forward layers of one model, which make it lossy where they are applied.
 
     sparsity: what was wished for. tokens: how many were calibrated on."""
+
+    FORMAT: ClassVar = "twell-lab thresholds"
+    VERSION: ClassVar = 1
 
     method: str
     sparsity: float
@@ -320,12 +318,13 @@ class Thresholds:
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
-        rows = []
-        for layer in self.layers:
-            cut = {f"{site} threshold": value for site, value in layer.thresholds.items()}
-            density = {f"{site} density": value for site, value in layer.density.items()}
-            rows.append({"layer": layer.name, **cut, **density, "error": layer.error})
-        return rows
+        return [
+            {"layer": layer.name}
+            | {f"{site} threshold": value for site, value in layer.thresholds.items()}
+            | {f"{site} density": value for site, value in layer.density.items()}
+            | {"error": layer.error}
+            for layer in self.layers
+        ]
 
     def __str__(self) -> str:
         """Lay `table` out as lines of text, and say that this is lossy."""
@@ -356,10 +355,8 @@ class Thresholds:
             if self.method == "cats":
                 activation = ThresholdedActivation(place.acts, layer.thresholds["activation"])
                 put(module, parts.family.activation, activation.train(module.training))
-                continue
-            for site, projections in cut_places(parts).items():
-                inputs = ThresholdedInput(layer.thresholds[site]).train(module.training)
-                inputs.put_on(module, site, projections)
+            for site, projections in cut_places(parts).items() if self.method == "teal" else ():
+                ThresholdedInput(layer.thresholds[site]).train(module.training).put_on(module, site, projections)
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model
@@ -371,8 +368,7 @@ class Thresholds:
         _check_dense(model)
         for module in list(model.modules()):
             ThresholdedInput.take_off(module)
-            parts = parts_of(module)
-            if parts is not None and isinstance(parts.acts, ThresholdedActivation):
+            if (parts := parts_of(module)) is not None and isinstance(parts.acts, ThresholdedActivation):
                 before = parts.acts.activation
                 if isinstance(before, nn.Module):
                     before.train(module.training)  # which did not reach it while it was no child
@@ -417,21 +413,6 @@ class Thresholds:
                 )
         return [(layer, there[layer.name]) for layer in self.layers]
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write them as JSON, the file whole or not at all. RecordError where it can't be written."""
-        return saved.save(path, FORMAT, VERSION, asdict(self))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Thresholds:
-        """Read the thresholds that `save` wrote. RecordError names the file and the field missing or wrong."""
-        return saved.load(path, "thresholds", FORMAT, VERSION, cls)
-
-    @classmethod
-    def read(cls, content: object, where: str) -> Thresholds:
-        """Read the plain data of thresholds, as `apply` puts it into a configuration. where: what to call it. Raises
-        RecordError for the field that is missing or wrong."""
-        return saved.read(cls, content, where)
-
 
 def _config(model: nn.Module) -> object | None:
     """Return the configuration of a model of transformers, which save_pretrained writes; None for another model."""
@@ -469,8 +450,8 @@ def _check_dense(model: nn.Module) -> None:
 class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows.
 
-    dense, thresholded: the mean. change: of thresholded - dense, the mean; low, high: 1.96 standard errors of it on
-    either side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
+    dense, thresholded: the mean. change: that of their difference; low, high: 1.96 standard errors of it on either
+    side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
 
     dense: float
     thresholded: float
@@ -512,21 +493,16 @@ class LossChange:
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """Measure the mean loss of each window [n, length] in nats, float64 [n]. InputError for a token that the model does
     not know, and for a model that gives no scores [batch, tokens, vocabulary]."""
-    device, means = next(model.parameters()).device, []
-    together = _SCORES // max(1, windows.shape[1] * vocabulary_of(model))
-    with evaluating(model):
-        for tokens in windows.split(max(1, min(32, together))):
-            tokens = tokens.to(device)
-            try:
-                scores = model(tokens)
-            except LookupError as error:
-                raise InputError(f"a window {beyond(model, tokens) or error}") from error
-            scores = getattr(scores, "logits", scores)
-            if not isinstance(scores, Tensor) or scores.shape[:2] != tokens.shape:
-                raise InputError(
-                    f"{type(model).__name__} gives no scores [batch, tokens, vocabulary] for tokens; a causal language "
-                    "model is accepted"
-                )
-            nats = F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-            means.append(nats.double().view(len(tokens), -1).mean(1).cpu())
+    many = max(1, min(32, _SCORES // max(1, windows.shape[1] * vocabulary_of(model))))
+    batches, means = windows.split(many), []
+
+    def after(output, seen: list[Rows]) -> None:
+        tokens, scores = batches[len(means)], getattr(output, "logits", output)
+        if not isinstance(scores, Tensor) or scores.shape[:2] != tokens.shape:
+            raise InputError(f"{type(model).__name__} gives no scores [batch, tokens, vocabulary]; those are accepted")
+        targets = tokens[:, 1:].flatten().to(scores.device)
+        nats = F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), targets, reduction="none")
+        means.append(nats.double().view(len(tokens), -1).mean(1).cpu())
+
+    run(model, [], batches, after)
     return torch.cat(means)

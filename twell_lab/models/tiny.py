@@ -201,17 +201,13 @@ class LanguageModel(nn.Module):
         top_k: int | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Continue a prompt, one token after the other.
+        """Continue a prompt, int64 [length] or [batch, length], by so many tokens, one after the other.
 
         Once there are more than `context` tokens, the model reads on from a multiple of half the context, the first at
         which what follows fits. In between, keys and values are kept (Past).
 
-        Args:
-            prompt: token numbers, int64 [length] or [batch, length], with at least one token.
-            tokens: how many tokens to add, from 0 up.
-            temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature).
-            top_k: draw from the so many most likely tokens alone.
-            seed: of the draw, on the CPU. None draws others on every call.
+        temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature). top_k: draw
+        from the so many most likely tokens alone. seed: of the draw, on the CPU; None draws others on every call.
 
         Returns the new tokens, int64 [tokens] or [batch, tokens], on the device of the model. InputError for a wrong
         argument, and where scores are not finite."""
@@ -241,12 +237,12 @@ class LanguageModel(nn.Module):
         return _write(folder, {"format": FORMAT, **asdict(self.config)}, self._weights())
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
-        """Write the model into `folder` as a LlamaForCausalLM with its tokenizer; return the folder.
+        """Write the model into `folder` as a LlamaForCausalLM with its tokenizer, which transformers and `load` read;
+        return the folder.
 
-        transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. tokenizer: what the
-        tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. InputError for plain
-        feed-forward layers, which Llama lacks, for a tokenizer that does not go with the vocabulary, for a model with
-        thresholds on it, and where the folder can't be written."""
+        tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes.
+        InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
+        vocabulary, for a model with thresholds on it, and where the folder can't be written."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
         files = llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context)
         return _write(folder, config, llama.to_llama(self._weights()), files)

