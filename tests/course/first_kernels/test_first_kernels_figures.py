@@ -117,7 +117,7 @@ def test_a_step_shows_the_line_the_lanes_and_the_arrays():
     texts, colours, framed, hover = panel(figure, "packed")
     assert [i for i, colour in enumerate(flat(colours)) if colour == plots.ORANGE] == list(step.elements)
     column, value = texts[0][step.elements[0]].split("<br>")
-    assert gate()[0, int(column)] == pytest.approx(float(value), abs=0.06)
+    assert float(gate()[0, int(column)]) == pytest.approx(float(value), abs=0.06)
     assert flat(framed) == steps.at(step.index).last("packed").written.tolist()
 
 
