@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -426,16 +426,12 @@ def step(
     """
     if isinstance(look, bool) or not isinstance(look, int) or look < 0:
         raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
-    options = {**options, "cores": 1}
+    options["cores"] = 1
     try:
         return program.launch(kernel, grid, block, arguments, trace=look, **options).trace
     except faults.Fault as fault:
-        if fault.trace is not None:
-            return fault.trace
-        other = fault.block
-    try:  # in another block: once more, with the steps of that one
-        return program.launch(kernel, grid, block, arguments, trace=other, **options).trace
-    except faults.Fault as fault:
+        if fault.trace is None and fault.block != look:  # in another block: once more, with the steps of that one
+            return step(program, kernel, grid, block, arguments, look=fault.block, **options)
         if fault.trace is None:
             raise
         return fault.trace
@@ -444,13 +440,12 @@ def step(
 # ---- launches by twell_lab.ops ----
 
 
-@dataclass
-class _Session:
+class _Session(NamedTuple):
     """options: what `Program.launch` gets. replace: file of kernels/ -> one's own. runs: filled by the launches."""
 
     options: dict[str, Any]
-    replace: Mapping[str, str | Path] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    replace: Mapping[str, str | Path]
+    runs: list[Run]
 
 
 _session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session", default=None)
@@ -479,7 +474,7 @@ def watching(
     """
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, dict(replace or {}))
+    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, [])
     token = _session.set(session)
     try:
         yield session.runs
@@ -489,13 +484,11 @@ def watching(
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments, shared_bytes: int = 0) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
-    session = _session.get() or _Session({"watch": None})
-    program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
+    session = _session.get() or _Session({"watch": None}, {}, [])
+    own = session.replace.get(file)
+    stamp = os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
+    program = _program(str(own or file), defines, stamp)
     session.runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **session.options))
-
-
-def _stamp(own: str | Path | None):
-    return os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
 
 
 @lru_cache(maxsize=256)

@@ -99,7 +99,7 @@ def find_variables(
     names = _output([filt], "".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
     for name, ((_, shared), row) in zip(names, own.items(), strict=True):
-        function, _, last = _at_last_colons(name)
+        function, last = _at_last_colons(name)
         last = last.partition("[")[0]  # clang's discriminators and abi tags
         if not last.startswith("sim_") and not function.startswith("sim_"):
             same = [d for d in declared if d.name == last and (d.space == "shared") == shared]
@@ -138,16 +138,15 @@ def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[s
 
     The call stands before its return address, so the byte before that is looked up.
     """
-    program = tool("addr2line", "llvm-addr2line", "llvm-symbolizer")
+    program = tool("addr2line", "llvm-addr2line")
     if not program:
         raise StackError(_BINUTILS)
-    style = ["--output-style=GNU"] if "symbolizer" in basename(program) else []
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}
     found: list[list[Line]] = []
     function = None
-    for line in _output([program, *style, "-a", "-f", "-i", "-C", "-e", library], asked).splitlines():
+    for line in _output([program, "-a", "-f", "-i", "-C", "-e", library], asked).splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", line):
             found.append([])
             function = None
@@ -179,21 +178,19 @@ def short_name(function: str) -> str:
     depth, start = 0, 0
     for position, c in enumerate(name):
         depth += (c in "<{") - (c in ">}")
+        if depth == 0 and c == "(" and position > start:
+            name = name[:position]
+            break
         if depth == 0 and c == " ":
             start = position + 1
-        if depth == 0 and c == "(" and position > start:
-            name = name[start:position]
-            break
-    else:
-        name = name[start:]
-    return name.replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
+    return name[start:].replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
 
 
-def _at_last_colons(name: str) -> tuple[str, str, str]:
+def _at_last_colons(name: str) -> tuple[str, str]:
     """Return what stands before and after the last `::` that is outside of brackets."""
     depth = 0
     for position in range(len(name) - 1, 0, -1):
         depth += (name[position] in ")>") - (name[position] in "(<")
         if depth == 0 and name[position - 1 : position + 1] == "::":
-            return name[: position - 1], "::", name[position + 1 :]
-    return "", "", name
+            return name[: position - 1], name[position + 1 :]
+    return "", name
