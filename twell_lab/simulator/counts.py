@@ -88,8 +88,19 @@ class Tally:
         return {name: getattr(self, name) for name in _SORTS}
 
 
-_SORTS = ("global_reads", "global_writes", "shared_reads", "shared_writes", "atomics")
-_NUMBERS = ("collectives", "barriers", "divergent_branches")
+# Which sites count to what: their kind and space (None: any), and of numbers the field that is summed.
+_SORTS = {
+    "global_reads": (READ, GLOBAL),
+    "global_writes": (WRITE, GLOBAL),
+    "shared_reads": (READ, SHARED),
+    "shared_writes": (WRITE, SHARED),
+    "atomics": (ATOMIC, None),
+}
+_NUMBERS = {
+    "collectives": (WARP, "requests"),
+    "barriers": (BARRIER, "requests"),
+    "divergent_branches": (BRANCH, "divergent"),
+}
 
 
 @dataclass(frozen=True)
@@ -337,19 +348,10 @@ def table(head: list[str], rows: list[list]) -> str:
 
 def _tally(sites: np.ndarray) -> dict:
     """The fields of a Tally, summed over these sites."""
-
-    def traffic(*masks) -> Traffic:
-        chosen = sites[np.logical_and.reduce(masks)]
-        return Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
-
-    kind, space = sites["kind"], sites["space"]
-    return {
-        "global_reads": traffic(kind == READ, space == GLOBAL),
-        "global_writes": traffic(kind == WRITE, space == GLOBAL),
-        "shared_reads": traffic(kind == READ, space == SHARED),
-        "shared_writes": traffic(kind == WRITE, space == SHARED),
-        "atomics": traffic(kind == ATOMIC),
-        "collectives": int(sites["requests"][kind == WARP].sum()),
-        "barriers": int(sites["requests"][kind == BARRIER].sum()),
-        "divergent_branches": int(sites["divergent"][kind == BRANCH].sum()),
-    }
+    tally: dict = {}
+    for name, (kind, space) in _SORTS.items():
+        chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
+        tally[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+    for name, (kind, summed) in _NUMBERS.items():
+        tally[name] = int(sites[summed][sites["kind"] == kind].sum())
+    return tally

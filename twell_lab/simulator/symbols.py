@@ -68,13 +68,20 @@ class Variable:
         return self.name, self.offset, self.size, element, f"shared {self.type} {list(self.extents)}"
 
 
-_BINUTILS = "the simulator needs binutils (readelf, c++filt, addr2line), which come with g++"
 UNKNOWN = Line("?", 0, "", "?")
 
 
-def _output(command: list, text: str = "") -> str:
-    done = subprocess.run(list(map(str, command)), input=text, capture_output=True, encoding="utf-8", errors="replace")
-    return done.stdout
+def _output(program: str | None, *options: object, text: str = "") -> str:
+    if not program:
+        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
+    command = [program, *map(str, options)]
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", errors="replace").stdout
+
+
+def symbols_of(tool: Tool, file: Path | str) -> list[list[str]]:
+    """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
+    lines = _output(tool("readelf", "llvm-readelf"), "--wide", "--symbols", file).splitlines()
+    return [row for row in map(str.split, lines) if len(row) == 8]
 
 
 # ---- variables
@@ -87,16 +94,12 @@ def find_variables(
 ) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
     """The thread-local symbols of `library` (its shared arrays), and those of the kernels' other variables that can be
     written, joined with what the source declares; each in the order of their offsets."""
-    readelf, filt = tool("readelf", "llvm-readelf"), tool("c++filt", "llvm-cxxfilt")
-    if not readelf or not filt:
-        raise StackError(_BINUTILS)
-    rows = [line.split() for line in _output([readelf, "--wide", "--symbols", library]).splitlines()]
-    # number, value, size, type, binding, visibility, section, name
-    rows = [row for row in rows if len(row) == 8 and row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
+    filt = tool("c++filt", "llvm-cxxfilt")
+    rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
     ends = {row[6]: int(row[1], 16) for row in rows if row[7] in ("sim_zeros_end", "sim_data_end")}
     rows = [row for row in rows if row[3] == "TLS" or int(row[1], 16) < ends.get(row[6], 0)]
     own = {(row[7], row[3] == "TLS"): row for row in rows if not _OWN.match(row[7])}  # a symbol may be listed twice
-    names = _output([filt], "".join(f"{name}\n" for name, _ in own)).splitlines()
+    names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
     for name, ((_, shared), row) in zip(names, own.items(), strict=True):
         function, last = _at_last_colons(name)
@@ -139,14 +142,12 @@ def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[s
     The call stands before its return address, so the byte before that is looked up.
     """
     program = tool("addr2line", "llvm-addr2line")
-    if not program:
-        raise StackError(_BINUTILS)
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}
     found: list[list[Line]] = []
     function = None
-    for line in _output([program, "-a", "-f", "-i", "-C", "-e", library], asked).splitlines():
+    for line in _output(program, "-a", "-f", "-i", "-C", "-e", library, text=asked).splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", line):
             found.append([])
             function = None

@@ -30,7 +30,7 @@ from ..core import CompileError, InputError, StackError
 from . import source
 from .complaint import UNIT, complaint
 from .source import Declaration, OwnText, Signature
-from .symbols import Line, Variable, find_lines, find_variables
+from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
@@ -352,26 +352,13 @@ _FOR_DEVICES = re.compile(
 
 def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
     """Raise CompileError where the kernels call a function of the host's C library: system, fork, raise and others."""
-    library = ctypes.CDLL(None)
-    known = {row[7] for row in _symbols(_mathematics(cxx.path)) if row[6] != "UND"} | set(_WRAPPED)
-    for name in sorted(row[7] for row in _symbols(str(unit)) if row[6] == "UND" and row[7] not in known):
+    library, mathematics = ctypes.CDLL(None), _run([cxx.path, "-print-file-name=libm.so.6"]).stdout.strip()
+    known = {row[7].partition("@")[0] for row in symbols_of(_tool, mathematics) if row[6] != "UND"} | set(_WRAPPED)
+    for name in sorted({row[7] for row in symbols_of(_tool, unit) if row[6] == "UND"} - known):
         if not _FOR_DEVICES.fullmatch(name) and not name.startswith("sim_") and hasattr(library, name):
             raise CompileError(
                 f"{entry} calls {name}(), which only the host has; a kernel calls functions of the device"
             )
-
-
-def _mathematics(cxx: str) -> str:
-    """The path of the C library's <math.h>."""
-    return _run([cxx, "-print-file-name=libm.so.6"]).stdout.strip()
-
-
-def _symbols(path: str) -> list[list[str]]:
-    """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
-    program = _tool("readelf", "llvm-readelf")
-    lines = _run([program, "--wide", "--symbols", path]).stdout.splitlines() if program else []
-    rows = (line.split() for line in lines)
-    return [[*row[:7], row[7].partition("@")[0]] for row in rows if len(row) == 8]
 
 
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subprocess.CompletedProcess:
