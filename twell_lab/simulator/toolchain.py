@@ -148,18 +148,16 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
 # ---- the sources
 
 
-def sources(file: str | Path, folder: str | Path | None = None) -> dict[str, str]:
+def sources(file: str | Path) -> dict[str, str]:
     """The file and, recursively, every header that it includes with quotes: name -> text, the file first.
 
-    file: a name in `folder` (kernels/ unless given) or the path of one's own. Headers are looked up beside what
-    includes them, then in the file's own folder, then in `folder`; a name is a path from the file's folder.
-    Raises CompileError for a file that is missing or no text.
+    file: a name in kernels/ or the path of one's own. Headers are looked up beside what includes them, then in the
+    file's own folder, then in kernels/; a name is a path from the file's folder. Raises CompileError for a file that is
+    missing or no text.
     """
-    common = Path(folder) if folder is not None else core.kernels_dir()
-    path = Path(file)
-    if isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file():
-        path = common / path
-    elif not path.is_file() and not path.is_absolute():
+    common, path = core.kernels_dir(), Path(file)
+    in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
+    if in_kernels or not (path.is_file() or path.is_absolute()):
         path = common / path
     found: dict[str, str] = {}
     _collect(path.name, path, path.parent, common, found)
