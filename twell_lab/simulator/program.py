@@ -135,7 +135,7 @@ class Program:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
         sources, names = source.with_watches(self.sources, dict(values or {}))
         if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
-            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so ...")
+            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
         watched = watch in ("faults", "counts") or trace is not None
         kind = "watched" if watched else watch or "fast"
         library = _library(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
