@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.thresholds.models_of import llama, tokens
-from tests.simulator import modelled
+from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
 from twell_lab.course import (
@@ -71,10 +71,7 @@ def recorded_sweep() -> list[dict]:
 
 
 def trace(barriers: bool = True) -> Trace:
-    silent = -np.ones((1, 256), np.float32)
-    block = modelled.block_sum(np.arange(64.0)) if barriers else modelled.pack_v2(silent, 256, 32)
-    raw = block.raw()
-    return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1))
+    return (recorded.block_sum() if barriers else recorded.pack(2, -torch.ones(1, 256))).trace
 
 
 def gate(dtype=torch.bfloat16) -> torch.Tensor:

@@ -3,38 +3,40 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.simulator import modelled
-from tests.simulator.modelled import READ, WRITE, Block, Line
+from tests.simulator.recorded import block_sum, gate, pack
 from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.formats import TwELL
-from twell_lab.simulator.report import ArrayInfo
+from twell_lab.simulator.report import LANES, STEPS
 from twell_lab.simulator.trace import Trace
 
+if not simulator.available():
+    pytest.skip("needs a C++ compiler (g++ or clang++)", allow_module_level=True)
 
-def gate(rows: int = 1, columns: int = 512, seed: int = 0) -> np.ndarray:
-    return modelled.rounded(np.random.default_rng(seed).standard_normal((rows, columns)) - 1.5)
 
-
-def traced(block: Block, truncated: bool = False) -> Trace:
-    raw = block.raw()
-    return Trace.of(
-        raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1), truncated
-    )
+def line(text: str) -> int:
+    """The number of the one line of kernels/smxx_pack.cu, in pack_v2, that holds a text."""
+    source = simulator.compile("smxx_pack.cu", {"VALUE_BF16": True}).sources["smxx_pack.cu"].split("\n")
+    start = next(i for i, row in enumerate(source) if row.startswith("pack_v2"))
+    return next(i for i, row in enumerate(source, 1) if i > start and text in row)
 
 
 def test_a_step_says_who_did_what_where():
-    values = np.full((1, 256), -1.0, np.float32)
-    values[0, [33, 34, 40]] = 1.0, 2.5, 3.0
-    trace = traced(modelled.pack_v2(values, 256, 32))
+    values = -torch.ones(1, 256)
+    values[0, [33, 34, 40]] = torch.tensor([1.0, 2.5, 3.0])
+    trace = pack(2, values).trace
     read = trace[3]
-    assert (read.kind, read.array, read.space, read.warp, read.line.number) == ("read", "gate", "global", 0, 63)
+    assert (read.kind, read.array, read.space, read.warp, read.line.number) == (
+        "read",
+        "gate",
+        "global",
+        0,
+        line("in[c]"),
+    )
     assert read.threads == tuple(range(32)) and read.elements == tuple(range(32, 64)) and read.count == 1
     assert read.values[:3] == (-1.0, 1.0, 2.5)
-    assert read.describe() == "warp 0, smxx_pack.cu:63: 32 lanes read gate[32..63]"
+    assert read.describe() == f"warp 0, smxx_pack.cu:{line('in[c]')}: 32 lanes read gate[32..63]"
     vote = trace[4]
     assert vote.kind == "warp" and vote.array is None and vote.elements == (None,) * 32
     assert vote.values == (0b100000110,) * 32 and vote.describe().endswith(
@@ -42,39 +44,37 @@ def test_a_step_says_who_did_what_where():
     )
     write = trace[5]
     assert (write.kind, write.threads, write.elements) == ("write", (1, 2, 8), (1, 2, 3))
-    assert write.describe() == "warp 0, smxx_pack.cu:67: 3 lanes write packed[1..3]"
+    assert write.describe() == f"warp 0, smxx_pack.cu:{line('words) out')}: 3 lanes write packed[1..3]"
     assert write.values == (0x3F80_0021, 0x4020_0022, 0x4040_0028)  # 1 in column 33, 2.5 in 34, 3 in 40
     watch = trace[6]
     assert (watch.kind, watch.name, watch.values[0]) == ("watch", "count", 3.0)
-    assert watch.describe() == "warp 0, smxx_pack.cu:68: count is 3 in 32 lanes"
+    assert watch.describe() == f"warp 0, smxx_pack.cu:{line('count +=')}: count is 3 in 32 lanes"
     last = trace.steps[-1]
-    assert last.describe() == "warp 0, smxx_pack.cu:70: thread 0 writes packed[0] = 3"
+    assert last.describe() == f"warp 0, smxx_pack.cu:{line('out[0] =')}: thread 0 writes packed[0] = 3"
 
 
-@settings(max_examples=15)
-@given(st.integers(0, 50), st.sampled_from(["pack_v1", "pack_v2"]), st.sampled_from([4, 32]))
-def test_replaying_every_step_gives_what_was_packed(seed, kernel, words):
-    values = gate(seed=seed)
-    block = getattr(modelled, kernel)(values, 256, words)
-    trace = traced(block)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("words", [4, 32])
+def test_replaying_every_step_gives_what_was_packed(version, words):
+    values = gate()
+    trace = pack(version, values, words).trace
     end = trace.at(len(trace) - 1)
-    assert np.array_equal(end["gate"].data, values) and not end["gate"].mask.any()
-    assert np.array_equal(end["packed"].data.reshape(-1).view(np.uint8), block.memory[1])
-    packed = TwELL.from_dense(torch.from_numpy(values).clamp(min=0).to(torch.bfloat16), 256, words)
+    assert np.array_equal(end["gate"].data, values.float()) and not end["gate"].mask.any()
+    packed = TwELL.from_dense(values.clamp(min=0), 256, words)
     assert end["packed"][..., 0].tolist() == packed.counts.tolist()
-    mine, theirs = end["packed"][0, 0].tolist(), packed.packed[0, 0].tolist()
-    used = min(mine[0], words - 1) + 1
-    assert mine[:used] == theirs[:used]
+    for mine, theirs in zip(end["packed"][0].tolist(), packed.packed[0].tolist(), strict=True):
+        used = min(mine[0], words - 1) + 1
+        assert mine[:used] == theirs[:used]
     assert not trace.at(-1)["packed"].any()
 
 
 def test_shared_memory_is_masked_until_it_is_written():
     x = np.arange(64.0)
-    trace = traced(modelled.block_sum(x))
+    trace = block_sum(x).trace
     assert trace.at(-1)["part"].mask.all()
     first_warp = trace.at(trace.barriers[0] - 2)["part"]  # both warps have written, neither has met the other
     assert not first_warp.mask.any()
-    half = trace.at(1)["part"]
+    half = trace.at(trace.touching("part")[0].index)["part"]
     assert not half.mask[:32].any() and half.mask[32:].all() and half[:32].tolist() == x[:32].tolist()
     end = trace.at(len(trace) - 1)
     assert end["y"].tolist() == (x[:32] + x[32:]).tolist()
@@ -82,15 +82,15 @@ def test_shared_memory_is_masked_until_it_is_written():
 
 
 def test_barriers_are_where_the_last_warp_arrives():
-    trace = traced(modelled.block_sum(np.arange(64.0)))
+    trace = block_sum().trace
     steps = [step.index for step in trace if step.kind == "barrier"]
     assert len(steps) == 4 and trace.barriers == [steps[1], steps[3]]
-    assert trace[steps[0]].describe() == "warp 0, sum.cu:4: 32 lanes wait at the barrier"
-    assert traced(modelled.pack_v2(gate(), 256, 32)).barriers == []
+    assert trace[steps[0]].describe() == "warp 0, sum.cu:6: 32 lanes wait at the barrier"
+    assert pack(2, gate()).trace.barriers == []
 
 
 def test_who_reads_and_who_writes():
-    trace = traced(modelled.block_sum(np.arange(64.0)))
+    trace = block_sum().trace
     assert trace.writes("part") == {i: (i,) for i in range(64)}
     assert trace.reads("part") == {i: (i % 32, i % 32 + 32) for i in range(64)}
     assert trace.writes("y") == trace.reads("y") == {i: (i, i + 32) for i in range(32)}  # atomics do both
@@ -98,67 +98,78 @@ def test_who_reads_and_who_writes():
 
 
 def test_watched_values_are_the_last_ones():
-    trace = traced(modelled.pack_v2(gate(), 256, 32))
+    trace = pack(2, gate()).trace
     first = next(step.index for step in trace if step.kind == "watch")
     assert trace.at(first - 1).watched == {}
     assert trace.at(first).watched == {"count": dict.fromkeys(range(32), trace[first].values[0])}
-    kept = (gate().reshape(2, 256) > 0).sum(1)
+    kept = (gate().view(2, 256) > 0).sum(1).tolist()
     assert trace.at(len(trace) - 1).watched["count"] == {t: kept[t // 32] for t in range(64)}
 
 
-LINES = {1: Line("toy.cu", 1, "toy", "toy")}
+TOYS = """
+extern "C" __global__ void vectors(const __nv_bfloat16* x) {
+    if (threadIdx.x < 2) const uint4 v = ((const uint4*)x)[threadIdx.x];
+}
+extern "C" __global__ void part(const unsigned long long* x) {
+    if (threadIdx.x == 5) const unsigned v = ((const unsigned*)x)[2];
+}
+extern "C" __global__ void several(float* a, float* b) {
+    float* mine = threadIdx.x == 0 ? a : b;
+    if (threadIdx.x < 2) mine[threadIdx.x + 1] = 1;
+}
+extern "C" __global__ void later(int* x) {
+    if (threadIdx.x == 0) x[0] = 5;
+    __syncwarp();
+    if (threadIdx.x == 3) x[0] = -1;
+}
+"""
 
 
-def toy(*arrays: ArrayInfo) -> Block:
-    return Block(32, LINES, list(arrays))
+@pytest.fixture
+def toy(tmp_path):
+    """A function that gives the steps of a kernel of TOYS, and those at memory alone."""
+    (tmp_path / "toy.cu").write_text("#include <cuda_bf16.h>\n" + TOYS)
+
+    def trace(kernel: str, *arguments):
+        whole = simulator.compile(tmp_path / "toy.cu").launch(kernel, 1, 32, arguments, trace=0).trace
+        return whole, [step for step in whole if step.kind in ("read", "write")]
+
+    return trace
 
 
-def test_vectors_cover_several_elements():
-    values = np.arange(16.0, dtype=np.float32)
-    block = toy(ArrayInfo("x", "global", "bfloat16", (2, 8), modelled.bf16_bytes(values)))
-    block.access(READ, "x", [1], {0: 0, 1: 8}, count=8)
-    trace = traced(block)
-    assert trace[0].elements == (0, 8) and trace[0].count == 8
-    assert trace[0].values == (tuple(range(8)), tuple(range(8, 16)))
-    assert trace[0].describe() == "warp 0, toy.cu:1: 2 lanes read x[0..15]"
+def test_vectors_cover_several_elements(toy):
+    trace, (read, *_) = toy("vectors", torch.arange(16.0).bfloat16().view(2, 8))
+    assert read.elements == (0, 8) and read.count == 8
+    assert read.values == (tuple(range(8)), tuple(range(8, 16)))
+    assert read.describe() == "warp 0, toy.cu:4: 2 lanes read x[0..15]"
     assert trace.reads("x") == {i: (i // 8,) for i in range(16)}
-    assert trace.at(0).last("x").thread.tolist() == [0] * 8 + [1] * 8
+    assert trace.at(len(trace) - 1).last("x").thread.tolist() == [0] * 8 + [1] * 8
 
 
-def test_a_part_of_an_element():
-    block = toy(ArrayInfo("x", "global", np.dtype("u8"), (2,), np.arange(2, dtype=np.uint64).view(np.uint8)))
-    block._step([1], READ, 1, 4, [(5, 0, 8, (7).to_bytes(4, "little"))])
-    step = traced(block)[0]
+def test_a_part_of_an_element(toy):
+    _, (step,) = toy("part", torch.tensor([1, 7]))
     assert (step.elements, step.count, step.values) == ((1,), 0, (7,)) and step.covered == (1,)
 
 
-def test_lanes_with_different_arrays_or_none():
-    a, b = (ArrayInfo(name, "global", np.dtype("f4"), (4,), np.zeros(16, np.uint8)) for name in "ab")
-    block = toy(a, b)
-    one = np.float32(1).tobytes()
-    block._step([1], WRITE, 1, 4, [(0, 0, 4, one), (1, 1, 8, one), (2, -1, 0, one)])
-    block._step([1], READ, 1, 4, [(0, -1, 0, (9).to_bytes(4, "little"))])
-    trace = traced(block)
-    assert trace[0].array is None and trace[0].arrays == ("a", "b", None) and trace[0].elements == (1, 2, None)
-    assert trace[0].describe().endswith("3 lanes write a and b")
+def test_lanes_with_different_arrays(toy):
+    trace, (step,) = toy("several", torch.zeros(4), torch.zeros(4))
+    assert step.array is None and step.arrays == ("a", "b") and step.elements == (1, 2)
+    assert step.describe().endswith("2 lanes write a and b")
     assert trace.writes("a") == {1: (0,)} and trace.writes("b") == {2: (1,)}
-    assert trace.at(0)["a"].tolist() == [0, 1, 0, 0] and trace.at(0)["b"].tolist() == [0, 0, 1, 0]
-    assert trace[1].values == (9,) and trace[1].describe().endswith("thread 0 reads memory outside the arrays")
+    end = trace.at(len(trace) - 1)
+    assert end["a"].tolist() == [0, 1, 0, 0] and end["b"].tolist() == [0, 0, 1, 0]
 
 
-def test_of_two_writes_the_later_one_stays():
-    block = toy(ArrayInfo("x", "global", np.dtype("i4"), (2,), np.zeros(8, np.uint8)))
-    block.access(WRITE, "x", [1], {0: 0}, {0: 5})
-    block.access(WRITE, "x", [1], {3: 0}, {3: -1 % 2**32})
-    trace = traced(block)
-    assert [trace.at(step)["x"][0] for step in (-1, 0, 1)] == [0, 5, -1]
+def test_of_two_writes_the_later_one_stays(toy):
+    trace, (first, second) = toy("later", torch.zeros(2, dtype=torch.int32))
+    assert [trace.at(step)["x"][0] for step in (-1, first.index, second.index)] == [0, 5, -1]
 
 
 def test_nothing_traced_and_what_is_refused():
-    empty = Trace.of(np.zeros(0, modelled.STEPS), np.zeros(0, modelled.LANES), {}, [], (), (32, 1, 1))
+    empty = Trace.of(np.zeros(0, STEPS), np.zeros(0, LANES), {}, [], (), (32, 1, 1))
     assert len(empty) == 0 and empty.barriers == [] and not empty.truncated and list(empty.at(-1)) == []
-    trace = traced(modelled.pack_v2(gate(), 256, 32), truncated=True)
-    assert trace.truncated and trace.block_shape == (64, 1, 1)
+    trace = pack(2, gate()).trace
+    assert not trace.truncated and trace.block_shape == (64, 1, 1)
     for call, named in (
         (lambda: trace.at(len(trace)), str(len(trace))),
         (lambda: trace.at(-2), "-2"),
@@ -189,7 +200,6 @@ STOPPED = {  # kernel: (what it does, the block that stops, the last of its step
 }
 
 
-@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 def test_the_steps_end_at_the_fault(tmp_path):
     kernels = (
         f'extern "C" __global__ void {name}(int* a, const int* x) {{ int t = threadIdx.x; {body} }}\n'
@@ -208,7 +218,6 @@ def test_the_steps_end_at_the_fault(tmp_path):
         assert trace[-1].index in trace.of_thread(trace.fault.thread)
 
 
-@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 def test_without_a_fault_the_steps_are_those_of_the_block_asked_for(tmp_path):
     (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* a) { a[blockIdx.x] = 7; }')
     trace = simulator.step(simulator.compile(tmp_path / "k.cu"), "k", 3, 1, (np.zeros(3, np.int32),), look=2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,34 +33,9 @@ TYPES = {
 }
 
 
-def fits(pointee: str, dtype: object) -> bool:
-    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads.
-
-    Integers of either sign, also for the bits of 16-bit floats; a float2 or float4 reads floats. What is not listed
-    (structs, void, integer vectors as carriers of 16 bytes) takes anything.
-    """
-    name = str(dtype)
-    sixteen = {
-        "__half": "float16",
-        "half": "float16",
-        "__half2": "float16",
-        "__nv_bfloat16": "bfloat16",
-        "__nv_bfloat162": "bfloat16",
-    }
-    if pointee in sixteen:
-        return name in (sixteen[pointee], "int16", "uint16")
-    base = pointee.rstrip("1234") if pointee.startswith(("float", "double")) else pointee
-    if base not in TYPES:
-        return True
-    want = np.dtype(TYPES[base])
-    if want.kind == "f":
-        return name == want.name
-    return name != "bfloat16" and np.dtype(dtype).kind in "iub" and np.dtype(dtype).itemsize == want.itemsize
-
-
 @dataclass
 class Array:
-    """One array argument: its memory, and what to call it."""
+    """One array argument or variable of the program: its memory, and what to call it."""
 
     name: str
     address: int
@@ -74,82 +51,92 @@ class Array:
     def words(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
+    @property
+    def place(self) -> int:
+        """Where the launch finds it."""
+        return self.moved or self.address
+
+
+def fits(pointee: str, dtype: object) -> bool:
+    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads.
+
+    Integers of either sign, also for the bits of 16-bit floats; a float2 or float4 reads floats. What is not listed
+    (structs, void, integer vectors as carriers of 16 bytes) takes anything.
+    """
+    name = str(dtype)
+    if pointee.startswith("__nv_bfloat16"):
+        return name in ("bfloat16", "int16", "uint16")
+    base = pointee.rstrip("1234") if pointee.startswith(("float", "double")) else pointee
+    base = "__half" if base == "__half2" else base
+    if base not in TYPES:
+        return True
+    want = np.dtype(TYPES[base])
+    whole = name != "bfloat16" and np.dtype(dtype).kind in "iub" and np.dtype(dtype).itemsize == want.itemsize
+    return name == want.name or (whole and want.name not in ("float32", "float64"))
+
 
 def array(kernel: str, parameter, given) -> Array:
     """The memory of a tensor or NumPy array for a pointer parameter.
 
     A kernel gets a copy of a read-only array, which thus stays as it is.
     """
-    name = parameter.name
+    what = f"{parameter.name} of {kernel} is"
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
             kind = given.device if given.device.type != "cpu" else "not contiguous"
-            raise InputError(f"{name} of {kernel} is {kind}; a contiguous tensor on the CPU is accepted")
+            raise InputError(f"{what} {kind}; a contiguous tensor on the CPU is accepted")
         dtype = "bfloat16" if given.dtype == torch.bfloat16 else np.dtype(str(given.dtype).removeprefix("torch."))
-        inside = (given.data_ptr() - given.untyped_storage().data_ptr()) % ALIGNED
-        found = Array(
-            name, given.data_ptr(), given.nbytes, dtype, given.element_size(), tuple(given.shape), given, inside
-        )
+        address, itemsize = given.data_ptr(), given.element_size()
+        inside = (address - given.untyped_storage().data_ptr()) % ALIGNED
     elif isinstance(given, np.ndarray):
         if not given.flags.c_contiguous:
-            raise InputError(
-                f"{name} of {kernel} is a NumPy array with strides {given.strides}; a contiguous one is accepted"
-            )
+            raise InputError(f"{what} a NumPy array with strides {given.strides}; a contiguous one is accepted")
         given = given if given.flags.writeable else given.copy()
-        inside = given.ctypes.data % 16
-        found = Array(name, given.ctypes.data, given.nbytes, given.dtype, given.itemsize, given.shape, given, inside)
+        dtype, address, itemsize = given.dtype, given.ctypes.data, given.itemsize
+        inside = address % 16
     else:
         kind = type(given).__name__
-        raise InputError(f"{name} of {kernel} is of type {kind}; a torch tensor, a NumPy array or None is accepted")
-    if not fits(parameter.type, found.dtype):
-        raise InputError(f"{name} of {kernel} is {found.dtype}; the kernel takes {parameter.type}*")
-    return found
+        raise InputError(f"{what} of type {kind}; a torch tensor, a NumPy array or None is accepted")
+    if not fits(parameter.type, dtype):
+        raise InputError(f"{what} {dtype}; the kernel takes {parameter.type}*")
+    return Array(parameter.name, address, given.nbytes, dtype, itemsize, tuple(given.shape), given, inside)
 
 
-def number(kernel: str, parameter, given, size: int):
-    """A number as ctypes has it, or the bytes of a struct, for a parameter of `size` bytes that is no pointer."""
-    if parameter.type not in TYPES or parameter.type in ("__half", "half"):
-        return _struct(kernel, parameter, given, size)
+def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
+    """The bytes of a number for a parameter of `size` bytes that is no pointer, or of a struct: from a ctypes
+    structure, a NumPy scalar or record, or bytes, of exactly its size."""
+    what = f"{parameter.name} of {kernel} is {given!r:.80};"
+    dtype: Any = np.dtype(TYPES.get(parameter.type, np.float16))
+    if dtype == np.float16:  # and every struct
+        whole = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
+        data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if whole else b""
+        if len(data) != size or not whole:
+            accepted = f"{size} bytes: a ctypes.Structure, a NumPy record or bytes of that size"
+            raise InputError(f"{what} {parameter.type} takes {accepted}")
+        return (ctypes.c_char * size).from_buffer_copy(data)
     given = getattr(given, "value", given)  # ctypes
-    given = (
-        given.item()
-        if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1)
-        else given
-    )
-    floating = parameter.type in ("float", "double")
-    if not isinstance(given, (int, float) if floating else (int, bool)):
-        kind = "a number" if floating else "a whole number"
-        raise InputError(f"{parameter.name} of {kernel} is {given!r:.80}; {kind} is accepted ({parameter.type})")
-    if floating:
-        return (ctypes.c_float if size == 4 else ctypes.c_double)(given)
-    unsigned = "unsigned" in parameter.type or parameter.type == "bool"
-    low, high = (0, 2 ** (8 * size)) if unsigned else (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1))
-    if not low <= given < high:
-        raise InputError(f"{parameter.name} of {kernel} is {given}; {low} to {high - 1} is accepted ({parameter.type})")
-    return {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}[size](int(given))
+    if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1):
+        given = given.item()
+    floating = dtype.kind == "f"
+    if not isinstance(given, (int, float) if floating else int):
+        raise InputError(f"{what} a {'' if floating else 'whole '}number is accepted ({parameter.type})")
+    if not floating:
+        low, high = (0, 1) if dtype == np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        if not low <= given <= high:
+            raise InputError(f"{what} {low} to {high} is accepted ({parameter.type})")
+    with np.errstate(over="ignore"):
+        return (ctypes.c_char * size).from_buffer_copy(np.array(given, dtype).tobytes())
 
 
-def _struct(kernel: str, parameter, given, size: int):
-    """The bytes of a struct: from a ctypes structure, a NumPy scalar or record, or bytes, of exactly its size."""
-    holds_bytes = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
-    data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if holds_bytes else b""
-    if len(data) != size or not holds_bytes:
-        raise InputError(
-            f"{parameter.name} of {kernel} is {given!r:.80}; {parameter.type} takes {size} bytes: a ctypes.Structure, "
-            "a NumPy record or bytes of that size"
-        )
-    return (ctypes.c_char * size).from_buffer_copy(data)
-
-
-def merged(spans) -> list[tuple[int, int]]:
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Joins overlapping (begin, end) spans: arguments that share memory must share it in a copy, too."""
-    found: list[list[int]] = []
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if found and begin < found[-1][1]:
-            found[-1][1] = max(end, found[-1][1])
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
         else:
-            found.append([begin, end])
-    return [tuple(span) for span in found]
+            found.append((begin, end))
+    return found
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:

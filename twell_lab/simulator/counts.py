@@ -6,15 +6,15 @@ here as a second read, and its caches serve most repeated reads; the predictions
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from ..core import InputError
+from .symbols import Line
 
 SECTOR = 32  # bytes: the smallest piece that moves between the caches and the device memory
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site
@@ -88,8 +88,19 @@ class Tally:
         return {name: getattr(self, name) for name in _SORTS}
 
 
-_SORTS = ("global_reads", "global_writes", "shared_reads", "shared_writes", "atomics")
-_NUMBERS = ("collectives", "barriers", "divergent_branches")
+# Which sites count to what: their kind and space (None: any), and of numbers the field that is summed.
+_SORTS = {
+    "global_reads": (READ, GLOBAL),
+    "global_writes": (WRITE, GLOBAL),
+    "shared_reads": (READ, SHARED),
+    "shared_writes": (WRITE, SHARED),
+    "atomics": (ATOMIC, None),
+}
+_NUMBERS = {
+    "collectives": (WARP, "requests"),
+    "barriers": (BARRIER, "requests"),
+    "divergent_branches": (BRANCH, "divergent"),
+}
 
 
 @dataclass(frozen=True)
@@ -119,13 +130,12 @@ class Footprint:
 
     def scaled(self, factor: float, same_size: bool) -> Footprint:
         size = self.bytes if same_size else round(self.bytes * factor)
-        read, written, block_read = (
-            round(n * factor) for n in (self.read_sectors, self.written_sectors, self.block_read_sectors)
-        )
-        return Footprint(min(read, math.ceil(size / SECTOR)), min(written, math.ceil(size / SECTOR)), block_read, size)
+        most = math.ceil(size / SECTOR)
+        read, written = (min(round(n * factor), most) for n in (self.read_sectors, self.written_sectors))
+        return Footprint(read, written, round(self.block_read_sectors * factor), size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Counts(Tally):
     """The counts of one launch: those of Tally, summed over the grid.
 
@@ -138,7 +148,7 @@ class Counts(Tally):
     threads: int = 0
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
     sites: np.ndarray = field(default=None, repr=False, compare=False)
-    lines: Mapping[int, object] = field(default_factory=dict, repr=False, compare=False)
+    lines: Mapping[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Iterable, threads: int) -> Counts:
@@ -149,46 +159,33 @@ class Counts(Tally):
         `arrays`, which are report.ArrayInfo. lines: the pc of each path entry -> symbols.Line.
         """
         arrays = list(arrays)
-        touched = {
-            array.name: Footprint(
-                int(row["read_sectors"]), int(row["written_sectors"]), int(row["block_read_sectors"]), array.nbytes
-            )
-            for row in footprint
-            for array in [arrays[row["array"]]]
-        }
+        touched = {}
+        for number, read, written, block_read in footprint.tolist():
+            touched[arrays[number].name] = Footprint(read, written, block_read, arrays[number].nbytes)
         return cls(**_tally(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
 
-    def by_line(self, where: str = "innermost") -> list[LineCounts]:
-        """The counts of each source line that has any, by file and line.
-
-        where: "innermost" counts an access where it is made, which may be a helper's line; "kernel" counts it
-        on the line of the kernel that led there.
-        """
-        if where not in ("innermost", "kernel"):
-            raise InputError(f"where is {where!r}; 'innermost' and 'kernel' are accepted")
+    def by_line(self) -> list[LineCounts]:
+        """The counts of each source line that has any, by file and line; an access of a helper is on its own line."""
         groups: dict[tuple[str, int], list[int]] = {}
-        for row, site in enumerate(self.sites):
-            if site["depth"] > 0:
-                line = self._line(site, where)
-                groups.setdefault((line.file, line.number), []).append(row)
+        pcs = [int(site["path"][site["depth"] - 1]) if site["depth"] > 0 else None for site in self.sites]
+        for row, pc in enumerate(pcs):
+            if pc is not None:
+                groups.setdefault((self.lines[pc].file, self.lines[pc].number), []).append(row)
         found = []
         for (file, number), rows in sorted(groups.items()):
-            line, tally = self._line(self.sites[rows[0]], where), _tally(self.sites[rows])
-            if any(tally[name] != getattr(_NOTHING, name) for name in tally):
+            line, tally = self.lines[pcs[rows[0]]], _tally(self.sites[rows])
+            if Tally(**tally) != Tally():
                 found.append(LineCounts(**tally, file=file, number=number, text=line.text, function=line.function))
         return found
 
-    def _line(self, site, where: str):
-        return self.lines[int(site["path"][0 if where == "kernel" else site["depth"] - 1])]
-
-    def unique_bytes(self, array: str, way: str = "both") -> int:
-        """Bytes of the different sectors of an array: those "read", those "written", or the sum of "both"."""
-        if array not in self.footprints:
-            raise InputError(f"array is {array!r}; this launch touched {', '.join(self.footprints) or 'none'}")
-        if way not in ("read", "written", "both"):
-            raise InputError(f"way is {way!r}; 'read', 'written' and 'both' are accepted")
-        at = self.footprints[array]
-        return SECTOR * ((way != "written") * at.read_sectors + (way != "read") * at.written_sectors)
+    def unique_bytes(self, array: str, way: str) -> int:
+        """Bytes of the different sectors of an array: those "read", or those "written"."""
+        if array not in self.footprints or way not in ("read", "written"):
+            touched = ", ".join(self.footprints) or "none"
+            raise InputError(
+                f"got {array!r}, {way!r}; this launch touched {touched}, 'read' and 'written' are accepted"
+            )
+        return SECTOR * getattr(self.footprints[array], f"{way}_sectors")
 
     def scaled(self, factor: float, same_size: Iterable[str] = ()) -> Counts:
         """The counts of a launch `factor` times as large, where the work grows with the rows, as in all kernels here.
@@ -201,51 +198,27 @@ class Counts(Tally):
         same_size = set(same_size)
         if unknown := same_size - set(self.footprints):
             raise InputError(f"same_size names {sorted(unknown)}; this launch touched {', '.join(self.footprints)}")
-        grown = {name: sort.scaled(factor) for name, sort in self.traffic.items()}
+        grown: dict = {name: sort.scaled(factor) for name, sort in self.traffic.items()}
         grown |= {name: round(getattr(self, name) * factor) for name in _NUMBERS}
         touched = {name: at.scaled(factor, name in same_size) for name, at in self.footprints.items()}
         return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
 
-    def to_dict(self) -> dict:
-        """The totals, the footprints and the counts by line as dicts and numbers, for a record."""
-        totals = {name: asdict(sort) for name, sort in self.traffic.items()}
-        totals |= {name: getattr(self, name) for name in _NUMBERS}
-        return totals | {
-            "threads": self.threads,
-            "footprints": {name: asdict(at) for name, at in self.footprints.items()},
-            "by_line": [asdict(line) for line in self.by_line()] if self.sites is not None else [],
-        }
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         tables = []
-        for space, columns in (
-            ("global", ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
-            ("shared", ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts")),
+        for spaces, columns in (
+            (("global", "atomics"), ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
+            (("shared",), ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts")),
         ):
-            rows = [
-                [name.replace("_", " "), *(_shown(getattr(sort, column)) for column in columns)]
-                for name, sort in self.traffic.items()
-                if sort.requests and (name.startswith(space) or (name == "atomics" and space == "global"))
-            ]
-            if rows:
-                tables.append(table(["", *(column.replace("_", " ") for column in columns)], rows))
-        if self.footprints:
-            rows = [
-                [name, _shown(self.unique_bytes(name, "read")), _shown(self.unique_bytes(name, "written"))]
-                for name in self.footprints
-            ]
-            tables.append(table(["array", "different bytes read", "written"], rows))
+            sorts = {name: sort for name, sort in self.traffic.items() if sort.requests and name.startswith(spaces)}
+            rows = [[name.replace("_", " "), *(getattr(sort, c) for c in columns)] for name, sort in sorts.items()]
+            tables += [table(["", *(column.replace("_", " ") for column in columns)], rows)] if rows else []
+        rows = [[name, *(self.unique_bytes(name, way) for way in ("read", "written"))] for name in self.footprints]
+        tables += [table(["array", "different bytes read", "written"], rows)] if rows else []
         tables.append(
             f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
             f"{self.barriers:,}; divergent branches {self.divergent_branches:,}"
         )
         return "\n\n".join(tables)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
-
-_NOTHING = Tally()
 
 
 @dataclass(frozen=True)
@@ -297,16 +270,6 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return self.bounds[self.limit]
-
-    def __str__(self) -> str:
-        rows = [
-            [name, f"{1e3 * seconds:.4f} ms", "<- the limit" if name == self.limit and seconds else ""]
-            for name, seconds in self.bounds.items()
-        ]
-        return table([self.gpu.name, "time", ""], rows)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _read_again(
@@ -367,40 +330,28 @@ def predicted_time(
 # ---- parts ----
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+def table(head: list[str], rows: list[list]) -> str:
+    """A table as text: the first column to the left, the others to the right, shares as percentages."""
+
+    def shown(value) -> str:
+        if isinstance(value, float):
+            return "" if math.isnan(value) else f"{value:.0%}"
+        return value if isinstance(value, str) else f"{value:,}"
+
+    cells = [head, *([shown(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
+        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in cells
     ]
-    return "\n".join(lines)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def _tally(sites: np.ndarray) -> dict:
     """The fields of a Tally, summed over these sites."""
-
-    def traffic(*masks) -> Traffic:
-        chosen = sites[np.logical_and.reduce(masks)]
-        return Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
-
-    kind, space = sites["kind"], sites["space"]
-    return {
-        "global_reads": traffic(kind == READ, space == GLOBAL),
-        "global_writes": traffic(kind == WRITE, space == GLOBAL),
-        "shared_reads": traffic(kind == READ, space == SHARED),
-        "shared_writes": traffic(kind == WRITE, space == SHARED),
-        "atomics": traffic(kind == ATOMIC),
-        "collectives": int(sites["requests"][kind == WARP].sum()),
-        "barriers": int(sites["requests"][kind == BARRIER].sum()),
-        "divergent_branches": int(sites["divergent"][kind == BRANCH].sum()),
-    }
-
-
-def _shown(value: float) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.0%}"
-    return f"{value:,}"
+    tally: dict = {}
+    for name, (kind, space) in _SORTS.items():
+        chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
+        tally[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+    for name, (kind, summed) in _NUMBERS.items():
+        tally[name] = int(sites[summed][sites["kind"] == kind].sum())
+    return tally

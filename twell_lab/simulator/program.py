@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,9 +82,6 @@ class Program:
         self.sources = toolchain.sources(file)
         self.kernels = toolchain.listing(self.sources, self.file, defines).kernels
 
-    def _built(self, kind: str, sources: Mapping[str, str]) -> _Library:
-        return _library(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
-
     def launch(
         self,
         kernel: str,
@@ -138,11 +135,10 @@ class Program:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
         sources, names = source.with_watches(self.sources, dict(values or {}))
         if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
-            raise InputError(
-                "watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so python ..."
-            )
+            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
         watched = watch in ("faults", "counts") or trace is not None
-        library = self._built("watched" if watched else watch or "fast", sources)
+        kind = "watched" if watched else watch or "fast"
+        library = _library(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
         call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
@@ -188,7 +184,7 @@ class _Library:
         return list(takewhile(bool, ended_by_zero))
 
 
-def _interruptible(library: _Library, launch: raw.Launch):
+def _interruptible(library: _Library, launch):
     """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
 
     def run():
@@ -241,44 +237,50 @@ class _Call:
 
     def __init__(self, library, kernel, grid, block, signature, arguments, shared_bytes) -> None:
         self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
-        if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
-            raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
         # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
         others = set(library.built.kernels) - {kernel}
         own = [s for s in library.built.shared if s.function not in others]
-        fixed = [s for s in own if not s.dynamic]
-        if (taken := sum(s.size for s in fixed)) > _MOST_STATIC:
+        taken = sum(s.size for s in own if not s.dynamic)
+        if taken > _MOST_STATIC:
             raise InputError(
-                f"the shared arrays of {kernel} ({', '.join(s.name for s in fixed)}) have {taken:,} bytes; a GPU takes "
-                f"{_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` array with shared_bytes"
+                f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)}) have {taken:,} "
+                f"bytes; a GPU takes {_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` one "
+                "with shared_bytes"
             )
-        if taken + shared_bytes > toolchain.MOST_SHARED:
+        if not 0 <= shared_bytes <= toolchain.MOST_SHARED - taken:
             raise InputError(
                 f"shared_bytes is {shared_bytes}; beside {taken:,} bytes in arrays of fixed size 0 to "
                 f"{toolchain.MOST_SHARED - taken} is accepted"
             )
-        self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
+        own = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
+        names = [s.name for s in own]  # of two with one name, the function is told as well
+        self.shared = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
         sizes = library.sizes(kernel)
         if len(arguments) != len(sizes):
             names = ", ".join(p.name for p in signature.parameters)
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
-        self.arrays: list[args.Array] = []
-        self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
-        self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
-        self.unwritten = {p.name for p in signature.parameters if p.const}
-        self.variables = [_variable(v, library.handle.sim_base()) for v in library.built.variables]
+        given = list(zip(signature.parameters, arguments, sizes))
+        self.nulls = [p.name for p, a, _ in given if p.pointer and a is None]
+        self.values: list[Any] = [
+            args.value(kernel, p, a, size)
+            if not p.pointer
+            else ctypes.c_void_p(0)
+            if a is None
+            else args.array(kernel, p, a)
+            for p, a, size in given
+        ]
+        self.arrays = [value for value in self.values if isinstance(value, args.Array)]
+        self.written = [
+            a for a, p in zip(self.values, signature.parameters) if isinstance(a, args.Array) and not p.const
+        ]
+        base = library.handle.sim_base()
+        self.variables = [
+            args.Array(v.name, base + v.offset, v.size, v.dtype, v.itemsize, v.extents, None, 0)
+            for v in library.built.variables
+        ]
         self.buffers = self.arrays + self.variables
-        self.copy: np.ndarray | None = None
         # (address, bytes, offset in the copy) of each piece of memory that is copied as one.
         self.groups: list[tuple[int, int, int]] = []
-
-    def _value(self, parameter, given, size: int):
-        if parameter.pointer:
-            if given is None:
-                return ctypes.c_void_p(0)
-            self.arrays.append(args.array(self.kernel, parameter, given))
-            return self.arrays[-1]
-        return args.number(self.kernel, parameter, given, size)
 
     # Watched launches work on copies that lie far apart: an access past the end of one array never meets another array.
 
@@ -296,10 +298,10 @@ class _Call:
         self.groups = [(address, nbytes, offset + base) for address, nbytes, offset in self.groups]
         self.reset_arrays()
         for a in self.arrays:
+            a.moved = self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
             for address, nbytes, offset in self.groups:
                 if address <= a.address < address + nbytes:
                     a.moved = self.copy.ctypes.data + offset + a.address - address
-            a.moved = a.moved or self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
         try:
             yield
         except BaseException:
@@ -320,27 +322,23 @@ class _Call:
         """Return what is expected of the uses of a buffer: BufferKind of runtime.h."""
         if buffer.owner is None:
             return raw.NO_WRITES if buffer.name in self.library.built.constants else raw.ANY_USE
-        writable = (a for a in self.arrays if a.name not in self.unwritten)
-        overlaps = (
-            a.address < buffer.address + buffer.nbytes and buffer.address < a.address + a.nbytes for a in writable
-        )
+        end = buffer.address + buffer.nbytes
+        overlaps = (a.address < end and buffer.address < a.address + a.nbytes for a in self.written)
         return raw.ANY_USE if any(overlaps) else raw.WRITES_UNLIKELY
 
     def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
         library = self.library
-        place = (lambda a: a.moved or a.address) if self.copy is not None else (lambda a: a.address)
-        values = [ctypes.c_void_p(place(v)) if isinstance(v, args.Array) else v for v in self.values]
+        values = [ctypes.c_void_p(v.place) if isinstance(v, args.Array) else v for v in self.values]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        buffers = (raw.Buffer * len(self.buffers))(*((place(a), a.nbytes, self._kind(a)) for a in self.buffers))
-        shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
-        before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.buffers] if trace >= 0 else []
-        workers = min(workers, math.prod(self.grid))
+        buffers = (raw.Buffer * len(self.buffers))(*((a.place, a.nbytes, self._kind(a)) for a in self.buffers))
+        shared = (raw.Shared * len(self.shared))(*((s.offset, s.size) for s in self.shared))
+        before = [bytes(args.bytes_at(a.place, a.nbytes)) for a in self.buffers] if trace >= 0 else []
         launch = raw.Launch(
             call=ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
-            workers=workers,
+            workers=min(workers, math.prod(self.grid)),
             watch=watch,
             trace_block=trace,
             trace_limit=steps,
@@ -363,23 +361,23 @@ class _Call:
 
     def _result(self, report, took, names, watch, trace, before) -> Run:
         counts = steps = None
+        infos = [
+            ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
+            for i, a in enumerate(self.buffers)
+        ]
+        infos += [ArrayInfo(s.name, "shared", s.dtype, s.extents) for s in self.shared]
         if watch & raw.WATCH_COUNTS and not report.fault.kind:
             sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
-            counts = Counts.of(sites, footprint, lines, self._infos(None), math.prod(self.grid + self.block))
+            counts = Counts.of(sites, footprint, lines, infos, math.prod(self.grid + self.block))
         if trace >= 0:
             table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
-            steps = Trace.of(
-                table,
-                raw.table(report, "lanes", raw.LANES),
-                lines,
-                self._infos(before),
-                names,
-                self.block,
-                truncated=bool(report.truncated),
-            )
+            lanes, cut = raw.table(report, "lanes", raw.LANES), bool(report.truncated)
+            steps = Trace.of(table, lanes, lines, infos, names, self.block, truncated=cut)
         if report.fault.kind:
-            fault = self._describer().exception(report.fault)
+            arrays = [(a.name, a.place, a.nbytes, a.itemsize, a.words) for a in self.buffers]
+            memory = raw.Memory(arrays, [s.described for s in self.shared], self.nulls)
+            fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, memory)
             if steps is not None and fault.block == trace:
                 steps.end_with(fault)
             raise fault
@@ -397,52 +395,9 @@ class _Call:
         return rows, lines
 
     def _lines_of(self, path) -> list:
-        pcs = list(path.pc[: path.depth])
-        lines = self.library.built.lines(pcs)
-        found = [lines[pc] for pc in pcs]
+        lines = self.library.built.lines(path.pc[: path.depth])
+        found = [lines[pc] for pc in path.pc[: path.depth]]
         return [line for line in found if line.number and not _OWN_HEADERS.search(line.file)]
-
-    def _infos(self, before) -> list[ArrayInfo]:
-        given = [
-            ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
-            for i, a in enumerate(self.buffers)
-        ]
-        return given + [ArrayInfo(name, "shared", _shared_dtype(s), _shared_shape(s)) for name, s in self._shared()]
-
-    def _shared(self) -> list:
-        """(name, variable) of each shared array, with its function where two have the same name."""
-        found = self.shared_arrays
-        names = [s.name for s in found]
-        return [(s.name if names.count(s.name) == 1 else f"{s.function}::{s.name}", s) for s in found]
-
-    def _describer(self) -> raw.Describer:
-        arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.buffers]
-        shared = [
-            (
-                name,
-                s.offset,
-                s.size,
-                s.size // max(1, math.prod(_shared_shape(s))) or 1,
-                f"shared {s.type} {list(_shared_shape(s))}",
-            )
-            for name, s in self._shared()
-        ]
-        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared, self.nulls)
-
-
-def _variable(v, base: int) -> args.Array:
-    """Return a __device__ or __constant__ variable as what the arguments are, with its own memory and no owner."""
-    dtype = "bfloat16" if v.type == "__nv_bfloat16" else _shared_dtype(v)
-    itemsize = 2 if dtype == "bfloat16" else dtype.itemsize
-    return args.Array(v.name, base + v.offset, v.size, dtype, itemsize, _shared_shape(v), None, 0)
-
-
-def _shared_dtype(s) -> np.dtype:
-    return np.dtype(args.TYPES.get(s.type, np.uint8))
-
-
-def _shared_shape(s) -> tuple[int, ...]:
-    return s.shape or (s.size // _shared_dtype(s).itemsize,)
 
 
 def _three(name: str, size, most: int) -> tuple[int, int, int]:
@@ -471,16 +426,12 @@ def step(
     """
     if isinstance(look, bool) or not isinstance(look, int) or look < 0:
         raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
-    options = {**options, "cores": 1}
+    options["cores"] = 1
     try:
         return program.launch(kernel, grid, block, arguments, trace=look, **options).trace
     except faults.Fault as fault:
-        if fault.trace is not None:
-            return fault.trace
-        other = fault.block
-    try:  # in another block: once more, with the steps of that one
-        return program.launch(kernel, grid, block, arguments, trace=other, **options).trace
-    except faults.Fault as fault:
+        if fault.trace is None and fault.block != look:  # in another block: once more, with the steps of that one
+            return step(program, kernel, grid, block, arguments, look=fault.block, **options)
         if fault.trace is None:
             raise
         return fault.trace
@@ -489,13 +440,12 @@ def step(
 # ---- launches by twell_lab.ops ----
 
 
-@dataclass
-class _Session:
+class _Session(NamedTuple):
     """options: what `Program.launch` gets. replace: file of kernels/ -> one's own. runs: filled by the launches."""
 
     options: dict[str, Any]
-    replace: Mapping[str, str | Path] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    replace: Mapping[str, str | Path]
+    runs: list[Run]
 
 
 _session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session", default=None)
@@ -524,7 +474,7 @@ def watching(
     """
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, dict(replace or {}))
+    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, [])
     token = _session.set(session)
     try:
         yield session.runs
@@ -534,13 +484,11 @@ def watching(
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments, shared_bytes: int = 0) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
-    session = _session.get() or _Session({"watch": None})
-    program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
+    session = _session.get() or _Session({"watch": None}, {}, [])
+    own = session.replace.get(file)
+    stamp = os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
+    program = _program(str(own or file), defines, stamp)
     session.runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **session.options))
-
-
-def _stamp(own: str | Path | None):
-    return os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
 
 
 @lru_cache(maxsize=256)

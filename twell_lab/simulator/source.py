@@ -5,55 +5,29 @@ Nothing here starts a compiler; toolchain.py does and hands over the preprocesse
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from os.path import normpath
 
+import numpy as np
+
 from ..core import InputError
+from .arguments import TYPES
 from .faults import Unsupported
 
 # Bytes of the types whose names are the end of a typedef chain. "int" is left out of a name wherever another
 # word says the size or the sign.
-SIZES = {
-    "bool": 1,
-    "char": 1,
-    "signed char": 1,
-    "unsigned char": 1,
-    "short": 2,
-    "unsigned short": 2,
-    "int": 4,
-    "unsigned": 4,
-    "long": 8,
-    "unsigned long": 8,
-    "long long": 8,
-    "unsigned long long": 8,
-    "float": 4,
-    "double": 8,
-    "__half": 2,
-    "__nv_bfloat16": 2,
-    "__half2": 4,
-    "__nv_bfloat162": 4,
-}
+SIZES = {name: np.dtype(kind).itemsize for name, kind in TYPES.items()}
+SIZES |= {"signed char": 1, "__nv_bfloat16": 2, "__half2": 4, "__nv_bfloat162": 4}
 SIZES |= {
-    f"{name}{n}": SIZES[of] * n
+    f"{unsigned}{name}{n}": SIZES[of] * n
     for n in (1, 2, 3, 4)
-    for name, of in (
-        ("char", "char"),
-        ("uchar", "char"),
-        ("short", "short"),
-        ("ushort", "short"),
-        ("int", "int"),
-        ("uint", "int"),
-        ("longlong", "long long"),
-        ("ulonglong", "long long"),
-        ("float", "float"),
-        ("double", "double"),
-    )
+    for name, of in {**{t: t for t in ("char", "short", "int", "float", "double")}, "longlong": "long long"}.items()
+    for unsigned in (("u", "") if name not in ("float", "double") else ("",))
 }
 
 _COMMENT_OR_STRING = re.compile(
@@ -86,13 +60,14 @@ class Signature:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A __shared__, __device__ or __constant__ variable as the source declares it.
+    """A variable as the source declares it. space: "shared", "device" or "constant".
 
     function: the name of the function it stands in, "" outside all. type: typedefs resolved. shape: () for a
     single value, None where the launch sets the size; an extent that depends on more than integers is -1.
     """
 
     name: str
+    space: str
     function: str
     type: str
     shape: tuple[int, ...] | None
@@ -119,62 +94,44 @@ def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple
     """The sources with `sim_watch(i, (expression));` at the end of the lines that `values` names, and the expressions.
 
     A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Lines keep their
-    numbers. Raises InputError for a line that is not there, is not the only one with that text, or cannot be
-    followed by a statement.
+    numbers. Raises InputError for a line that is not there, is not the only one with that text, or does not end as a
+    line does that a statement can follow.
     """
     lines = {file: text.split("\n") for file, text in sources.items()}
     code = {file: code_only(text, strings=False).split("\n") for file, text in sources.items()}
-    names: list[str] = []
     added: dict[tuple[str, int], str] = {}
-    for place, expression in values.items():
-        file, number = _place(str(place), lines, code)
-        _check_watch(place, code[file], number, expression)
-        added[file, number] = added.get((file, number), "") + f" sim_watch({len(names)}, ({expression.strip()}));"
-        names.append(expression.strip())
-    for (file, number), text in added.items():
-        end = len(code[file][number - 1].rstrip())  # before a comment
-        line = lines[file][number - 1]
-        lines[file][number - 1] = line[:end] + text + line[end:]
-    return {file: "\n".join(found) for file, found in lines.items()}, tuple(names)
+    names = [str(expression).strip() for expression in values.values()]
+    for number, (place, name) in enumerate(zip(values, names, strict=True)):
+        at = _place(place, lines, code)
+        added[at] = f"{added.get(at, '')} sim_watch({number}, ({name}));"
+    for (file, row), text in added.items():
+        end = len(code[file][row].rstrip())  # before a comment
+        lines[file][row] = lines[file][row][:end] + text + lines[file][row][end:]
+    return {file: "\n".join(rows) for file, rows in lines.items()}, tuple(names)
 
 
 def _place(place: str, lines: Mapping[str, list[str]], code: Mapping[str, list[str]]) -> tuple[str, int]:
-    """File and line number, from 1, of "file:line", "file:text" or "line"."""
-    file, colon, rest = place.partition(":")
-    if file.strip() in lines and colon:
-        file, wanted = file.strip(), rest.strip()
-    elif colon and re.fullmatch(r"[^\s()]*\.(?:cu|cuh|h|hpp)", file.strip()):
-        raise InputError(f"{place!r} names {file.strip()!r}; the sources are {', '.join(lines)}")
+    """File and row, from 0, of "file:line", "file:text" or "line"."""
+    file, _, wanted = place.partition(":")
+    if file.strip() not in lines:
+        file, wanted = next(iter(lines)), place
+    file, words = file.strip(), " ".join(wanted.split())
+    if words.isdigit():
+        rows = [int(words) - 1] if 1 <= int(words) <= len(lines[file]) else []
     else:
-        file, wanted = next(iter(lines)), place.strip()
-    if re.fullmatch(r"\d+", wanted):
-        number = int(wanted)
-        if not 1 <= number <= len(lines[file]):
-            raise InputError(f"{place!r}: {file} has lines 1 to {len(lines[file])}")
-        return file, number
-    squeezed = " ".join(wanted.split())
-    found = [n for n, line in enumerate(lines[file], 1) if squeezed in " ".join(line.split())] if squeezed else []
-    if len(found) > 1:  # a comment may mention the code
-        found = [n for n in found if squeezed in " ".join(code[file][n - 1].split())] or found
-    if len(found) != 1:
-        where = f"lines {', '.join(map(str, found[:8]))} have" if found else "no line has"
-        raise InputError(f"{place!r}: {where} this text in {file}; a watch needs one line")
-    return file, found[0]
-
-
-def _check_watch(place: str, code: list[str], number: int, expression: str) -> None:
-    line = code[number - 1].rstrip()
-    if not line.endswith((";", "{")):
+        having = [
+            [row for row, line in enumerate(text[file]) if words in " ".join(line.split())] for text in (code, lines)
+        ]
+        rows = having[0] if len(having[0]) == 1 else having[1]  # a comment may mention the code
+    if len(rows) != 1:
+        which = f"lines {', '.join(str(row + 1) for row in rows[:8])}" if rows else "no line"
         raise InputError(
-            f"{place!r}: line {number} ends in {line[-1:] or 'nothing'!r}; a watch is put after a line "
-            "that ends in ; or {"
+            f"{place!r} is {which} of {file}, which has {len(lines[file])}; one is accepted, in {', '.join(lines)}"
         )
-    after = " ".join(code[number : number + 20]).split()
-    if after and re.match(r"else\b", after[0]):
-        raise InputError(f"{place!r}: an else follows line {number}; watch a line after it, or use braces")
-    text = expression.strip() if isinstance(expression, str) else ""
-    if not text or "\n" in text or code_only(text) != text or code_only(text, strings=False).rstrip().endswith(";"):
-        raise InputError(f"{place!r}: {expression!r} is no expression; accepted is one like `count` or `sum[2] / 3`")
+    line = code[file][rows[0]].rstrip()
+    if not line.endswith((";", "{")):
+        raise InputError(f"{place!r}: line {rows[0] + 1} ends in {line[-1:] or 'nothing'!r}; a watch follows a ; or {{")
+    return file, rows[0]
 
 
 # ---- the preprocessed text
@@ -210,6 +167,16 @@ class OwnText:
     def at(self, position: int) -> tuple[str, int]:
         """File and line of a position in `text` or `code`."""
         return self._where[bisect_right(self._starts, position) - 1]
+
+    @cached_property
+    def types(self) -> Types:
+        """What the text says of types and constants."""
+        return Types(self)
+
+    @property
+    def namespaces(self) -> list[str]:
+        """The named namespaces, outer ones before those inside: kernels may stand in them."""
+        return list(dict.fromkeys(re.findall(r"\bnamespace\s+([\w:]+)\s*\{", self.code)))
 
 
 def closing(code: str, opening: int) -> int:
@@ -255,46 +222,26 @@ class Types:
             name = _canonical(self._meaning.get(word, word) + ("*" if star else ""))
         return name
 
-    def integer(self, expression: str, depth: int = 0) -> int:
+    def integer(self, expression: str) -> int:
         """The value of integer arithmetic in C++; -1 where it needs more than integers, casts, sizeof and constants."""
-        python = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|size_t|std::size_t)\s*)+\)", "", expression)
-        python = re.sub(r"\bsizeof\s*\(([^()]*)\)", lambda m: str(SIZES.get(self.resolve(m[1]), "?")), python)
-        python = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", python).replace("/", "//").replace("'", "")
-        try:
-            value = self._value(ast.parse(python.strip(), mode="eval").body, depth)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        for _ in range(8):  # constants may be made of constants
+            expression = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|(?:std::)?size_t)\s*)+\)", "", expression)
+            sized = r"\bsizeof\s*\(([^()]*)\)"
+            expression = re.sub(sized, lambda m: str(SIZES.get(self.resolve(m[1]), "?")), expression)
+            expression = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", expression)
+            expression = re.sub(r"\b[A-Za-z_]\w*\b", self._constant, expression)
+        if not re.fullmatch(r"(?:0[xX][\da-fA-F]+|[\d\s()+*/%<>&|-])+", expression) or "**" in expression:
             return -1
-        return value if 0 <= value < 2**40 else -1
+        try:
+            value = eval(expression.strip().replace("/", "//"), {"__builtins__": {}})  # numbers and operators alone
+        except (SyntaxError, TypeError, ValueError, ArithmeticError, MemoryError):
+            return -1
+        return int(value) if 0 <= value < 2**40 else -1
 
-    def _value(self, node: ast.expr, depth: int) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            left, right = self._value(node.left, depth), self._value(node.right, depth)
-            if not (abs(left) < 2**64 and abs(right) < 2**64) or (isinstance(node.op, ast.LShift) and right > 63):
-                raise ValueError(right)
-            return _OPERATORS[type(node.op)](left, right)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-            value = self._value(node.operand, depth)
-            return -value if isinstance(node.op, ast.USub) else value
-        if isinstance(node, ast.Name) and depth < 8:
-            pattern = rf"\bconst(?:expr)?\s+[\w\s]*\b{node.id}\s*=\s*([^;,]+)[;,]"
-            if len(found := set(re.findall(pattern, self._code))) == 1:
-                return self.integer(found.pop(), depth + 1)
-        raise ValueError("no integer")
-
-
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-}
+    def _constant(self, name: re.Match) -> str:
+        """What a constant is, in brackets; "?" where that is not said once."""
+        said = set(re.findall(rf"\bconst(?:expr)?\s+[\w\s]*\b{name[0]}\s*=\s*([^;,]+)[;,]", self._code))
+        return f"({said.pop()})" if len(said) == 1 else "?"
 
 
 def _canonical(spelled: str) -> str:
@@ -314,7 +261,7 @@ def _canonical(spelled: str) -> str:
 
 def kernels(own: OwnText) -> dict[str, Signature]:
     """The __global__ functions that are defined, except templates: nothing says for which arguments to compile them."""
-    found, types = {}, Types(own)
+    found = {}
     for m in re.finditer(r"\bSIM_GLOBAL\b", own.code):
         start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
         opening = own.code.find("(", m.end())
@@ -324,13 +271,8 @@ def kernels(own: OwnText) -> dict[str, Signature]:
         end = closing(own.code, opening)
         if own.code[end + 1 :].lstrip()[:1] == "{":
             parts = [p for p in _split(own.code[opening + 1 : end]) if p.strip() != "void"]
-            found[name[1]] = Signature(name[1], tuple(_parameter(part, types) for part in parts))
+            found[name[1]] = Signature(name[1], tuple(_parameter(part, own.types) for part in parts))
     return found
-
-
-def namespaces(own: OwnText) -> list[str]:
-    """The named namespaces, outer ones before those inside: kernels may stand in them."""
-    return list(dict.fromkeys(re.findall(r"\bnamespace\s+([\w:]+)\s*\{", own.code)))
 
 
 def _parameter(text: str, types: Types) -> Parameter:
@@ -344,26 +286,26 @@ def _parameter(text: str, types: Types) -> Parameter:
     return Parameter(kind.removesuffix(" *"), words[-1] if named else "", pointer, pointer and const)
 
 
-def variables(own: OwnText, marker: str) -> tuple[Declaration, ...]:
+def variables(own: OwnText) -> tuple[Declaration, ...]:
     """The variables behind one of the words SIM_SHARED, SIM_DEVICE and SIM_CONSTANT, in the order of the text."""
-    found, types, functions = [], Types(own), list(_functions(own.code))
-    for m in re.finditer(rf"\b{marker}\b", own.code):
+    found, functions = [], list(_functions(own.code))
+    for m in re.finditer(r"\bSIM_(SHARED|DEVICE|CONSTANT)\b", own.code):
         start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
-        end = own.code.find(";", m.end())
-        words = r"\b(?:SIM_\w+|extern|static|inline|volatile|const)\b"
-        statement = re.sub(words, " ", own.code[start:end])
-        if marker == "SIM_DEVICE" and "(" in re.split(r"[={]", statement)[0]:
-            continue  # a function
+        statement = own.code[start : own.code.find(";", m.end())]
+        head = re.split(r"[={]", statement)[0]
+        if m[1] == "DEVICE" and ("(" in head or "SIM_CONSTANT" in head):
+            continue  # a function, or one that its other word finds
+        statement = re.sub(r"\b(?:SIM_\w+|extern|static|inline|volatile|const)\b", " ", statement)
         function = next((name for first, last, name in functions if first < m.start() < last), "")
         kind = None
         for part in _split(statement):
             d = re.fullmatch(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?", part, re.S)
             if not d:
                 continue
-            kind = types.resolve(d[1]) if d[1] and d[1].strip() else kind
+            kind = own.types.resolve(d[1]) if d[1] and d[1].strip() else kind
             extents = re.findall(r"\[([^\]]*)\]", d[3])
-            shape = None if extents and not extents[0].strip() else tuple(map(types.integer, extents))
-            found.append(Declaration(d[2], function, kind or "char", shape, *own.at(m.start())))
+            shape = None if extents and not extents[0].strip() else tuple(map(own.types.integer, extents))
+            found.append(Declaration(d[2], m[1].lower(), function, kind or "char", shape, *own.at(m.start())))
     return tuple(found)
 
 

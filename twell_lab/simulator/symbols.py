@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from os.path import basename, normpath
 from pathlib import Path
 
+import numpy as np
+
 from ..core import StackError
+from .arguments import TYPES
 from .source import SIZES, Declaration
 
 Tool = Callable[..., str | None]  # names -> the path of the first program that is there
@@ -43,13 +46,42 @@ class Variable:
     shape: tuple[int, ...]
     dynamic: bool = False
 
+    @property
+    def dtype(self) -> object:
+        """np.dtype, or "bfloat16"; bytes of what numpy has no name for."""
+        return "bfloat16" if self.type == "__nv_bfloat16" else np.dtype(TYPES.get(self.type, np.uint8))
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of one element of `dtype`."""
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape, in one extent where it has none."""
+        return self.shape or (self.size // self.itemsize,)
+
+    @property
+    def described(self) -> tuple[str, int, int, int, str]:
+        """What report.Memory takes of a shared array."""
+        element = self.size // max(1, math.prod(self.extents)) or 1
+        return self.name, self.offset, self.size, element, f"shared {self.type} {list(self.extents)}"
+
 
 UNKNOWN = Line("?", 0, "", "?")
 
 
-def _output(command: list, text: str = "") -> str:
-    done = subprocess.run(list(map(str, command)), input=text, capture_output=True, encoding="utf-8", errors="replace")
-    return done.stdout
+def _output(program: str | None, *options: object, text: str = "") -> str:
+    if not program:
+        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
+    command = [program, *map(str, options)]
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", errors="replace").stdout
+
+
+def symbols_of(tool: Tool, file: Path | str) -> list[list[str]]:
+    """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
+    lines = _output(tool("readelf", "llvm-readelf"), "--wide", "--symbols", file).splitlines()
+    return [row for row in map(str.split, lines) if len(row) == 8]
 
 
 # ---- variables
@@ -58,61 +90,47 @@ _OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|DW\.|__")  # the simulator's, th
 
 
 def find_variables(
-    tool: Tool, library: Path, shared: Iterable[Declaration], others: Iterable[Declaration]
+    tool: Tool, library: Path, declared: Iterable[Declaration]
 ) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
     """The thread-local symbols of `library` (its shared arrays), and those of the kernels' other variables that can be
     written, joined with what the source declares; each in the order of their offsets."""
-    readelf, filt = tool("readelf", "llvm-readelf"), tool("c++filt", "llvm-cxxfilt")
-    if not readelf or not filt:
-        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
-    rows = [line.split() for line in _output([readelf, "--wide", "--symbols", library]).splitlines()]
-    # number, value, size, type, binding, visibility, section, name
-    rows = [row for row in rows if len(row) == 8 and row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
+    filt = tool("c++filt", "llvm-cxxfilt")
+    rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
     ends = {row[6]: int(row[1], 16) for row in rows if row[7] in ("sim_zeros_end", "sim_data_end")}
-    symbols: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}
-    for _, value, size, kind, _, _, section, name in rows:
-        own = kind == "TLS" or int(value, 16) < ends.get(section, 0)
-        if own and not _OWN.match(name):
-            symbols[kind == "TLS"][name] = (int(value, 16), int(size, 0))
-    found: list[tuple[Variable, ...]] = []
-    for is_shared, declared in ((True, list(shared)), (False, list(others))):
-        names = _output([filt], "".join(f"{name}\n" for name in symbols[is_shared])).splitlines()
-        variables = []
-        for name, (offset, size) in zip(names, symbols[is_shared].values(), strict=True):
-            function, _, last = _at_last_colons(name)
-            last = last.partition("[")[0]  # clang's discriminators and abi tags
-            if not last.startswith("sim_") and not function.startswith("sim_"):
-                variables.append(_variable(last, short_name(function), offset, size, declared))
-        found.append(tuple(sorted(variables, key=lambda variable: variable.offset)))
-    return found[0], found[1]
+    rows = [row for row in rows if row[3] == "TLS" or int(row[1], 16) < ends.get(row[6], 0)]
+    own = {(row[7], row[3] == "TLS"): row for row in rows if not _OWN.match(row[7])}  # a symbol may be listed twice
+    names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
+    found: dict[bool, list[Variable]] = {True: [], False: []}
+    for name, ((_, shared), row) in zip(names, own.items(), strict=True):
+        function, last = _at_last_colons(name)
+        last = last.partition("[")[0]  # clang's discriminators and abi tags
+        if not last.startswith("sim_") and not function.startswith("sim_"):
+            same = [d for d in declared if d.name == last and (d.space == "shared") == shared]
+            found[shared].append(_variable(last, short_name(function), int(row[1], 16), int(row[2], 0), same))
+    shared, others = (sorted(found[kind], key=lambda variable: variable.offset) for kind in (True, False))
+    return tuple(shared), tuple(others)
 
 
-def _variable(name: str, function: str, offset: int, size: int, declared: list[Declaration]) -> Variable:
+def _variable(name: str, function: str, offset: int, size: int, same: list[Declaration]) -> Variable:
+    """The variable at a place. same: the declarations of this name."""
     last = re.sub(r"<.*", "", function).rpartition("::")[2]
-    same = [d for d in declared if d.name == name]
     outside = [d for d in same if d.shape is None and not function]  # `extern` in a function: a name of the whole file
     same = [d for d in same if d.function == last] or outside or same
-    fitting = [d for d in same if d.shape and _bytes(d) == size] or same
+    fitting = [d for d in same if d.shape and math.prod(d.shape) * _item(d) == size] or same
     if not fitting:
         return Variable(name, function, offset, size, "char", (size,))
     d = fitting[0]
-    item = SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
-    if d.shape is None:
-        item = item if item and size % item == 0 else 1
-        return Variable(name, function, offset, size, d.type, (size // item,), True)
-    known = math.prod(n for n in d.shape if n >= 0)
-    if d.shape.count(-1) == 1 and item and known and size % (item * known) == 0:
-        return Variable(
-            name, function, offset, size, d.type, tuple(size // (item * known) if n < 0 else n for n in d.shape)
-        )
-    if -1 not in d.shape and (not item or item * known == size):
-        return Variable(name, function, offset, size, d.type, d.shape)
-    flat = (size // item,) if item and size % item == 0 else (size,)
-    return Variable(name, function, offset, size, d.type, flat)
+    item, shape = _item(d), list(d.shape or (-1,) * (d.shape is None))
+    rest = item * math.prod(n for n in shape if n >= 0)
+    if shape.count(-1) == 1 and rest and size % rest == 0:  # what the others leave
+        shape[shape.index(-1)] = size // rest
+    if -1 in shape or (item and item * math.prod(shape) != size):
+        shape = [size // item if item and size % item == 0 else size]
+    return Variable(name, function, offset, size, d.type, tuple(shape), d.shape is None)
 
 
-def _bytes(d: Declaration) -> int:
-    return math.prod(d.shape or (0,)) * SIZES.get(d.type, 0)
+def _item(d: Declaration) -> int:
+    return SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
 
 
 # ---- lines
@@ -123,16 +141,13 @@ def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[s
 
     The call stands before its return address, so the byte before that is looked up.
     """
-    program = tool("addr2line", "llvm-addr2line", "llvm-symbolizer")
-    if not program:
-        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
-    style = ["--output-style=GNU"] if "symbolizer" in basename(program) else []
+    program = tool("addr2line", "llvm-addr2line")
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}
     found: list[list[Line]] = []
     function = None
-    for line in _output([program, *style, "-a", "-f", "-i", "-C", "-e", library], asked).splitlines():
+    for line in _output(program, "-a", "-f", "-i", "-C", "-e", library, text=asked).splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", line):
             found.append([])
             function = None
@@ -164,21 +179,19 @@ def short_name(function: str) -> str:
     depth, start = 0, 0
     for position, c in enumerate(name):
         depth += (c in "<{") - (c in ">}")
+        if depth == 0 and c == "(" and position > start:
+            name = name[:position]
+            break
         if depth == 0 and c == " ":
             start = position + 1
-        if depth == 0 and c == "(" and position > start:
-            name = name[start:position]
-            break
-    else:
-        name = name[start:]
-    return name.replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
+    return name[start:].replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
 
 
-def _at_last_colons(name: str) -> tuple[str, str, str]:
+def _at_last_colons(name: str) -> tuple[str, str]:
     """Return what stands before and after the last `::` that is outside of brackets."""
     depth = 0
     for position in range(len(name) - 1, 0, -1):
         depth += (name[position] in ")>") - (name[position] in "(<")
         if depth == 0 and name[position - 1 : position + 1] == "::":
-            return name[: position - 1], "::", name[position + 1 :]
-    return "", "", name
+            return name[: position - 1], name[position + 1 :]
+    return "", name

@@ -8,9 +8,7 @@ the sources, the macros, the flags, the compiler's path and version, the simulat
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
-import json
 import os
 import platform
 import re
@@ -18,10 +16,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from os.path import normpath
 from pathlib import Path, PurePosixPath
@@ -29,10 +27,10 @@ from typing import NamedTuple
 
 from .. import core
 from ..core import CompileError, InputError, StackError
-from . import kept, source
+from . import source
 from .complaint import UNIT, complaint
-from .source import Declaration, OwnText, Parameter, Signature
-from .symbols import Line, Variable, find_lines, find_variables
+from .source import Declaration, OwnText, Signature
+from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
@@ -95,7 +93,7 @@ def _try(path: str) -> Compiler | None:
     try:
         version = _run([path, "--version"]).stdout.partition("\n")[0]
         found = Compiler(path, "clang++" if "clang" in version else "g++", version)
-        with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
+        with tempfile.TemporaryDirectory(dir=core.cache_dir()) as temporary:
             made = Path(temporary, "tried.so")
             command = [path, *_flags(found, "watched", {}), "-shared", "-pthread", "-x", "c++", "-", "-o", made]
             _run(command, text="#include <math.h>\n#include <utility>\nfloat f(float* x) { return *x; }\n")
@@ -150,18 +148,16 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
 # ---- the sources
 
 
-def sources(file: str | Path, folder: str | Path | None = None) -> dict[str, str]:
+def sources(file: str | Path) -> dict[str, str]:
     """The file and, recursively, every header that it includes with quotes: name -> text, the file first.
 
-    file: a name in `folder` (kernels/ unless given) or the path of one's own. Headers are looked up beside what
-    includes them, then in the file's own folder, then in `folder`; a name is a path from the file's folder.
-    Raises CompileError for a file that is missing or no text.
+    file: a name in kernels/ or the path of one's own. Headers are looked up beside what includes them, then in the
+    file's own folder, then in kernels/; a name is a path from the file's folder. Raises CompileError for a file that is
+    missing or no text.
     """
-    common = Path(folder) if folder is not None else core.kernels_dir()
-    path = Path(file)
-    if isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file():
-        path = common / path
-    elif not path.is_file() and not path.is_absolute():
+    common, path = core.kernels_dir(), Path(file)
+    in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
+    if in_kernels or not (path.is_file() or path.is_absolute()):
         path = common / path
     found: dict[str, str] = {}
     _collect(path.name, path, path.parent, common, found)
@@ -201,42 +197,47 @@ def _write(texts: Mapping[str, str], folder: Path) -> Path:
 
 
 class Listing(NamedTuple):
-    """kernels: by name; shared: every __shared__ variable (several functions may have one of the same name)."""
+    """kernels: by name; variables: the __shared__, __device__ and __constant__ ones (several may have one name)."""
 
     kernels: dict[str, Signature]
-    shared: tuple[Declaration, ...]
+    variables: tuple[Declaration, ...]
 
 
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
-    """The kernels and shared variables of `entry` with these macros.
+    """The kernels and variables of `entry` with these macros.
 
     Raises CompileError, and Unsupported for the first thing in the active code that only a GPU can do.
     """
     own = _own_text(sources, entry, defines)
     source.refuse(own)
-    return Listing(source.kernels(own), source.variables(own, "SIM_SHARED"))
+    return Listing(source.kernels(own), source.variables(own))
 
 
 def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
     if entry not in sources:
         raise InputError(f"{entry!r} is none of the sources: {', '.join(sources)}")
-    return _preprocessed(tuple(sources.items()), entry, tuple(sorted(defines.items())), compiler(), CUDA)
+    return _preprocessed(tuple(sorted(sources.items())), entry, tuple(sorted(defines.items())), compiler(), CUDA)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda: Path) -> OwnText:
+    with _work_in(core.cache_dir(), entry) as temporary:
+        inside = _write(dict(texts), temporary)
+        flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
+        done = _compile([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], entry, temporary, inside)
+        return OwnText(done.stdout, dict(texts))
+
+
+@contextmanager
+def _work_in(folder: Path, what: str) -> Iterator[Path]:
+    """A context with a temporary folder inside of this one. StackError where there is no room for it."""
     try:
-        with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
-            inside = _write(dict(texts), Path(temporary))
-            flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
-            done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
-            if done.returncode:
-                raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            yield Path(temporary)
     except OSError as error:
         raise StackError(
-            f"no room for the text of {entry} in {_temporary()} ({error.strerror}); TMPDIR can name another"
+            f"no room to build {what} in {folder} ({error.strerror}); TWELL_LAB_CACHE can name another folder"
         ) from error
-    return OwnText(done.stdout, dict(texts))
 
 
 def _hidden(temporary: Path, inside: Path) -> dict[str, str]:
@@ -256,8 +257,8 @@ def _includes(cuda: Path) -> list:
 class Built:
     """A library of one file's kernels. path: the .so; kernels: by name; shared: where its arrays lie.
 
-    dynamic: the names of the arrays whose size the launch sets. variables: those of the program, __device__ and
-    __constant__; constants: the names of the latter. lines() finds source lines in `sources`.
+    variables: those of the program, __device__ and __constant__; constants: the names of the latter. lines() finds
+    source lines in `sources`.
     """
 
     path: Path
@@ -265,7 +266,6 @@ class Built:
     sources: dict[str, str]
     kernels: dict[str, Signature]
     shared: tuple[Variable, ...]
-    dynamic: tuple[str, ...]
     variables: tuple[Variable, ...]
     constants: tuple[str, ...]
     compiler: Compiler
@@ -291,74 +291,41 @@ def build(
 
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
-    compiler or room for what it writes. A cache that cannot be written, is full, or where others can write costs a
-    warning and the time to compile again in the next process."""
+    compiler or room for what it writes."""
     if kind not in KINDS:
         raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
-    cxx = compiler()
+    cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
+    listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
-    name = f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}"
-    folder = kept.writable(cache_in or core.cache_dir())
-    if known := _read_cached(folder, name):
-        return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
-    try:
-        known = _make(cxx, sources, entry, defines, kind, folder, name)
-    except OSError as error:
-        if folder == kept.session():
-            raise StackError(
-                f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place"
-            ) from error
-        warnings.warn(
-            f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2
-        )
-        return build(sources, entry, defines, kind, cache_in=kept.session())
-    return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
+    def make(temporary: Path) -> Path:
+        return _make(cxx, sources, entry, defines, kind, listed, temporary, _runtime(cxx, folder))
+
+    path = _cached(folder / f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}.so", entry, make)
+    shared, variables = find_variables(_tool, path, listed.variables)
+    constants = tuple(d.name for d in listed.variables if d.space == "constant")
+    return Built(path, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
 
 
-def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, name: str) -> tuple:
-    """Compiles and links `name`.so and writes it into `folder`; (kernels, shared, dynamic, variables, constants)."""
-    own = _own_text(sources, entry, defines)
-    source.refuse(own)
-    kernels, declared = source.kernels(own), source.variables(own, "SIM_SHARED")
-    dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        temporary = Path(temporary)
-        inside = _write(sources, temporary)
-        unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
-        unit += [f"SIM_EXPORT({kernel})" for kernel in kernels]
-        (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
-        (inside / "sim_dynamic.cpp").write_text(
-            _KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic)
-        )
-        here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
-        flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
-        _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
-        _refuse_host_calls(cxx, inside / "unit.o", entry)
-        flags = [*_flags(cxx, "fast", {}), *here]
-        _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
-        link = (
-            ["-fsanitize=address"]
-            if kind == "address"
-            else ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
-        )
-        link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *_runtime(cxx, folder), "-ldl"]
-        _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
-        constants = source.variables(own, "SIM_CONSTANT")
-        others = (*source.variables(own, "SIM_DEVICE"), *constants)
-        shared, variables = find_variables(_tool, inside / f"{name}.so", declared, others)
-        about = {
-            "sha256": kept.sha256(inside / f"{name}.so"),
-            "kernels": [asdict(signature) for signature in kernels.values()],
-            "shared": [asdict(variable) for variable in shared],
-            "dynamic": dynamic,
-            "variables": [asdict(variable) for variable in variables],
-            "constants": (constants := tuple(d.name for d in constants)),
-        }
-        about["own_sha256"] = _own_digest(about)
-        (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
-        kept.move(inside, folder, f"{name}.so", f"{name}.json")
-    return kernels, shared, dynamic, variables, constants
+def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: Listing, temporary: Path, runtime) -> Path:
+    """Compiles and links the library in a temporary folder, and returns its path there."""
+    inside = _write(sources, temporary)
+    unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in _own_text(sources, entry, defines).namespaces)]
+    unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
+    (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
+    dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
+    (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+    here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
+    flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
+    _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
+    _refuse_host_calls(cxx, inside / "unit.o", entry)
+    flags = [*_flags(cxx, "fast", {}), *here]
+    _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
+    link = ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
+    link = ["-fsanitize=address"] if kind == "address" else link
+    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *runtime, "-ldl"]
+    _compile([cxx.path, *link, "-o", "made.so"], entry, temporary, inside)
+    return inside / "made.so"
 
 
 # Functions of the C library that kernels must not call as they are; heap.cpp has their replacements.
@@ -383,58 +350,56 @@ _FOR_DEVICES = re.compile(
 
 def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
     """Raise CompileError where the kernels call a function of the host's C library: system, fork, raise and others."""
-    library = ctypes.CDLL(None)
-    known = {row[7] for row in _symbols(_mathematics(cxx.path)) if row[6] != "UND"} | set(_WRAPPED)
-    for name in sorted(row[7] for row in _symbols(str(unit)) if row[6] == "UND" and row[7] not in known):
+    library, mathematics = ctypes.CDLL(None), _run([cxx.path, "-print-file-name=libm.so.6"]).stdout.strip()
+    known = {row[7].partition("@")[0] for row in symbols_of(_tool, mathematics) if row[6] != "UND"} | set(_WRAPPED)
+    for name in sorted({row[7] for row in symbols_of(_tool, unit) if row[6] == "UND"} - known):
         if not _FOR_DEVICES.fullmatch(name) and not name.startswith("sim_") and hasattr(library, name):
             raise CompileError(
                 f"{entry} calls {name}(), which only the host has; a kernel calls functions of the device"
             )
 
 
-def _mathematics(cxx: str) -> str:
-    """The path of the C library's <math.h>."""
-    return _run([cxx, "-print-file-name=libm.so.6"]).stdout.strip()
-
-
-def _symbols(path: str) -> list[list[str]]:
-    """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
-    program = _tool("readelf", "llvm-readelf")
-    lines = _run([program, "--wide", "--symbols", path]).stdout.splitlines() if program else []
-    rows = (line.split() for line in lines)
-    return [[*row[:7], row[7].partition("@")[0]] for row in rows if len(row) == 8]
-
-
-def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
+def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subprocess.CompletedProcess:
     done = _run(command, inside)
     if done.returncode:
-        if full := kept.FULL.search(done.stderr):
-            raise OSError(errno.ENOSPC, full[0])
         raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
+    return done
 
 
 def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
     """The object files of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
-    flags = [*_flags(cxx, "fast", {}), "-g0"]
+    flags, cuda = [*_flags(cxx, "fast", {}), "-g0"], CUDA.resolve()
     digest = _digest(cxx, flags)
 
     def compiled(unit: Path) -> Path:
-        name = f"simulator-{unit.stem}-{digest}"
-        if not kept.is_whole(folder / f"{name}.o", kept.text(folder / f"{name}.sha256")):
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                here, cuda = Path(temporary), CUDA.resolve()
-                hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
-                command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
-                _compile(command, unit.name, here, here)
-                (here / f"{name}.sha256").write_text(kept.sha256(here / f"{name}.o"))
-                kept.move(here, folder, f"{name}.o", f"{name}.sha256")
-        return folder / f"{name}.o"
+        def make(here: Path) -> Path:
+            hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
+            command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", "made.o"]
+            _compile(command, unit.name, here, here)
+            return here / "made.o"
+
+        return _cached(folder / f"simulator-{unit.stem}-{digest}.o", unit.name, make)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(compiled, sorted(CUDA.glob("*.cpp"))))
 
 
 # ---- the cache
+
+
+def _cached(path: Path, what: str, make: Callable[[Path], Path]) -> Path:
+    """Return the path of a file of the cache, which ends with the SHA-256 of the rest (linkers and loaders pass over
+    what follows the last section). Where it is not there, or not whole, `make` makes it in a temporary folder."""
+    content = path.read_bytes() if path.is_file() else b""
+    if not content or hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _work_in(path.parent, what) as temporary:
+            made = make(temporary)
+            with made.open("r+b") as file:
+                digest = hashlib.sha256(file.read()).digest()
+                file.write(digest)
+            os.replace(made, path)
+    return path
 
 
 def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
@@ -445,37 +410,6 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
-
-
-def _own_digest(about: dict) -> str:
-    """The digest of what the file beside a library says, without the digest itself."""
-    said = {key: value for key, value in about.items() if key != "own_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple, tuple, tuple] | None:
-    """(kernels, shared, dynamic, variables, constants) of a library that is in the cache and whole, else None."""
-    try:
-        about = json.loads(kept.text(folder / f"{name}.json"))
-        if about["own_sha256"] != _own_digest(about) or not kept.is_whole(folder / f"{name}.so", about["sha256"]):
-            return None
-        signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
-        shared, variables = (
-            tuple(Variable(**{**one, "shape": tuple(one["shape"])}) for one in about[kind])
-            for kind in ("shared", "variables")
-        )
-        kernels = {signature.name: signature for signature in signatures}
-        return kernels, shared, tuple(about["dynamic"]), variables, tuple(about["constants"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _temporary() -> str | None:
-    """Where temporary folders go: the system's place for them, or the cache folder where it has none."""
-    try:
-        return tempfile.gettempdir()
-    except OSError:
-        return str(core.cache_dir())
 
 
 @cache

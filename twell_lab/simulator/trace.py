@@ -22,6 +22,7 @@ from .symbols import Line
 KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
 SPACES = {0: None, 1: "global", 2: "shared"}
 MEMORY = ("read", "write", "atomic")
+_VERBS = {"read": "read", "write": "write", "atomic": "update", "barrier": "wait", "warp": "take"}
 
 
 @dataclass(frozen=True)
@@ -55,27 +56,26 @@ class Step:
 
     def describe(self) -> str:
         """One sentence: "warp 0, smxx_pack.cu:58: 3 lanes write packed[33..35]"."""
-        where = f"warp {self.warp}, {self.line.file}:{self.line.number}: " if self.line else f"warp {self.warp}: "
-        lanes, one = len(self.threads), len(self.threads) == 1
-        who = f"thread {self.threads[0]}" if one else f"{lanes} lanes"
+        line = f", {self.line.file}:{self.line.number}" if self.line else ""
+        one, s = len(self.threads) == 1, "s" * (len(self.threads) == 1)
+        who = f"thread {self.threads[0]}" if one else f"{len(self.threads)} lanes"
+        did = f"{who} {_VERBS.get(self.kind, '')}{s}"
         if self.kind == "fault":
-            return f"{where}{self.name}"
-        if self.kind == "watch":
-            return f"{where}{self.name} is {_span(self.values)} in {who}"
-        if self.kind == "barrier":
-            return f"{where}{who} {'waits' if one else 'wait'} at the barrier"
-        if self.kind == "warp":
-            result = (
-                f", all get {self.values[0]} (0x{self.values[0] % 2**32:x})"
-                if len(set(self.values)) == 1 and not one
-                else ""
-            )
-            return f"{where}{who} {'takes' if one else 'take'} part in {self.operation}{result}"
-        verb = {"read": "read", "write": "write", "atomic": "update"}[self.kind] + "s" * one
-        if self.array is None:
+            did = str(self.name)
+        elif self.kind == "watch":
+            did = f"{self.name} is {_span(self.values)} in {who}"
+        elif self.kind == "barrier":
+            did += " at the barrier"
+        elif self.kind == "warp":
+            did += f" part in {self.operation}"
+            if len(set(self.values)) == 1 and not one:
+                did += f", all get {self.values[0]} (0x{self.values[0] % 2**32:x})"
+        elif self.array is None:
             named = sorted({name for name in self.arrays if name})
-            return f"{where}{who} {verb} {' and '.join(named) or 'memory outside the arrays'}"
-        return f"{where}{who} {verb} {self.array}{self.touched}{f' = {_number(self.values[0])}' if one else ''}"
+            did += f" {' and '.join(named) or 'memory outside the arrays'}"
+        else:
+            did += f" {self.array}{self.touched}{f' = {_number(self.values[0])}' if one else ''}"
+        return f"warp {self.warp}{line}: {did}"
 
     @property
     def touched(self) -> str:
@@ -194,11 +194,8 @@ class Trace(Sequence):
         """
         arrays = list(arrays)
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
-        flat = lanes[
-            np.concatenate([np.arange(row["first"], row["first"] + row["lanes"]) for row in steps])
-            if len(steps)
-            else np.zeros(0, int)
-        ]
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(steps["lanes"]) - steps["lanes"], steps["lanes"])
+        flat = lanes[steps["first"][owner] + within]
         values = _values(steps, owner, flat, arrays)
         made, end = [], 0
         for index, row in enumerate(steps):
@@ -251,19 +248,18 @@ class Trace(Sequence):
 
     def writes(self, array: str) -> dict[int, tuple[int, ...]]:
         """Element -> the threads that wrote or atomically updated it, ascending."""
-        return self._who(array, ("write", "atomic"))
+        return self._who(array, "read")
 
     def reads(self, array: str) -> dict[int, tuple[int, ...]]:
         """Element -> the threads that read or atomically updated it, ascending."""
-        return self._who(array, ("read", "atomic"))
+        return self._who(array, "write")
 
-    def _who(self, array: str, kinds: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    def _who(self, array: str, other_than: str) -> dict[int, tuple[int, ...]]:
+        self._number(array)
         found: dict[int, set[int]] = {}
-        for step in self.touching(array):
-            if step.kind in kinds:
-                for thread, first, name in zip(step.threads, step.elements, step.arrays, strict=True):
-                    for element in range(first, first + max(1, step.count)) if name == array else ():
-                        found.setdefault(element, set()).add(thread)
+        for element, thread, step, _ in zip(*self.touches[array], strict=True):
+            if self.steps[step].kind != other_than:
+                found.setdefault(int(element), set()).add(int(thread))
         return {element: tuple(sorted(threads)) for element, threads in sorted(found.items())}
 
     @cached_property
@@ -368,26 +364,18 @@ def _absent(warp: int, lanes: np.ndarray, threads: int) -> tuple[int, ...]:
 def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:
     """The value of each lane as numbers, decoded together where they are of one sort."""
     found: list = [None] * len(lanes)
-    sorts = (
-        np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1)
-        if len(lanes)
-        else np.zeros((0, 3), int)
-    )
+    sorts = np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1)
     for kind, size, number in np.unique(sorts, axis=0):
         rows = np.flatnonzero((sorts == (kind, size, number)).all(1))
         word = KINDS[int(kind)]
-        if word == "watch":
-            size, dtype = 8, "<f8"
-        elif word not in MEMORY:
-            size, dtype = 8, "<i8"
+        if word not in MEMORY:
+            size, dtype = 8, "<f8" if word == "watch" else "<i8"
         elif number < 0 or size % arrays[number].itemsize:
             dtype = f"<u{size}" if size in (1, 2, 4, 8) else "u1"
         else:
             dtype = arrays[number].dtype
-        decoded = _decoded(np.ascontiguousarray(lanes["value"][rows][:, :size]).reshape(-1), dtype).reshape(
-            len(rows), -1
-        )
-        for row, value in zip(rows.tolist(), decoded.tolist(), strict=True):
+        content = np.ascontiguousarray(lanes["value"][rows][:, :size]).reshape(-1)
+        for row, value in zip(rows.tolist(), _decoded(content, dtype).reshape(len(rows), -1).tolist(), strict=True):
             found[row] = value[0] if len(value) == 1 else tuple(value)
     return found
 

@@ -17,6 +17,7 @@ from ...simulator import Fault, Trace, faults
 from ..verdicts import UNWRITTEN, added_to, coming, not_met
 from . import gpu
 from .cases import PUZZLES, Case, Seen
+from .slips import likely
 
 _HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
@@ -56,7 +57,7 @@ def judge(name: str, file: str | Path) -> Verdict:
                 return Verdict(False, f"{added} does not begin at 0: write it, do not add to it.")
             if empty := _empty(case, before):
                 return Verdict(False, f"{empty} is empty.")
-            if wrong := _wrong(case, case.arguments, before):
+            if wrong := _wrong(name, case, case.arguments, before, program.sources[program.file]):
                 return Verdict(False, f"with {case.said}: {wrong}{coming(run.trace)}")
             if missed := not_met(run.trace) or puzzle.point(case, Seen(run)):
                 return Verdict(False, f"the result is right. But with {case.said}, {missed}")
@@ -82,7 +83,7 @@ def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
     except CompileError as error:
         return Verdict(False, f"the simulator runs it, but CUDA's own compiler does not take it:\n{error}")
     for case, results in zip(cases, found, strict=True):
-        if wrong := _wrong(case, results, case.arguments):
+        if wrong := _wrong(name, case, results, case.arguments, text):
             return Verdict(False, f"the simulator finds nothing wrong, but on the {here}, with {case.said}: {wrong}")
     return Verdict(True, f"{right} The {here} gives the same.")
 
@@ -156,23 +157,24 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
         if _is(given):
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
-        names = list(PUZZLES)
-        early = fault.kernel not in names[names.index("neuron_counts") :]  # which is about atomics
+        atomics = fault.kernel == "neuron_counts"  # which is about them
         if verb == "wrote" and " writes it" in str(fault):
             asked = " without an atomic."
-            if early:
+            if not atomics:
                 asked = "; each place is one thread's."
                 if fault.block != fault.other_block and "n" in case.arguments:
                     asked += " Is i the number in the whole grid?"
                 if fault.block == fault.other_block:
                     asked += " Is the index each thread's own? Or one alone has to write, within an `if`."
             return f"{thread} and {other} both write {place}{asked}{where}"
-        what = f"one of them writes, and {'' if early else 'without an atomic '}nothing says which comes first"
+        what = f"one of them writes, and {'without an atomic ' if atomics else ''}nothing says which comes first"
         return f"{thread} and {other} use {place}, {what}.{where}"
     if isinstance(fault, faults.SharedRace):
         verb = "writes" if verb == "wrote" else "reads"
         does = "writes" if " writes it" in str(fault) else "reads"
         what = f"{thread} {verb} {place} and {other} {does} it"
+        if line == fault.other_line and line and re.search(rf"\b{fault.array}\s*[-+*/|&^]=", line.text):
+            return f"{what}: all threads add to one place. Give each its own, and fold these.{where}"
         if has_barriers:
             asked = "Is one missing, or does it stand within an `if` that only one of them takes?"
             return f"{what}, and no barrier that both come to lies in between. {asked}{where}"
@@ -210,8 +212,8 @@ def _empty(case: Case, before: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _wrong(case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str | None:
-    """The first place of an output that is not what it should be, in words; None where all are."""
+def _wrong(puzzle: str, case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor], code: str) -> str | None:
+    """The first place of an output that is not what it should be, and the likely mistake; None where all are right."""
     for name, want in case.wanted.items():
         mine, first = got[name], before[name]
         used = case.used.get(name, torch.ones_like(want, dtype=torch.bool))
@@ -223,8 +225,10 @@ def _wrong(case: Case, got: Mapping[str, Tensor], before: Mapping[str, Tensor]) 
         at = differs.nonzero()[0].tolist()
         place, value, wanted = name + "".join(f"[{i}]" for i in at), mine[tuple(at)].item(), want[tuple(at)].item()
         if value != value or value == UNWRITTEN:
-            return f"{place} was never written; it should be {_shown(wanted)}."
-        return f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
+            value_said = f"{place} was never written; it should be {_shown(wanted)}."
+        else:
+            value_said = f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
+        return value_said + likely(puzzle, case, name, mine, code)
     return None
 
 

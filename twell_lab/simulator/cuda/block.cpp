@@ -21,21 +21,6 @@ static SimPath where(Thread& t) {
     return f.path;
 }
 
-static void end_with(Worker& w, const SimFault& fault) {
-    w.fault = w.unwritten.kind ? w.unwritten : fault;
-    w.fault_found = true;
-    for (Thread& t : w.threads)  // frees what an endless loop has logged
-        if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log), t.unread_write = -1;
-}
-
-// Ends the block with a fault; the threads of the block are not continued.
-void stop(Thread& me, SimFault fault) {
-    Worker& w = *me.worker;
-    end_with(w, fault);
-    sim_switch(&me.sp, w.main_sp);
-    __builtin_unreachable();
-}
-
 // ---- warp-wide operations ----
 
 static uint64_t reduced(int kind, const Warp& w, uint32_t lanes) {
@@ -257,7 +242,7 @@ extern "C" __attribute__((noinline)) int sim_barrier(int kind, int predicate) {
 
 // ---- a thread's end ----
 
-void thread_done(Thread& me) {
+static void thread_done(Thread& me) {
     Worker& worker = *me.worker;
     Warp& w = *me.warp;
     me.done = true;
@@ -278,6 +263,12 @@ void thread_done(Thread& me) {
 }
 
 // ---- the block ----
+
+static void begin() {
+    Thread& me = *self();
+    me.worker->launch->call(me.worker->launch->arguments);
+    thread_done(me);
+}
 
 static void start(Worker& worker) {
     const SimLaunch& l = *worker.launch;
@@ -303,7 +294,7 @@ static void start(Worker& worker) {
         memset(t.seen, 0, sizeof t.seen);
         t.warp->lane[t.lane] = &t, t.warp->number = (int)(i / LANES_A_WARP);
         t.warp->alive |= 1u << t.lane, t.warp->runnable |= 1u << t.lane;
-        aim_at_start(t);
+        aim_at_start(t, begin);
     }
 }
 

@@ -76,14 +76,6 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 #error "the simulator switches fibers on x86-64 and arm64 only"
 #endif
 
-void thread_done(Thread&);
-
-static void begin() {
-    Thread& me = *self();
-    me.worker->launch->call(me.worker->launch->arguments);
-    thread_done(me);
-}
-
 // Stacks for as many threads as a block can have. Memory is used only where it is touched, and never given back. The word
 // after the last stack says whether the stacks' ends may be closed in a way that splits the mapping.
 extern "C" char* sim_make_stacks(int closed) {
@@ -103,8 +95,8 @@ static void close_end(const char* stacks, char* stack) {
 
 void release_stack(char* stack) { madvise(stack + SIM_CLOSED, SIM_STACK - SIM_CLOSED, MADV_DONTNEED); }
 
-// The thread's next switch enters the kernel from the top.
-void aim_at_start(Thread& t) {
+// The thread's next switch enters `kernel` from the top.
+void aim_at_start(Thread& t, void (*kernel)()) {
     char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
     if (!*(SimThread**)(top - 8)) close_end(t.worker->stacks, top - SIM_STACK);  // never used before
     *(SimThread**)(top - 8) = &t;
@@ -116,6 +108,6 @@ void aim_at_start(Thread& t) {
     words = (void**)((uintptr_t)words & ~(uintptr_t)15);
 #endif
     memset(words, 0, SAVED_WORDS * sizeof *words);
-    words[RETURN_WORD] = (void*)&begin;
+    words[RETURN_WORD] = (void*)kernel;
     t.sp = words, t.top = (uint64_t)words;
 }

@@ -29,10 +29,10 @@ constexpr int TICK = SIGURG;  // ignored by default, and hardly ever used
 constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}, GUARDED = 7;
 constexpr double TICKS_APART = 0.05, LATE_TICKS_APART = 0.001;  // seconds
 
-struct Guard { pthread_key_t key; Heap* heap; };
+struct Guard { pthread_key_t key; std::atomic<Heap*> heap; };
 
 static Guard guard;
-static std::atomic<const Guard*> common{nullptr};  // of the library that was launched first
+static std::atomic<Guard*> common{nullptr};  // of the library that was launched first
 static std::mutex guard_lock;
 static int guard_count = 0;
 static bool guard_has_key = false;
@@ -129,7 +129,6 @@ extern "C" const void* sim_guard_begin() {
     std::lock_guard<std::mutex> hold(guard_lock);
     if (!guard_has_key && pthread_key_create(&guard.key, nullptr)) return nullptr;
     guard_has_key = true;
-    if (!guard.heap) guard.heap = make_heap();
     if (guard_count++) return &guard;
     for (int i = 0; i < GUARDED; ++i) {
         const int number = i ? CRASHES[i - 1] : TICK;
@@ -173,7 +172,7 @@ GuardedThread::GuardedThread(Worker& w) : worker(w) {
     const SimLaunch& l = *w.launch;
     g.main_sp = &w.main_sp, g.running = nullptr, g.crash.signal = 0, g.late = false, g.in_heap = 0;
     if (!l.guard) return;
-    common = (const Guard*)l.guard;
+    common = (Guard*)l.guard;
     g.cancel = &l.cancel, g.deadline = w.deadline;
     const uint64_t end = (uint64_t)&sim_kernels_end, call = (uint64_t)l.call;
     const bool in_order = call >= sim_module_base && call < end && (uint64_t)&sim_resume >= end;
@@ -210,9 +209,9 @@ Thread* thread_in_kernel() {
     return g ? g->running : nullptr;
 }
 
-Heap* common_heap() {
-    const Guard* the = common;
-    return the ? the->heap : nullptr;
+std::atomic<Heap*>* common_heap() {
+    Guard* the = common;
+    return the ? &the->heap : nullptr;
 }
 
 // ---- what happened ----

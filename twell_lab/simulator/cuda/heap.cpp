@@ -32,7 +32,11 @@ struct Heap {
     bool has(const void* p) const { return begin && (uint64_t)p - begin < HEAP; }
 };
 
-Heap* make_heap() { return new Heap(); }
+// The heap of all libraries of the process; null before a kernel has taken any memory.
+static Heap* heap() {
+    const std::atomic<Heap*>* common = common_heap();
+    return common ? common->load() : nullptr;
+}
 
 static size_t room_of(size_t bytes) { return (bytes + BETWEEN + 15) & ~(size_t)15; }
 
@@ -40,7 +44,11 @@ static size_t room_of(size_t bytes) { return (bytes + BETWEEN + 15) & ~(size_t)1
 static void* take(size_t bytes, uint64_t place) {
     const Thread* me = thread_in_kernel();
     if (!me || place < me->worker->guarded.begin || place >= me->worker->guarded.end || bytes > HEAP / 2) return nullptr;
-    Heap& h = *common_heap();
+    if (!heap()) {
+        Heap *none = nullptr, *first = new Heap();
+        if (!common_heap()->compare_exchange_strong(none, first)) delete first;
+    }
+    Heap& h = *heap();
     std::lock_guard<std::mutex> hold(h.lock);
     if (!h.begin) {
         void* region = mmap(nullptr, HEAP, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -68,7 +76,7 @@ static bool is_the_launchs(const Worker& w, uint64_t at, bool& in_array) {
 // fault, which ends the block of threads.
 static bool give_back(void* p, uint64_t place) {
     const uint64_t at = (uint64_t)p;
-    Heap* h = common_heap();
+    Heap* h = heap();
     Thread* me = thread_in_kernel();
     const char* why = nullptr;
     bool in_array = false;
@@ -156,7 +164,7 @@ GIVES_BACK_SIZED(_ZdlPvm) GIVES_BACK_SIZED(_ZdaPvm)
 INSTEAD(void*, realloc, void* p, size_t bytes) {
     if (!p) {
         if (void* made = take(bytes, HERE)) return made;
-    } else if (Heap* h = common_heap(); h && h->has(p)) {
+    } else if (Heap* h = heap(); h && h->has(p)) {
         void* made = bytes ? take(bytes, HERE) : nullptr;
         if (bytes && !made) made = __real_malloc(bytes);
         if (bytes && !made) return nullptr;

@@ -1,64 +1,12 @@
 // The C interface: deals the blocks of a grid out to workers, one a core, and gathers what they found.
-#include <dlfcn.h>
-#include <link.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include <algorithm>
 #include <map>
 #include <mutex>
 #include <thread>
 
 #include "runtime.h"
-
-std::atomic<int> sim_running{0};
-uint64_t sim_module_base = 0, sim_module_end = 0, sim_code_begin = 0;
-
-double now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-bool out_of_time(const Worker& w) { return w.launch->cancel || now() > w.deadline; }
-
-// ---- this library's thread-local block: where the kernel's __shared__ arrays are ----
-
-struct Module { uint64_t base, end, code; size_t tls_id; };
-
-static int find_module(dl_phdr_info* info, size_t, void* out) {
-    const uint64_t here = (uint64_t)&find_module;
-    bool ours = false;
-    uint64_t end = 0, code = 0;
-    for (int i = 0; i < info->dlpi_phnum; ++i) {
-        const ElfW(Phdr)& p = info->dlpi_phdr[i];
-        const uint64_t begin = info->dlpi_addr + p.p_vaddr;
-        if (p.p_type != PT_LOAD) continue;
-        if (here >= begin && here < begin + p.p_memsz) ours = true, code = begin;
-        end = std::max(end, begin + p.p_memsz);
-    }
-    if (ours) *(Module*)out = {(uint64_t)info->dlpi_addr, end, code, info->dlpi_tls_modid};
-    return ours;
-}
-
-struct TlsIndex { unsigned long module, offset; };
-extern "C" void* __tls_get_addr(TlsIndex*);
-
-static char* thread_local_block() {
-    Module m{};
-    dl_iterate_phdr(find_module, &m);
-    sim_module_base = m.base, sim_module_end = m.end, sim_code_begin = m.code;
-    if (!m.tls_id) return nullptr;
-    TlsIndex index{m.tls_id, 0};
-    return (char*)__tls_get_addr(&index);
-}
-
-// Where this library is loaded: what its symbols' values are counted from.
-extern "C" uint64_t sim_base() {
-    thread_local_block();
-    return sim_module_base;
-}
 
 // ---- workers are kept from launch to launch, since they own much memory ----
 
@@ -132,19 +80,9 @@ static T* copy_out(const std::vector<T>& v) {
     return out;
 }
 
-struct PathLess {
-    bool operator()(const SimSite& a, const SimSite& b) const {
-        if (a.kind != b.kind) return a.kind < b.kind;
-        if (a.space != b.space) return a.space < b.space;
-        if (a.depth != b.depth) return a.depth < b.depth;
-        return memcmp(a.pc, b.pc, sizeof a.pc) < 0;
-    }
+struct PathLess {  // of sites whose totals are all zero
+    bool operator()(const SimSite& a, const SimSite& b) const { return memcmp(&a, &b, sizeof a) < 0; }
 };
-
-static void add(Totals& to, const Totals& t) {
-    to.requests += t.requests, to.accesses += t.accesses, to.bytes += t.bytes, to.sectors += t.sectors, to.lines += t.lines;
-    to.wavefronts += t.wavefronts, to.ideal_wavefronts += t.ideal_wavefronts, to.divergent += t.divergent;
-}
 
 static void gather_counts(SimReport& report, const SimLaunch& l, const std::vector<Worker*>& workers) {
     std::map<SimSite, Totals, PathLess> merged;
@@ -160,7 +98,7 @@ static void gather_counts(SimReport& report, const SimLaunch& l, const std::vect
                 SimSite key{};
                 memcpy(key.pc, path.pc, sizeof key.pc);
                 key.depth = path.depth, key.kind = s.kind, key.space = space;
-                add(merged[key], t);
+                for (int k = 0; k < TOTALS; ++k) ((int64_t*)&merged[key])[k] += ((const int64_t*)&t)[k];
             }
         }
     std::vector<SimSite> sites;

@@ -67,6 +67,7 @@ struct SimFault {
     int64_t n_waiting;
 };
 struct Totals { int64_t requests, accesses, bytes, sectors, lines, wavefronts, ideal_wavefronts, divergent; };
+constexpr int TOTALS = sizeof(Totals) / sizeof(int64_t);
 struct SimSite { uint64_t pc[MOST_FRAMES]; int32_t depth, kind, space, pad; Totals totals; };
 struct SimFootprint { int64_t array, read_sectors, written_sectors, block_read_sectors; };
 struct SimStep { int32_t warp, kind, space, size; SimPath path; int64_t first; int32_t lanes, name; };
@@ -234,10 +235,22 @@ struct Worker {
 
 inline Thread* self() { return static_cast<Thread*>(sim_thread()); }
 
+// Each of these files calls only those above it; launch.cpp, the C interface, calls them all.
+
 // fibers.cpp
 extern "C" void sim_switch(void** save, void* load);
-void aim_at_start(Thread&);
+void aim_at_start(Thread&, void (*kernel)());
 void release_stack(char* stack);
+
+// fault.cpp
+extern std::atomic<int> sim_running;
+extern uint64_t sim_module_base, sim_module_end, sim_code_begin;
+double now();
+bool out_of_time(const Worker&);
+char* thread_local_block();
+SimFault fault_of(Thread&, int kind, uint64_t pc);
+void end_with(Worker&, const SimFault&);
+[[noreturn]] void stop(Thread&, SimFault);
 
 // guard.cpp: while it lives, a crash of the kernel that this thread runs ends the kernel's block alone
 struct GuardedThread {
@@ -248,32 +261,23 @@ struct GuardedThread {
     sigset_t old_mask;
 };
 SimFault fault_of_crash(Thread&);
-Thread* thread_in_kernel();  // the one whose code runs here, null outside of kernels
-Heap* common_heap();         // of all libraries of the process; null before the first launch
+Thread* thread_in_kernel();            // the one whose code runs here, null outside of kernels
+std::atomic<Heap*>* common_heap();     // of all libraries of the process; null before the first launch
 
-// heap.cpp: the memory that kernels take
-Heap* make_heap();
-
-// block.cpp
-void run_block(Worker&, int64_t block);
-[[noreturn]] void stop(Thread&, SimFault);
-
-// launch.cpp
-double now();
-bool out_of_time(const Worker&);
-extern std::atomic<int> sim_running;
-extern uint64_t sim_module_base, sim_module_end, sim_code_begin;
-
-// watch.cpp: hooks into watched builds, called by block.cpp
-void watch_collective(Thread&, int kind, uint64_t pc);
-SimFault fault_of(Thread&, int kind, uint64_t pc);
-// order.cpp
+// order.cpp: who used a word before, and whether anything puts one use before the other (heap.cpp is called by kernels)
 void order_start(Worker&);
 void order_barrier(Worker&);
 void order_warp(Warp&, uint32_t lanes, bool sync);
 void order_flag(Thread&);
 bool order_access(Thread&, Word* words, uint64_t begin, uint64_t address, uint32_t size, Use, uint32_t site, bool& unwritten,
                   Access& other);
+
 // count.cpp
 void count_warp(Worker&, Warp&);
 void resolve_write(Thread&);
+
+// watch.cpp: hooks into watched builds
+void watch_collective(Thread&, int kind, uint64_t pc);
+
+// block.cpp, which launch.cpp calls
+void run_block(Worker&, int64_t block);

@@ -9,51 +9,6 @@
 #define HOOK extern "C" __attribute__((visibility("hidden"), noinline))
 #define HERE (uint64_t) __builtin_return_address(0)
 
-bool Sites::before(uint32_t a, uint32_t b) const {
-    if (a == b) return false;
-    while (all[a].depth > all[b].depth) {
-        a = all[a].parent;
-        if (a == b) return true;  // a lies inside the call b: it comes before what follows b
-    }
-    while (all[b].depth > all[a].depth) {
-        b = all[b].parent;
-        if (a == b) return false;
-    }
-    while (all[a].parent != all[b].parent) a = all[a].parent, b = all[b].parent;
-    return all[a].pc < all[b].pc;
-}
-
-uint32_t Sites::find(uint32_t parent, uint64_t pc) {
-    const uint64_t key = pc * 0x9e3779b97f4a7c15u ^ ((uint64_t)parent << 32 | parent);
-    uint32_t at = NO_SITE;
-    for (uint64_t probe = key;; ++probe) {
-        auto found = children.find(probe);
-        if (found == children.end()) {
-            at = (uint32_t)all.size();
-            all.push_back(Site{pc, parent, all[parent].depth + 1, BRANCH, {}, {}});
-            children.emplace(probe, at);
-            return at;
-        }
-        if (all[found->second].pc == pc && all[found->second].parent == parent) return found->second;
-    }
-}
-
-// Module-relative program counters, outermost call first; calls deeper than MOST_FRAMES lose their outermost frames.
-SimPath Sites::path(uint32_t site) const {
-    SimPath p{};
-    uint32_t chain[MOST_FRAMES];
-    for (; site != 0 && site != NO_SITE && p.depth < MOST_FRAMES; site = all[site].parent) chain[p.depth++] = site;
-    for (int i = 0; i < p.depth; ++i) p.pc[i] = all[chain[p.depth - 1 - i]].pc - sim_module_base;
-    return p;
-}
-
-SimFault fault_of(Thread& me, int kind, uint64_t pc) {
-    SimFault f{};
-    f.kind = kind, f.thread = me.number, f.block = me.worker->block;
-    if (pc) f.path = me.worker->sites.path(me.worker->sites.child(me.site, pc));
-    return f;
-}
-
 static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc) {
     SimFault f = fault_of(me, kind, pc);
     f.address = address, f.size = size, f.is_write = how;

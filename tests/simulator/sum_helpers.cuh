@@ -1,0 +1,3 @@
+__device__ float load(const float* p, int i) {
+    return p[32 * i + threadIdx.x % 32];
+}
