@@ -1,5 +1,6 @@
 """tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
 
+import copy
 import json
 import time
 import warnings
@@ -15,6 +16,8 @@ from twell_lab.bench import drawn, energy, models, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 
@@ -186,12 +189,54 @@ def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
 
     model = ours().to(dtype)
     assert tl.bench.model(model, **QUICK, plan="twell").rows
-    monkeypatch.setattr(workloads, "sparsify", wrongly)
+    monkeypatch.setattr(models, "sparsify", wrongly)
     monkeypatch.setattr(clock, "time_bursts", lambda *_, **__: pytest.fail("it was timed"))
     for head, what in (("tokens", "1 x 16 tokens"), ("batches", "decode step, batch 2")):
         alone = {**QUICK, "tokens": (), "batches": (), head: QUICK[head]}
         with pytest.raises(clock.WrongResult, match=f"{what}: forced twell: the logits are off by"):
             tl.bench.model(model, **alone, plan="twell")
+
+
+@pytest.mark.parametrize("method", ["cats", "teal"])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, sparsity):
+    """A right layer, in float32, keeps other values at its threshold than torch does in bfloat16."""
+    torch.manual_seed(0)
+    model, text = ours(d_ff=200), torch.randint(64, (2_000,))
+    for layer in model.layers:
+        layer.mlp.act_fn = nn.SiLU().eval()
+        for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            nn.init.normal_(part.weight, std=1.5 / part.in_features**0.5)
+    found = calibrate(model, text[:960].view(40, 24).split(8), method=method).at(sparsity)
+    cut, wide = (found.apply(copy.deepcopy(model).to(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    right = {id(a.down.weight): b.module for a, b in zip(feed_forwards(cut), feed_forwards(wide), strict=True)}
+    factor = 1.0
+
+    def forward(self, x):
+        (at,) = (i for i, layer in enumerate(feed_forwards(cut)) if torch.equal(layer.down.weight, self.down.weight))
+        return factor * [*right.values()][at](x.float()).to(x.dtype)
+
+    monkeypatch.setattr(SparseFFN, "forward", forward)
+    rows = tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense")).rows  # which takes every layer
+    assert all(0 < row["layer_over_allowed"] < 1 for row in rows if row["path"] != "dense eager") and len(rows) == 8
+    factor = 1.12
+    with pytest.raises(clock.WrongResult, match="1 x 16 tokens: forced dense: a layer is off by 1.[0-9]* times"):
+        tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense"))
+
+
+def test_what_a_row_does_not_need_is_not_made_before_it(monkeypatch):
+    planned = []
+    monkeypatch.setattr(models.planner, "plan", lambda *_, tokens, **__: planned.append(tokens) or tl.Choice("twell"))
+    monkeypatch.setattr(workloads, "decode", lambda *_: pytest.fail("no step of decoding was asked for"))
+    bench = models.Bench(ours(), tokens=(16, 32), batches=(2,), seconds=0.0)
+    assert not planned and not bench.sparse
+    assert [row["path"] for row in bench.rows("model_forward", 32, alone=True)] == ["dense eager", "planned"]
+    assert planned == [[32]]
+    bench.rows("model_forward", 32)
+    assert planned == [[32]]  # covers it
+    bench.rows("model_forward", 16)
+    bench.rows("model_forward", 32, False)
+    assert planned == [[32], [2, 16, 32]]
 
 
 # ---- what does not run here ----
@@ -213,15 +258,15 @@ def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
 
 
 def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
-    real, asked = models.workload_rows, []
+    real, asked = models.Bench.measure, []
 
-    def interrupted(measured, work, *given):
+    def interrupted(bench, work, *given):
         asked.append(work.label)
         if len(asked) > 1:
             raise KeyboardInterrupt
-        return real(measured, work, *given)
+        return real(bench, work, *given)
 
-    monkeypatch.setattr(models, "workload_rows", interrupted)
+    monkeypatch.setattr(models.Bench, "measure", interrupted)
     record = tl.bench.model(ours(), **QUICK)
     assert {(row["kind"], row["head"]) for row in record.rows} == {("model_forward", True)}
     forward, step = asked[0], "decode step, batch 2"

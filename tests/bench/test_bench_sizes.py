@@ -59,14 +59,14 @@ def gpu(monkeypatch):
     monkeypatch.setattr(energy, "millijoules", lambda read, call, wait: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
-    monkeypatch.setattr(workloads.costs, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(models.costs, "measure_rates", lambda *_: rates)
 
-    monkeypatch.setattr(workloads.Models, "planned", lambda *_: (Choice("twell"), 1.5))
+    monkeypatch.setattr(models.Bench, "planned", lambda *_: (Choice("twell"), 1.5))
 
 
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
-    bench.models.plan({2, 24}, for_graphs=True)
+    bench.planners = ("planned", "planned for graphs")
     bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True, watched=True)
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]
@@ -86,9 +86,9 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch
     assert [row["path"] for row in many] == ["dense eager", "planned", "dense compiled", "planned compiled"]
     assert all(row["mj_per_token"] == 600 / 48 for row in many)
     assert [row["path"] for row in bench.plan_rows()] == ["plan", "plan for graphs"]
-    wrong = copy.deepcopy(bench.models.dense.model)
+    wrong = copy.deepcopy(bench.dense.model)
     wrong.lm_head.weight.data *= 1.01
-    bench.models.sparse["planned"] = Causal(wrong)
+    bench.sparse["planned"] = Causal(wrong)
     with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits are off by"):
         bench.rows("model_forward", 24)
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from .. import core
 from ..analysis.profile import FiringProfile
 from ..core import InputError, StackError
-from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..training import presets
-from .training import thresholds
+from .training import before_gates, thresholds
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
 NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
@@ -107,15 +106,8 @@ def fire(model: nn.Module, tokens: Tensor, nnzs: Sequence[float | Tensor]) -> No
         products = (args[0].flatten(0, -2) @ gate.weight.t()).float()
         gate.bias.copy_(-thresholds(products, nnz, seed=seed))
 
-    hooks = [
-        layer.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
-        for i, (layer, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True))
-    ]
-    try:
-        model(tokens, use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = [functools.partial(before, nnz=nnz, seed=i) for i, nnz in enumerate(nnzs)]
+    before_gates(model, hooks, tokens, use_cache=False, logits_to_keep=1)
 
 
 def windows_of(context: int) -> int:

@@ -43,16 +43,19 @@ def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: T
     x = inputs[0]
     with torch.no_grad():
         fired = [twell.fires(linear(each, first, bias)).sum(1).double().mean() for each in inputs]
-    return {
-        "kind": kind,
-        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "CPU",
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "tokens": x.shape[0],
-        "d_model": x.shape[1],
-        "d_ff": first.shape[0],
-        "nnz": round(float(sum(fired) / len(fired)), 2),
-        "workload": label,
-    }
+    nnz = round(float(sum(fired) / len(fired)), 2)
+    return about(kind, x, label, tokens=x.shape[0], d_model=x.shape[1], d_ff=first.shape[0], nnz=nnz)
+
+
+def about(kind: str, like: Tensor, workload: str, **sizes) -> dict:
+    """Return what all rows of a comparison say: device and dtype of a tensor, the workload's name, and sizes."""
+    where = {"device": clocks.device_name(like.device), "dtype": str(like.dtype).removeprefix("torch.")}
+    return {"kind": kind, **where, **sizes, "workload": workload}
+
+
+def sizes_of(config: Any) -> dict:
+    """Return the sizes of a model's layers by the names that rows have, of a ModelConfig or a TrainConfig."""
+    return {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers")}
 
 
 def row(

@@ -22,9 +22,8 @@ from ..ops import clock
 from ..training.text import source
 from . import rows
 from .causal import Causal
-from .cut_checks import worst_layer
 from .rows import DENSE
-from .workloads import Tokens, variant_rows
+from .workloads import Tokens, check_cut, variant_rows
 
 PATHS = {"cats": "twell", "teal": "kept_inputs"}
 CUT, SPARSE = "thresholds, dense", {method: f"thresholds, forced {path}" for method, path in PATHS.items()}
@@ -97,7 +96,7 @@ def _train(shape: Shape, text: Tensor) -> LanguageModel:
 def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
     """Return a step of decoding in bfloat16 for each batch size, the model with thresholds of this sparsity beside the
     one without; each row of the former says what they cost, and with "teal" the density of hidden values. Raises
-    clock.WrongResult where the kernels compute something else than the dense layers (bench.cut_checks)."""
+    clock.WrongResult where the kernels compute something else than the dense layers."""
     shape, path = trained.shape, SPARSE[method]
     chosen = trained.calibration[method].at(sparsity)
     cost = chosen.loss(trained.model, trained.windows, bytes_per_token=1.0)
@@ -115,14 +114,15 @@ def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
     density = [layer.density["activation" if method == "cats" else "hidden"] for layer in chosen.layers]
     says = {"sparsity": sparsity, "density": [round(share, 4) for share in density], **loss_facts(cost)}
     says["dense_loss"] = round(cost.dense, 5)
-    how = {"cached": shape.cached, "nnz": shape.model.d_ff * sum(density) / len(density), "seconds": 1.0}
+    nnz = shape.model.d_ff * sum(density) / len(density)
     label = f"{method.upper()} {sparsity:.0%}, {{}}, SiLU trained on {trained.text.name}"
     made = []
     for batch in shape.batches:
         ids = tokens.windows(tokens.MEASURED, batch, shape.cached)
         step, kept = models[CUT].stepper(), models[CUT].keep(ids[:, :-1])
-        worst = worst_layer(feed_forwards(cut), sparse, lambda: step(ids[:, -1:], kept))
-        facts = {CUT: says, path: says | {"layer_over_allowed": round(worst or 0.0, 4)}}
+        worst = check_cut(feed_forwards(cut), sparse, lambda: step(ids[:, -1:], kept), path)
+        facts = {CUT: says, path: says | {"layer_over_allowed": worst}}
+        how = {"cached": shape.cached, "nnz": nnz, "seconds": 1.0}
         made += variant_rows(KIND, label, models, facts, tokens, batch, **how)
     return made
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -145,93 +146,78 @@ def step_rows(case: Case) -> list[dict]:
 
 
 def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
-    """Whole training steps of a model on `batch` windows, optimizer included: all layers dense, each as planned, and
-    all sparse. name: of the workload, after "whole step".
-
-    The gates' thresholds are set so that about `nnz` neurons fire at a token (`_quiet`). The learning rate is zero, so
-    that every step is the same step; AdamW does its work nevertheless."""
+    """Return rows of whole training steps of a model on `batch` windows: all layers dense, each as the trainer would
+    choose, and all sparse. name: of the workload, after "whole step". The gates' thresholds are set so that about `nnz`
+    neurons fire at a token (`_quiet`)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = clocks.present_device(None)
     with device:
         dense = LanguageModel(config).to(torch.bfloat16)
-        tokens = torch.randint(0, config.vocabulary, (3, batch, config.context + 1))
-    fired = _quiet(dense, tokens[0, :2, :-1], nnz)
+        ids = torch.randint(0, config.vocabulary, (3, batch, config.context))
+    fired = _quiet(dense, ids[0, :2], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
-    choice = plan(twin, tokens[0, :, :-1])
+    choice = switch_layers(twin, twin, ids[0])
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
+    compiled = functools.partial(torch.compile, dynamic=False)
     calls = {
-        COMPILED: _model_step(dense, tokens, True),
-        "planned compiled": _model_step(twin, tokens, True),
-        "planned, compiled by layer": _model_step(by_layer, tokens, False),
-        "forced twell compiled": _model_step(sparse, tokens, True),
-        DENSE: _model_step(dense, tokens, False),
-        "planned": _model_step(twin, tokens, False),
+        COMPILED: whole_step(dense, compiled(dense), ids),
+        "planned compiled": whole_step(twin, compiled(twin), ids),
+        "planned, compiled by layer": whole_step(by_layer, by_layer, ids),
+        "forced twell compiled": whole_step(sparse, compiled(sparse), ids),
+        DENSE: whole_step(dense, dense, ids),
+        "planned": whole_step(twin, twin, ids),
     }
-    losses = {name: float(call(0)) for name, call in calls.items()}
-    if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
-        raise clocks.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    notes: dict[str, dict] = {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
+    facts = checked_losses({name: float(call(0)) for name, call in calls.items()})
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
-        notes[path]["choice"] = choice
-    notes["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
-    compiled = torch.compile(dense, dynamic=False)  # the same layers: how far apart gradients are anyway
-    notes[COMPILED]["gradients_apart"] = gradients_apart(compiled, dense, tokens[0])
-    shared = {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers", "context")}
-    shared |= {
-        "kind": "training",
-        "device": clocks.device_name(device),
-        "dtype": "bfloat16",
-        "tokens": batch * config.context,
-        "nnz": round(fired, 2),
-        "parameters": sum(p.numel() for p in dense.parameters()),
-        "workload": f"whole step, {name}",
-    }
-    return rows.timed(shared, calls, notes, rounds=10)
+        facts[path]["choice"] = choice
+    sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
+    sizes["parameters"] = sum(p.numel() for p in dense.parameters())
+    shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
+    return rows.timed(shared, calls, facts, rounds=10)
 
 
-def plan(model: nn.Module, tokens: Tensor) -> str:
-    """Have each sparse layer take the path that `switching` chooses for it; returns a sentence with how many of them
-    are sparse then."""
+def switch_layers(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> str:
+    """Have each sparse layer take the path that the trainer would choose for it; returns how many take which. read:
+    runs the model on token ids [sequences, length]."""
     with layer_terms(model) as terms:
-        model(tokens)
-    found = [layer.module for layer in feed_forwards(model)]
-    d_ff, d_model = found[0].up.weight.shape
-    limit = switching.break_even(forward.rates_here(), d_model, d_ff, found[0].gate is not None)
-    switching.switch(model, terms, below=limit)
-    return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
+        read(ids)
+    switching.Switch(model).see(terms)
+    layers = [layer.module for layer in feed_forwards(model)]
+    return counted(Counter(LEARNS_DENSE if layer.learning == LEARNS_DENSE else SPARSE for layer in layers))
 
 
-def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
-    """Return how far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all
-    parameters."""
-    a, b = (torch.autograd.grad(_loss(each, each, windows), [*each.parameters()]) for each in (model, other))
-    norm = lambda t: t.double().norm()  # noqa: E731
-    return max(float(norm(x.double() - y) / norm(y).clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
+def counted(taken: Counter[str]) -> str:
+    """Return how many layers take which path, as rows say it."""
+    return ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
 
 
-def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
-    with layer_terms(model) as terms:
-        scores = call(windows[:, :-1])
-    loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
-    return loss + L1 * sum(term.l1 for term in terms) / len(terms)
-
-
-def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
-    """A call of one step: the loss with L1, backward, AdamW with learning rate 0. turn -> the loss, a tensor."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    call = torch.compile(model, dynamic=False) if compiled else model
+def whole_step(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[int], Tensor]:
+    """Return a call of one step on token ids [inputs, sequences, length], turn -> its loss: the loss with L1, backward,
+    and AdamW with a learning rate of zero, so that every step is the same. read: from ids to logits, by this model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
 
     def step(turn: int) -> Tensor:
-        loss = _loss(model, call, tokens[turn % len(tokens)])
+        windows = ids[turn % len(ids)]
+        with layer_terms(model) as terms:
+            logits = read(windows)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss = loss + L1 * sum(term.l1 for term in terms) / len(terms)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step
+
+
+def checked_losses(losses: dict[str, float]) -> dict[str, dict]:
+    """Return what the row of each path says of its loss. Raises WrongResult where they differ."""
+    if not max(losses.values()) - min(losses.values()) <= 0.02 * abs(losses[DENSE]):
+        raise clocks.WrongResult(f"training: the losses differ: {losses}; nothing was timed")
+    return {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
 
 
 @torch.no_grad()
@@ -241,7 +227,7 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
     gate row gets the weight with which its neuron fires at its rate (`thresholds`)."""
     model.embedding.weight[:, 0] = 8.0
-    fired = []
+    fired: list[float] = []
 
     def before(gate: nn.Linear, args: tuple) -> None:
         x, weight = args[0].flatten(0, -2), gate.weight
@@ -253,11 +239,19 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     for block in model.layers:
         block.attention.out_proj.weight[0] = 0
         block.mlp.down_proj.weight[0] = 0
-    hooks = [found.gate.register_forward_pre_hook(before) for found in feed_forwards(model)]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
+    before_gates(model, [before] * len(model.layers), tokens)
     return sum(fired) / len(fired)
+
+
+def before_gates(model: nn.Module, hooks: Iterable[Callable[[nn.Linear, tuple], None]], *args, **how) -> None:
+    """Run a model with a hook before the gate of each layer."""
+    pairs = zip(feed_forwards(model), hooks, strict=True)
+    handles = [layer.gate.register_forward_pre_hook(hook) for layer, hook in pairs]
+    try:
+        model(*args, **how)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
