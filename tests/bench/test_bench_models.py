@@ -24,42 +24,21 @@ from twell_lab.ops import clock
 transformers = pytest.importorskip("transformers")
 SIZES = ModelConfig(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=64, context=32)
 QUICK = {"tokens": (16,), "batches": (2,), "seconds": 0.0, "progress": False}
-LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_act": "relu"},
 }
 OTHERS = {
-    "opt": {
-        **{key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
-        "ffn_dim": 64,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 16,
-    },
-    "gpt2": {
-        "vocab_size": 64,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "activation_function": "relu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "llama": {**LLAMA, "hidden_act": "relu"},
-    "mixtral": {**LLAMA, "hidden_act": "relu", "num_local_experts": 4, "num_key_value_heads": 1},
+    "llama": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 16},
+    "gpt2": {"activation_function": "relu"},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 1},
 }
 
 
 def theirs(kind="llama", **changes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**OTHERS[kind], **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **OTHERS[kind], **changes})
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -219,7 +198,7 @@ def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, spa
     monkeypatch.setattr(SparseFFN, "forward", forward)
     rows = tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense")).rows  # which takes every layer
     assert all(0 < row["layer_over_allowed"] < 1 for row in rows if row["path"] != "dense eager") and len(rows) == 8
-    factor = 1.12
+    factor = 1.3
     with pytest.raises(clock.WrongResult, match="1 x 16 tokens: forced dense: a layer is off by 1.[0-9]* times"):
         tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense"))
 
@@ -386,6 +365,6 @@ def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(mon
     monkeypatch.setattr(core, "memory", lambda: 2**30)
     monkeypatch.setattr(drawn, "llama", lambda *_: pytest.fail("it was built"))
     with pytest.raises(
-        InputError, match="a model of 2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and cpu has 1.0"
+        InputError, match="2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and this machine has 1.0"
     ):
         tl.bench.model("2B", **QUICK, device="cpu")

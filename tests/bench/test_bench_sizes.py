@@ -26,7 +26,7 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     model = drawn.llama(SIZES, "cpu")
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (16, 24))
-    drawn.fire(model, tokens, [3.0, 10.0, 40.0])
+    drawn.fire(model, lambda: model(tokens), [3.0, 10.0, 40.0])
     nnzs = [layer.mean_nnz for layer in profile(model, [tokens]).layers]
     assert nnzs == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
     assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
@@ -67,7 +67,7 @@ def gpu(monkeypatch):
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
     bench.planners = ("planned", "planned for graphs")
-    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True, watched=True)
+    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True)
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]
     rows = bench.rows("model_decode", 2)

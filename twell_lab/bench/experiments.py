@@ -3,8 +3,8 @@ of training with an operand that is made 2:4."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,9 +23,9 @@ class Shape:
     """model, shares: in whose matrices such shares of the weights are switched. config: of the trainings with dropout,
     one for each of `seeds` and each kind. products: (tokens, d_ff, d_model) of those that are timed, on a GPU."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632))
+    model: ModelConfig = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)
     shares: tuple[float, ...] = (0.01, 0.02)
-    config: TrainConfig = field(default_factory=lambda: TrainConfig(d_model=256, d_ff=1024, batch=32, context=256))
+    config: TrainConfig = TrainConfig(d_model=256, d_ff=1024, batch=32, context=256)
     seeds: tuple[int, ...] = (0, 1)
     products: tuple[tuple[int, int, int], ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
     device: str = "cuda"
@@ -41,14 +41,12 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
     """Return the rows of switching on and off once, in place, and of fusing and unfusing a LoRA of as many parameters;
     of random weights. `worst_error`: the largest difference from the weights of before, once it is off."""
     device = clock.present_device(shape.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = LanguageModel(shape.model).to(dtype).requires_grad_(False)
-    sizes = {name: getattr(shape.model, name) for name in ("d_model", "d_ff", "layers")}
-    said = {"share": share, "workload": f"{share:.0%} of the weights, on and off once"}
-    shared = {"device": clock.device_name(device), "dtype": str(dtype).removeprefix("torch.")}
-    return [{"kind": "adapters"} | shared | sizes | said | row for row in switching(model, share)]
+        model = LanguageModel(shape.model).to(clock.dtype_for(device)).requires_grad_(False)
+    workload = f"{share:.0%} of the weights, on and off once"
+    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(shape.model))
+    return [shared | row for row in switching(model, share)]
 
 
 def loss_rows(shape: Shape, seed: int) -> list[dict]:
@@ -70,24 +68,22 @@ def step_rows(sizes: tuple[int, int, int]) -> list[dict]:
     """Return the rows of forward and backward of one linear layer with weight or input made 2:4 in every step, beside
     the dense layer. RuntimeError where it does not run here, so that a recording leaves it out."""
     try:
-        made = step_times(*sizes)
+        return _beside_first("two_four_training", "y = h Wd^T, both ways", step_times(*sizes))
     except TwellError as error:
         raise RuntimeError(str(error)) from error
-    return _beside_first("two_four_training", "y = h Wd^T, both ways", made)
 
 
 def _beside_first(kind: str, workload: str, made: list[dict]) -> list[dict]:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    shared, dense = {"kind": kind, "device": name, "dtype": "bfloat16", "workload": workload}, made[0]["ms"]
+    here, dense = torch.empty(0, dtype=torch.bfloat16, device=clock.present_device(None)), made[0]["ms"]
+    shared = rows.about(kind, here, workload)
     return [shared | row | {"dense_ms": dense, "x_dense": dense / row["ms"]} for row in made]
 
 
 def sections(shape: Shape) -> rows.Sections:
-    """Return the steps of the record, as in bench.comparison."""
-    step = functools.partial
+    """Return the steps of the record."""
     return {
-        "adapters": [step(adapter_rows, shape, share) for share in shape.shares],
-        "products": [step(product_rows, sizes) for sizes in shape.products],
-        "2:4 in training": [step(step_rows, sizes) for sizes in shape.products],
-        "dropout": [step(loss_rows, shape, seed) for seed in shape.seeds],
+        "adapters": [partial(adapter_rows, shape, share) for share in shape.shares],
+        "products": [partial(product_rows, sizes) for sizes in shape.products],
+        "2:4 in training": [partial(step_rows, sizes) for sizes in shape.products],
+        "dropout": [partial(loss_rows, shape, seed) for seed in shape.seeds],
     }

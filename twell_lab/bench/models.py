@@ -65,8 +65,8 @@ def model(
     """Time a causal language model, dense beside sparse: forwards and steps of decoding with a cache, each with the LM
     head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
 
-    The model itself stays as it is; copies are swapped. Before any clock starts, logits are compared with those of a
-    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared, too.
+    The model itself stays as it is; copies are swapped. Before any clock starts, results are compared with those of a
+    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
@@ -98,12 +98,11 @@ def model(
     Returns:
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of logits, or without the head of states, against a float32 run), `error_over_allowed`, of
-        thresholds `layer_over_allowed`, `layer_error` (of a layer's output against the dense one's, on average, where
-        `paths` were named), `loss` (of forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and
-        `mj_per_token` with `mj_spread` (of graphs where there are any, since plain calls wait for the host). Its notes
-        say under "energy" why there is none, and under "left_out" what does not run here. An interruption (Ctrl-C) ends
-        it with the rows that there are by then, if there are any, and the notes name the others.
+        run), `error` (of results against a float32 run), `error_over_allowed`, of thresholds `layer_over_allowed`,
+        `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
+        forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and `mj_per_token` with `mj_spread`
+        (of graphs where there are any). Its notes say under "energy" why there is none, and under "left_out" what does
+        not run here. An interruption (Ctrl-C) ends it with the rows that there are, and the notes name the others.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -169,7 +168,7 @@ class Bench:
         left_out: dict[str, str] | None = None,
     ) -> None:
         self.left_out: dict[str, str] = {} if left_out is None else left_out
-        self.forced, steps, sizes = _paths(paths), _counts("batches", batches), None
+        forced, steps, sizes = _paths(paths), _counts("batches", batches), None
         if _is_drawn(model):
             place = timing.present_device(device)
             dtype = dtype or timing.dtype_for(place)
@@ -179,7 +178,8 @@ class Bench:
             if not isinstance(firing, FiringProfile | None):
                 raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
             sizes = drawn.sizes_of(model)
-            drawn.check_room(sizes, place, dtype, (3 if graphs else 2) + len(self.forced))
+            if place.type == "cpu":  # a GPU says what does not fit
+                drawn.check_room(sizes, dtype, 2 + len(forced))
             name = f"{model} " if isinstance(model, str) else ""
             about = about or f"drawn {name}Llama{' firing as profiled' * (firing is not None)}"
             vocabulary, length = sizes.vocabulary, min(sizes.context, LONGEST)
@@ -201,11 +201,17 @@ class Bench:
         _check_text(text, vocabulary, max([*counts, *(batch * cached for batch in steps)]), longest)
         on_gpu = place.type == "cuda"
         seconds = (3.0 if on_gpu else 1.0) if seconds is None else seconds
-        self.clocks = Clocks(place, seconds, graphs=graphs, watched=True)
+        self.clocks = Clocks(place, seconds, graphs=graphs)
         if graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.plan, self.compiled, self.cached, self.length, self.about = plan, compiled, cached, longest, about
-        self.planners = (PLANNED, FOR_GRAPHS) if graphs and on_gpu else (PLANNED,)
+        self.compiled, self.cached, self.length, self.about = compiled, cached, longest, about
+        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (graphs and on_gpu)]
+        by_name = isinstance(plan, str) and plan in PATHS.names()
+        self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
+        if plan is not None and not by_name:
+            self.given[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = plan
+        for path in [plan] * by_name + forced:
+            self.given[f"{FORCED}{path if PATHS[path].splits else Choice(path)}"] = path
         self.fewest = min((n for n in (*counts, longest) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
@@ -230,21 +236,16 @@ class Bench:
         """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
         made. alone: plan for these tokens alone, and not for all that there will be, where nothing was planned yet."""
         planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
-        if self.plan is not None:
-            name = FORCED + str(self.plan) if isinstance(self.plan, Choice) else PLANNED
-            if isinstance(self.plan, str) and self.plan in PATHS.names():
-                name = self._force(self.plan)
-            elif name not in self.sparse:
-                self.follow(name, self.plan)
-            names = [name]
-        else:
-            names = planners
-            for name in planners:
-                if tokens not in self.covered.get(name, ()):
-                    self.covered[name] = [tokens] if alone else self.classes
-                    self.sparse.pop(name, None)
-                    self.follow(name, self.planned(self.covered[name], name)[0])
-        return list(dict.fromkeys([*names, *map(self._force, self.forced)]))
+        for name in planners:
+            if tokens not in self.covered.get(name, ()):
+                self.covered[name] = [tokens] if alone else self.classes
+                self.sparse.pop(name, None)  # its memory, before there is another
+                self._follow(name, self.planned(self.covered[name], name)[0])
+        for name, plan in self.given.items():
+            if name not in self.sparse:
+                splits = isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits
+                self._follow(name, self._split(plan) if splits else plan)
+        return [*planners, *self.given]
 
     def planned(self, classes: list[int], name: str = PLANNED) -> tuple[Plan, float]:
         """Plan the layers for these token counts; returns the plan, and how many seconds it took from a profile on."""
@@ -257,29 +258,20 @@ class Bench:
         rows.drain()
         return plan, time.perf_counter() - start
 
-    def _force(self, path: str) -> str:
-        """Have the layers of a copy take this path, whatever it is worth; returns what rows call that. On one that
-        splits neurons, with as many hot ones as should be fastest for the most tokens. Raises a TwellError where layers
-        do not take the path."""
-        name = f"{FORCED}{path if PATHS[path].splits else Choice(path)}"
-        if name not in self.sparse:
-            self.follow(name, self._split(path, self.classes[-1]) if PATHS[path].splits else Choice(path))
-        return name
-
-    def _split(self, path: str, tokens: int) -> Plan:
-        """Return a plan of this path, with the number of hot neurons that should be fastest for so many tokens."""
+    def _split(self, path: str) -> Plan:
+        """Return a plan of a path that splits neurons, with as many hot ones as should be fastest for most tokens."""
         weight = self.layers[0].up.weight
         rates, layers = costs.measure_rates(weight.device, weight.dtype), []
         for layer in self.firing.layers:
-            firing = costs.Firing.of(layer)
+            args = costs.Firing.of(layer), rates, self.classes[-1], weight.itemsize
             choices = [Choice(path, hot) for hot in PATHS[path].sizes(layer.d_ff)]
             if not choices:
                 raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
-            best = min(choices, key=lambda one: costs.predict(one, firing, rates, tokens, weight.itemsize)["total"])
+            best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
             layers.append(LayerPlan.forced(layer, best))
         return Plan(layers, rates.device, rates.dtype, rates.as_dict())
 
-    def follow(self, name: str, plan: Plan | Choice | str | os.PathLike) -> None:
+    def _follow(self, name: str, plan: Plan | Choice | str | os.PathLike) -> None:
         """Swap the layers of a copy by this plan and call it so."""
         self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
 
@@ -418,14 +410,14 @@ class Bench:
                 facts[name]["choice"] = choice
             label = f"training step, {len(ids[0])} x {length:,} tokens"
             shared = self.shared("model_training", ids[0].numel(), label) | {"head": True}
-            return self.clocks.measure(calls, shared, facts, "training", None, captured=False)
+            return self.clocks.measure(calls, shared, facts, "training", self.left_out, captured=False)
         return []
 
     def plan_rows(self) -> list[dict]:
         """Return how long plans of the model take from a profile on, when all kernels are compiled."""
         shared = self.shared("model_plan", self.classes[-1], f"plan of {len(self.classes)} token classes")
         made = []
-        for name in self.planners if self.plan is None else ():
+        for name in self.planners:
             seconds = self.planned(self.classes, name)[1]
             path = "plan" + name.removeprefix(PLANNED)
             made.append(rows.row(shared, path, [1e3 * seconds], classes=self.classes))
@@ -454,9 +446,9 @@ def _checked(model, device, dtype) -> nn.Module:
     """Return the model, if it can be measured as it is. InputError otherwise."""
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        sizes = ", ".join(drawn.NAMES)
         raise InputError(
-            f"{name!r:.200} is a name; accepted: a model, such as tl.load({name!r:.200}), or one of the sizes {sizes}"
+            f"{name!r:.200} is a name; accepted: a model, such as tl.load({name!r:.200}), or one of the sizes "
+            f"{', '.join(drawn.NAMES)}"
         )
     check_model(model)
     kind = type(model).__name__
@@ -465,13 +457,11 @@ def _checked(model, device, dtype) -> nn.Module:
             f"{swapped} feed-forward layers of {kind} are swapped already, and it is to be compared with a dense "
             "model; accepted: tl.densify(model), with plan=... for what the layers did"
         )
-    kinds = {f"{weight.dtype} on {weight.device}" for weight in model.parameters()}
-    sound = all(weight.dtype in VALUE_DTYPES and not weight.is_meta for weight in model.parameters())
-    if not sound or len({weight.device for weight in model.parameters()}) != 1:
-        raise InputError(
-            f"{kind} has parameters of {', '.join(sorted(kinds)) or 'no kind'}; accepted: bfloat16, float16 and "
-            "float32, all on one device"
-        )
+    kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
+    places = {place for _, place in kinds}
+    if len(places) != 1 or any(of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds):
+        told = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
+        raise InputError(f"{kind} has parameters of {told}; accepted: {VALUE_DTYPES}, all on one device")
     Causal(model)
     first = next(model.parameters())
     place = first.device if device is None else timing.present_device(device)
@@ -503,7 +493,7 @@ def _counts(name: str, values) -> list[int]:
 
 
 def _check_text(text, vocabulary: int, most: int, length: int) -> None:
-    """InputError for a text that is none, or too short for the largest workload."""
+    """Raise InputError for a text that is none, or too short for the largest workload."""
     if text is None:
         return
     if not isinstance(text, Tensor) or text.dim() != 1 or text.is_meta or text.dtype not in _WHOLE:

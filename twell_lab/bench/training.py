@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..analysis import switching
+from ..analysis.profile import profile
 from ..layers.find import feed_forwards
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
@@ -25,7 +28,8 @@ from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks
 from ..ops import train
 from . import forward, rows
-from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case, steps
+from .drawn import fire
+from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case
 from .rows import COMPILED, DENSE
 
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
@@ -121,7 +125,7 @@ def step_rows(case: Case) -> list[dict]:
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     first, _ = rows.first_projection(*weights[:2])
-    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated} | case.facts
+    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated}
     with torch.no_grad():
         path = planned((linear(inputs[0], first) > 0).sum(1), first, case.gated)
     layers = {
@@ -147,21 +151,23 @@ def step_rows(case: Case) -> list[dict]:
 
 def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
     """Return rows of whole training steps of a model on `batch` windows: all layers dense, each as the trainer would
-    choose, and all sparse. name: of the workload, after "whole step". The gates' thresholds are set so that about `nnz`
-    neurons fire at a token (`_quiet`)."""
+    choose, and all sparse. name: of the workload, after "whole step". The gates have biases with which about `nnz`
+    neurons fire at a token."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = clocks.present_device(None)
     with device:
         dense = LanguageModel(config).to(torch.bfloat16)
         ids = torch.randint(0, config.vocabulary, (3, batch, config.context))
-    fired = _quiet(dense, ids[0, :2], nnz)
+    fire(dense, lambda: dense(ids[0, :2]), [nnz] * config.layers)
+    fired = fmean(layer.mean_nnz for layer in profile(dense.eval(), [ids[0, :2]]).layers)
+    dense.train()
     twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
     choice = switch_layers(twin, twin, ids[0])
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
-    compiled = functools.partial(torch.compile, dynamic=False)
+    compiled = partial(torch.compile, dynamic=False)
     calls = {
         COMPILED: whole_step(dense, compiled(dense), ids),
         "planned compiled": whole_step(twin, compiled(twin), ids),
@@ -220,69 +226,20 @@ def checked_losses(losses: dict[str, float]) -> dict[str, dict]:
     return {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
 
 
-@torch.no_grad()
-def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
-    """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
-
-    Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
-    gate row gets the weight with which its neuron fires at its rate (`thresholds`)."""
-    model.embedding.weight[:, 0] = 8.0
-    fired: list[float] = []
-
-    def before(gate: nn.Linear, args: tuple) -> None:
-        x, weight = args[0].flatten(0, -2), gate.weight
-        weight[:, 0] = 0
-        threshold = thresholds((x @ weight.t()).float(), nnz, seed=len(fired))
-        weight[:, 0] = (-threshold / x[:, 0].float().mean()).to(weight.dtype)
-        fired.append(float((x @ weight.t() > 0).sum(1).double().mean()))
-
-    for block in model.layers:
-        block.attention.out_proj.weight[0] = 0
-        block.mlp.down_proj.weight[0] = 0
-    before_gates(model, [before] * len(model.layers), tokens)
-    return sum(fired) / len(fired)
-
-
-def before_gates(model: nn.Module, hooks: Iterable[Callable[[nn.Linear, tuple], None]], *args, **how) -> None:
-    """Run a model with a hook before the gate of each layer."""
-    pairs = zip(feed_forwards(model), hooks, strict=True)
-    handles = [layer.gate.register_forward_pre_hook(hook) for layer, hook in pairs]
-    try:
-        model(*args, **how)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
-    """Return what to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token,
-    float32 [d_ff]: quantiles of the products, at drawn rates that are lognormal (clocks.firing_rates), or at the given
-    rates [d_ff] of the neurons."""
-    rates = nnz if isinstance(nnz, Tensor) else clocks.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
-    rates = rates.to(products.device)
-    place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
-    found = products.sort(0).values.gather(0, place[None])[0]
-    return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
-
-
 HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
 SWEPT = ModelConfig(vocabulary=256, d_model=768, layers=8, heads=12, d_ff=2048, context=512)
 # As in bench.forward: sections are lists of steps, the most important and the quick ones first.
 SECTIONS: rows.Sections = {
-    "tokens": steps(step_rows, (Case(tokens, graphs=True) for tokens in COUNTS)),
-    "lognormal": steps(step_rows, (Case(nnz=nnz) for nnz in (8, 60, 120))),
-    "heavy rows": steps(step_rows, HEAVY_CASES),
-    "overflow": steps(
-        step_rows,
-        [
-            Case(heavy=TOKENS // 5, fires=40, in_tile=True, label="overflow: 20% of rows with a tile of 40"),  # pooled
-            Case(heavy=TOKENS // 100, fires=200, in_tile=True, label="overflow: 1% of rows with a tile of 200"),  # lost
-        ],
-    ),
-    "uniform": steps(step_rows, (Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120))),
-    "plain": steps(step_rows, [Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer")]),
-    "whole step": [functools.partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
-    "whole step, the sweep's model": [  # as with L1 1e-4 and 2e-4
-        functools.partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)
+    "tokens": [partial(step_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
+    "lognormal": [partial(step_rows, Case(nnz=nnz)) for nnz in (8, 60, 120)],
+    "heavy rows": [partial(step_rows, case) for case in HEAVY_CASES],
+    "overflow": [  # the first are pooled, the others lost
+        partial(step_rows, Case(heavy=int(TOKENS * share), fires=n, in_tile=True, label=label))
+        for share, n in ((0.2, 40), (0.01, 200))
+        for label in [f"overflow: {share:.0%} of rows with a tile of {n}"]
     ],
-}
+    "uniform": [partial(step_rows, Case(nnz=nnz, kind="uniform")) for nnz in (8, 29, 60, 120)],
+    "plain": [partial(step_rows, Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer"))],
+    "whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
+    "whole step, the sweep's model": [partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)],
+}  # the latter as with L1 1e-4 and 2e-4

@@ -3,7 +3,7 @@ results are looked at, and the clocks.
 
 Before any clock starts, results are compared: those of a sparse model may be no further from a float32 run than those
 of the dense model in the same dtype are (MARGIN, SLACK). Where layers have thresholds, at which two right computations
-keep or drop other values, each layer may be off by CUT_LAYER, and the whole model by CUT_SLACK. `error` says how far
+keep or drop other values, each layer and the whole model may be off by CUT_SLACK. `error` says how far
 results are from the float32 run, as a share of its norm, and `loss` the cross-entropy of the next token in nats, of a
 text with all its logits. What a drawn model makes of an error in its layers says little of a trained one: so rows of a
 path that was forced have `layer_error` too, how far the output of a layer is off on average. On a GPU `gpu_ms`, beside
@@ -29,12 +29,11 @@ from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock as timing
 from . import energy, rows
 from .causal import Causal
-from .rows import DENSE
+from .rows import DENSE, Calls
 
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
-# result's norm; the latter for a model with thresholds; and the error of its layers, as a share of their outputs' norm.
-MARGIN, SLACK = 1.05, 1e-3
-CUT_SLACK, CUT_LAYER = 0.25, 0.1
+# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values.
+MARGIN, SLACK, CUT_SLACK = 1.05, 1e-3, 0.25
 _CHECKED = 4  # sequences of a batch whose results are compared
 _PLACES = 64  # and tokens of each sequence
 
@@ -133,16 +132,16 @@ def compared_part(result: Tensor) -> Tensor:
     return result[:_CHECKED, places].float()
 
 
-def first_results(calls: rows.Calls, label: str, left_out: dict[str, str] | None) -> Iterator[tuple[str, Tensor]]:
+def first_results(calls: Calls, label: str, left_out: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the first result of each call. What cannot be compiled is taken out of `calls`, and why is put
-    into `left_out`; without one it is an error."""
+    into `left_out`."""
     if any("compiled" in name for name in calls):
         torch._dynamo.reset()  # which compiles a function for eight models at most
     for name in list(calls):
         try:
             result: Any = calls[name](0)
         except Exception as error:  # dynamo and the compilers behind it raise their own kinds
-            if left_out is None or "compiled" not in name or isinstance(error, torch.OutOfMemoryError):
+            if "compiled" not in name or isinstance(error, torch.OutOfMemoryError):
                 raise
             left_out[f"{label}, {name}"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             del calls[name]
@@ -187,7 +186,7 @@ def layer_errors(layers: list[FeedForward], model: nn.Module, run: Callable[[], 
 
 def check_cut(layers: list[FeedForward], model: nn.Module, run: Callable[[], object], label: str) -> float:
     """Return the largest of `layer_errors` over what is allowed of layers with thresholds; WrongResult above 1."""
-    worst = max((error / CUT_LAYER for error in layer_errors(layers, model, run)), default=0.0)
+    worst = float(torch.tensor([0.0, *layer_errors(layers, model, run)]).max()) / CUT_SLACK
     if not worst <= 1.0:
         raise timing.WrongResult(f"{label}: a layer is off by {worst:.3g} times what is allowed: nothing was timed")
     return round(worst, 4)
@@ -221,41 +220,36 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 class Clocks:
-    """How calls are timed, and what else is read of them.
+    """How calls of a whole model are timed, and what else is read of them.
 
     device: they run on. seconds: on a CPU, how long all calls of a workload are timed; on a GPU, for how many seconds
     the energy of each is read; 0 for no energy. graphs: replay CUDA graphs for up to rows.LARGE tokens; without it for
-    few tokens alone. With more, a call takes so long that a graph gains nothing. watched: whether peak memory and
-    energy are read too, on a GPU."""
+    few tokens alone. With more, a call takes so long that a graph gains nothing."""
 
-    def __init__(
-        self, device: torch.device, seconds: float = 0.0, *, graphs: bool = False, watched: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, seconds: float, *, graphs: bool = False) -> None:
         self.device, self.seconds, self.graphs = device, seconds, graphs
-        self.watched = watched and device.type == "cuda"
-        self.meter, self.no_energy = energy.meter(device) if watched else (None, "")
+        self.meter, self.no_energy = energy.meter(device)
 
     def time(
-        self, calls: rows.Calls, tokens: int, label: str, left_out: dict[str, str] | None, captured: bool = True
-    ) -> tuple[dict[str, list[float]], rows.Bursts]:
-        """Return the samples of the device, and bursts of plain calls, by the name of the call. left_out: why they
-        cannot be captured as graphs, if so; without it, that is an error."""
-        if self.device.type == "cpu":
-            return rows.clock_cpu(calls, self.seconds)
+        self, calls: Calls, tokens: int, label: str, left_out: dict[str, str], captured: bool = True
+    ) -> tuple[rows.Samples, rows.Bursts]:
+        """Time the calls as rows.clocked does. left_out: takes why they cannot be captured as graphs, if so."""
         rounds = 3 if tokens > rows.LARGE else 15  # where the host is waited for, samples vary
+        clocked = functools.partial(rows.clocked, calls, self.device, self.seconds, rounds=rounds)
+        captured = captured and self.device.type == "cuda"
         if captured and tokens <= (rows.LARGE if self.graphs else timing.GRAPH_TOKENS):
             try:
-                return rows.clock_gpu(calls, tokens, graphs=True, compiled=True, rounds=rounds)
+                return clocked(tokens=tokens, graphs=True, compiled=True)
             except RuntimeError as error:
-                if left_out is None or isinstance(error, TwellError):
+                if isinstance(error, TwellError):
                     raise
                 left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
-        return rows.clock_gpu(calls, max(tokens, timing.GRAPH_TOKENS + 1), rounds=rounds)
+        return clocked()
 
-    def spent(self, paths: list[str], calls: rows.Calls, tokens: int) -> dict[str, dict]:
+    def spent(self, paths: list[str], calls: Calls, tokens: int) -> dict[str, dict]:
         """Return what the row of each path says of its energy; tokens: those that a call computes. Plain calls wait for
         the host, and so does their energy: it is read of graphs, where there are any."""
-        if not self.watched or not self.seconds or self.meter is None:
+        if not self.seconds or self.meter is None:
             return {}
         timed = {}
         for path in [path for path in paths if path.endswith("(graph)")] or paths:
@@ -265,28 +259,25 @@ class Clocks:
 
     def measure(
         self,
-        calls: rows.Calls,
+        calls: Calls,
         shared: dict,
         facts: dict[str, dict],
         label: str,
-        left_out: dict[str, str] | None,
-        *,
+        left_out: dict[str, str],
         captured: bool = True,
     ) -> list[dict]:
-        """Time the calls of a whole model; returns their rows. shared: what all say; captured and left_out: as for
-        `time`."""
-        tokens, rate = shared["tokens"], "tokens_per_s" if shared["kind"] == "model_decode" else "tokens_per_ms"
+        """Time the calls; returns their rows. shared: what all say; captured and left_out: as for `time`."""
+        tokens, decodes = shared["tokens"], shared["kind"] == "model_decode"
         samples, bursts = self.time(calls, tokens, label, left_out, captured)
         made = rows.table(shared, samples, facts, bursts)
         spent = self.spent([row["path"] for row in made], calls, tokens) if shared["head"] else {}
         alone = {row["path"]: row["ms"] for row in made}
         for row in made:
-            path = row["path"]
-            row[rate] = (1e3 if rate == "tokens_per_s" else 1) * tokens / row["wall_ms"]
-            row |= spent.get(path, {})
+            path, rate = row["path"], tokens / row["wall_ms"]
+            row |= ({"tokens_per_s": 1e3 * rate} if decodes else {"tokens_per_ms": rate}) | spent.get(path, {})
             if (graph := f"{path} (graph)") in alone:
                 row["gpu_ms"] = alone[graph]
-            if self.watched and path in calls:
+            if self.device.type == "cuda" and path in calls:
                 row["peak_bytes"] = timing.peak_bytes(calls[path])
         return made
 
@@ -308,9 +299,8 @@ def variant_rows(
     (`facts`); `rows.DENSE` is one of them, and they are models of this project of the same sizes. cached: as for
     `decode`. nnz: the mean of the rows. seconds: that a CPU is timed."""
     dense, work = models[DENSE].model, decode(tokens, models[DENSE], batch, cached)
-    calls: rows.Calls = {name: work.makes(model, False) for name, model in models.items()}
-    samples, bursts = Clocks(tokens.device, seconds).time(calls, batch, work.label, None)
+    calls: Calls = {name: work.makes(model, False) for name, model in models.items()}
     sizes = {"tokens": batch, **rows.sizes_of(dense.config), "nnz": round(nnz, 2), **work.says}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about(kind, next(dense.parameters()), label.format(work.label), **sizes)
-    return rows.table(shared, samples, facts, bursts)
+    return rows.measured(shared, calls, tokens.device, seconds, facts, tokens=batch, rounds=15)

@@ -444,7 +444,7 @@ class _Beside(workloads.Clocks):
     turns, so that what disturbs the one disturbs the other."""
 
     def __init__(self, bench: models.Bench, work: workloads.Workload, seconds: float) -> None:
-        super().__init__(bench.tokens.device, seconds, watched=True)
+        super().__init__(bench.tokens.device, seconds)
         entered: list[Tensor] = []
         hooks = [
             each.module.register_forward_pre_hook(lambda _, given: entered.append(given[0])) for each in bench.layers
