@@ -114,7 +114,7 @@ def model(
     rows.check_seconds(seconds)
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     place = timing.present_device(device) if first is None else first.device
-    on_gpu, made = place.type == "cuda", list[dict]()
+    on_gpu, table = place.type == "cuda", list[dict]()
     gpus = range(torch.cuda.device_count()) if on_gpu else ()
     with torch.random.fork_rng(devices=gpus), torch.cuda.device(place) if on_gpu else nullcontext():
         bench = Bench(model, **how)
@@ -124,16 +124,16 @@ def model(
             for done, (label, step) in enumerate(bar):
                 bar.set_postfix_str(label, refresh=False)
                 try:
-                    made += step()
+                    table += step()
                 except KeyboardInterrupt:
-                    if not made:
+                    if not table:
                         raise
                     bench.left_out |= {label: "interrupted" for label, _ in steps[done:]}
                     break
     notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
     if bench.clocks.no_energy or not bench.clocks.seconds:
         notes["energy"] = bench.clocks.no_energy or "it was not asked for"
-    return Record.new("bench-model", "a whole model, dense beside sparse", made, notes)
+    return Record.new("bench-model", "a whole model, dense beside sparse", table, notes)
 
 
 class Bench:
@@ -218,7 +218,7 @@ class Bench:
         self.dense = dense if sizes is None else Causal(drawn.fired(sizes, place, dtype, firing))
         self.tokens = Tokens(vocabulary, place, None if text is None else text.long())
         self.layers = feed_forwards(self.dense.model)
-        self.cut = [each for each in self.layers if each.cut or each.acts is not None and is_threshold(each.acts)]
+        self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
         works = [("model_forward", count) for count in counts] + [("model_decode", batch) for batch in steps]
         self.works = [(*work, head) for work in works for head in (True, False)]
         self.sparse: dict[str, Causal] = {}
@@ -416,12 +416,12 @@ class Bench:
     def plan_rows(self) -> list[dict]:
         """Return how long plans of the model take from a profile on, when all kernels are compiled."""
         shared = self.shared("model_plan", self.classes[-1], f"plan of {len(self.classes)} token classes")
-        made = []
+        table = []
         for name in self.planners:
             seconds = self.planned(self.classes, name)[1]
             path = "plan" + name.removeprefix(PLANNED)
-            made.append(rows.row(shared, path, [1e3 * seconds], classes=self.classes))
-        return made
+            table.append(rows.row(shared, path, [1e3 * seconds], classes=self.classes))
+        return table
 
     @contextmanager
     def _if_it_fits(self, label: str) -> Iterator[None]:
@@ -460,8 +460,8 @@ def _checked(model, device, dtype) -> nn.Module:
     kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
     places = {place for _, place in kinds}
     if len(places) != 1 or any(of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds):
-        told = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
-        raise InputError(f"{kind} has parameters of {told}; accepted: {VALUE_DTYPES}, all on one device")
+        names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
+        raise InputError(f"{kind} has parameters of {names}; accepted: {VALUE_DTYPES}, all on one device")
     Causal(model)
     first = next(model.parameters())
     place = first.device if device is None else timing.present_device(device)

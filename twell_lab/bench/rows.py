@@ -89,7 +89,7 @@ def table(
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
     and `host_us`."""
-    medians, made = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
+    medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
         how = path[len(name) :]
@@ -102,8 +102,8 @@ def table(
             said["dense_wall_ms"] = clocks.quartiles(bursts[DENSE + how][1])[0]
             said["host_us"] = 1e3 * clocks.quartiles(host)[0]
             said["wall_samples"] = [round(sample, 6) for sample in wall]
-        made.append(row(shared, path, values, dense, compiled, **said))
-    return made
+        lines.append(row(shared, path, values, dense, compiled, **said))
+    return lines
 
 
 # ---- the clocks ----
@@ -251,7 +251,7 @@ def compare(
         return timed(shared, calls, facts, **how)
 
 
-# ---- a layer and its gradients, by torch ----
+# ---- a layer by torch ----
 
 
 def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
@@ -272,29 +272,3 @@ def dense_hidden(
     first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
     fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
     return fired if gate is None else fired * linear(x, up, up_bias)
-
-
-def gradients(
-    step: Callable, tensors: Sequence[Tensor | None], dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y, and the gradients of all tensors, None for what is not there.
-
-    step: tensors -> (y [tokens, d_model], sums of |h| [tokens], ...). dy, dl1: the gradients of these two."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    with torch.enable_grad():
-        y, l1, *_ = step(*leaves)
-        found = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
-    return y.detach(), [None if t is None else next(found) for t in leaves]
-
-
-def exact_gradients(
-    tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y and the gradients of all tensors, in float64: of x [tokens, d_model], gate, up, down and their biases,
-    None for what is not there. keep: which neurons fire, boolean [tokens, d_ff]. dy, dl1: as for `gradients`."""
-
-    def step(x, gate, up, down, gate_bias, up_bias, down_bias):
-        h = dense_hidden(x, gate, up, gate_bias, up_bias, keep)
-        return linear(h, down, down_bias), h.abs().sum(1)
-
-    return gradients(step, [None if t is None else t.double() for t in tensors], dy.double(), dl1.double())

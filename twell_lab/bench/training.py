@@ -93,15 +93,16 @@ def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L
     """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
     the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
     are computed at a time, since float64 needs four times the memory."""
-    gate, up, down = weights[:3]
-    with torch.no_grad():
-        keep = linear(x, *rows.first_projection(gate, up)) > 0
-    dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    parts = zip(*(t.split(TOKENS) for t in (x, keep, dy, dl1)), strict=True)
-    found = [rows.exact_gradients((part, gate, up, down, None, None, None), *more) for part, *more in parts]
-    dx, *of_weights = zip(*(gradients[:4] for _, gradients in found), strict=True)
-    summed = [sum(of_parts) for of_parts in of_weights if of_parts[0] is not None]
-    return [torch.cat([y for y, _ in found]), torch.cat(dx), *summed]
+    wide = [None if w is None else w.detach().double().requires_grad_() for w in weights]
+    keep, ys, dxs = linear(x, *rows.first_projection(*weights[:2])) > 0, [], []
+    for part, some, grad in zip(*(t.split(TOKENS) for t in (x, keep, dy)), strict=True):
+        part = part.detach().double().requires_grad_()
+        h = rows.dense_hidden(part, *wide[:2], keep=some)
+        y = linear(h, wide[2])
+        torch.autograd.backward([y, l1 / len(x) * h.abs().sum()], [grad.double(), None])
+        ys.append(y.detach())
+        dxs.append(part.grad)
+    return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide if w is not None)]
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:

@@ -269,17 +269,17 @@ class Clocks:
         """Time the calls; returns their rows. shared: what all say; captured and left_out: as for `time`."""
         tokens, decodes = shared["tokens"], shared["kind"] == "model_decode"
         samples, bursts = self.time(calls, tokens, label, left_out, captured)
-        made = rows.table(shared, samples, facts, bursts)
-        spent = self.spent([row["path"] for row in made], calls, tokens) if shared["head"] else {}
-        alone = {row["path"]: row["ms"] for row in made}
-        for row in made:
+        table = rows.table(shared, samples, facts, bursts)
+        spent = self.spent([row["path"] for row in table], calls, tokens) if shared["head"] else {}
+        alone = {row["path"]: row["ms"] for row in table}
+        for row in table:
             path, rate = row["path"], tokens / row["wall_ms"]
             row |= ({"tokens_per_s": 1e3 * rate} if decodes else {"tokens_per_ms": rate}) | spent.get(path, {})
             if (graph := f"{path} (graph)") in alone:
                 row["gpu_ms"] = alone[graph]
             if self.device.type == "cuda" and path in calls:
                 row["peak_bytes"] = timing.peak_bytes(calls[path])
-        return made
+        return table
 
 
 @torch.no_grad()
