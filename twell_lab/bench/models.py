@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +22,7 @@ from tqdm import tqdm
 
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
-from ..analysis.profile import FiringProfile, profile
+from ..analysis.profile import FiringProfile, captured, profile
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import is_threshold
@@ -110,7 +114,7 @@ def model(
         DeviceError, StackError: for a device that is not there, or where transformers is missing.
         WrongResult: where logits are wrong; then there are no rows.
     """
-    how = {key: value for key, value in locals().items() if key not in ("model", "training", "progress")}
+    how = {key: value for key, value in locals().items() if key != "model"}
     rows.check_seconds(seconds)
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     place = timing.present_device(device) if first is None else first.device
@@ -149,50 +153,38 @@ class Bench:
     """
 
     def __init__(
-        self,
-        model: nn.Module | ModelConfig | str,
-        *,
-        tokens: Iterable[int] | None = None,
-        batches: Iterable[int] = (1, 8, 64),
-        text: Tensor | None = None,
-        firing: FiringProfile | str | os.PathLike | None = None,
-        plan: Plan | Choice | str | os.PathLike | None = None,
-        paths: Iterable[str] = (),
-        compiled: bool = False,
-        graphs: bool = False,
-        cached: int | None = None,
-        seconds: float | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        about: str = "",
-        left_out: dict[str, str] | None = None,
+        self, subject: nn.Module | ModelConfig | str, *, about: str = "", left_out: dict | None = None, **how: Any
     ) -> None:
+        bound = inspect.signature(model).bind(subject, **how)
+        bound.apply_defaults()
+        asked = SimpleNamespace(**bound.arguments)
+        text, firing, plan, graphs = asked.text, asked.firing, asked.plan, asked.graphs
         self.left_out: dict[str, str] = {} if left_out is None else left_out
-        forced, steps, sizes = _paths(paths), _counts("batches", batches), None
-        if _is_drawn(model):
-            place = timing.present_device(device)
-            dtype = dtype or timing.dtype_for(place)
+        forced, steps, sizes = _paths(asked.paths), _counts("batches", asked.batches), None
+        if _is_drawn(subject):
+            place = timing.present_device(asked.device)
+            dtype = asked.dtype or timing.dtype_for(place)
             if dtype not in VALUE_DTYPES:
                 raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
             firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
             if not isinstance(firing, FiringProfile | None):
                 raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
-            sizes = drawn.sizes_of(model)
+            sizes = drawn.sizes_of(subject)
             if place.type == "cpu":  # a GPU says what does not fit
                 drawn.check_room(sizes, dtype, 2 + len(forced))
-            name = f"{model} " if isinstance(model, str) else ""
+            name = f"{subject} " if isinstance(subject, str) else ""
             about = about or f"drawn {name}Llama{' firing as profiled' * (firing is not None)}"
             vocabulary, length = sizes.vocabulary, min(sizes.context, LONGEST)
         else:
             if firing is not None:
                 raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
-            dense = Causal(_checked(model, device, dtype))
-            place, about = next(model.parameters()).device, about or type(model).__name__
+            dense = Causal(_checked(subject, asked.device, asked.dtype))
+            place, about = next(subject.parameters()).device, about or type(subject).__name__
             vocabulary, length = dense.vocabulary, min(dense.context, LONGEST)
-        counts = [length] if tokens is None else _counts("tokens", tokens)
+        counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         if wrong := [count for count in counts if count > length and count % length]:
             raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
-        cached = min(CACHED, length) if cached is None else cached
+        cached = min(CACHED, length) if asked.cached is None else asked.cached
         if isinstance(cached, bool) or not isinstance(cached, int) or not 2 <= cached <= length:
             raise InputError(f"cached is {cached!r:.80}; a whole number from 2 to {length}, the context, is accepted")
         if not counts + steps:
@@ -200,11 +192,11 @@ class Bench:
         longest = min(length, max([*counts, *([cached] if steps else [])]))
         _check_text(text, vocabulary, max([*counts, *(batch * cached for batch in steps)]), longest)
         on_gpu = place.type == "cuda"
-        seconds = (3.0 if on_gpu else 1.0) if seconds is None else seconds
+        seconds = (3.0 if on_gpu else 1.0) if asked.seconds is None else asked.seconds
         self.clocks = Clocks(place, seconds, graphs=graphs)
         if graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.compiled, self.cached, self.length, self.about = compiled, cached, longest, about
+        self.compiled, self.cached, self.length, self.about = asked.compiled, cached, longest, about
         self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (graphs and on_gpu)]
         by_name = isinstance(plan, str) and plan in PATHS.names()
         self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
@@ -231,6 +223,12 @@ class Bench:
         """What the dense layers do."""
         windows = self.tokens.windows(Tokens.PROFILED, drawn.windows_of(self.length), self.length)
         return profile(self.dense.model, [windows])
+
+    @functools.cached_property
+    def inputs(self) -> workloads.Inputs:
+        """What enters the dense layers."""
+        windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
+        return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
 
     def ready(self, tokens: int, alone: bool = False) -> list[str]:
         """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
@@ -329,7 +327,7 @@ class Bench:
         """Return what all rows of one comparison say."""
         up, nnzs = self.layers[0].up.weight, [layer.mean_nnz for layer in self.firing.layers]
         sizes = {"tokens": tokens, "d_model": up.shape[1], "d_ff": up.shape[0], "layers": len(self.layers)}
-        sizes |= {"gated": self.layers[0].gate is not None, "nnz": round(sum(nnzs) / len(nnzs), 2)}
+        sizes |= {"gated": self.layers[0].gate is not None, "nnz": round(fmean(nnzs), 2)}
         sizes |= {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
         sizes |= {"parameters": sum(weight.numel() for weight in self.dense.model.parameters())}
         return rows.about(kind, up, f"{self.about}, {workload}", **sizes)
@@ -354,12 +352,11 @@ class Bench:
                 continue
             ratio, lossy = float(off / allowed), LOSSY in name or LOSSY in facts[name].get("choice", "")
             if name in self.sparse and (self.cut or name.startswith(FORCED)):
-                model, run = self.sparse[name].model, functools.partial(calls[DENSE], 0)
+                errors = layer_errors(self.layers, self.sparse[name].model, self.inputs, work.tokens)
                 if self.cut and not lossy:
-                    worst = workloads.check_cut(self.cut, model, run, f"{work.label}: {name}")
-                    facts[name]["layer_over_allowed"] = worst
-                elif errors := layer_errors(self.layers, model, run):
-                    facts[name]["layer_error"] = round(sum(errors) / len(errors), 9)
+                    facts[name]["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
+                elif errors:
+                    facts[name]["layer_error"] = round(fmean(errors), 9)
             if not ratio <= (sys.float_info.max if lossy else 1.0):
                 raise timing.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "

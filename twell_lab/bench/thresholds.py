@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..analysis.profile import captured
 from ..layers.find import feed_forwards
 from ..models.swap import sparsify
 from ..models.thresholds import LossChange, calibrate
@@ -22,7 +23,7 @@ from ..training.text import source
 from . import rows
 from .causal import Causal
 from .rows import DENSE
-from .workloads import Tokens, check_cut, variant_rows
+from .workloads import PLACES, Tokens, check_cut, layer_errors, variant_rows
 
 PATHS = {"cats": "twell", "teal": "kept_inputs"}
 CUT, SPARSE = "thresholds, dense", {method: f"thresholds, forced {path}" for method, path in PATHS.items()}
@@ -104,10 +105,10 @@ def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
     how = {"cached": shape.cached, "nnz": shape.model.d_ff * sum(density) / len(density), "seconds": 1.0}
     label = f"{method.upper()} {sparsity:.0%}, {{}}, SiLU trained on {trained.text.name}"
     made = []
+    layers = feed_forwards(cut)
+    inputs = captured(cut, trained.windows.split(8), [layer.name for layer in layers], PLACES)
     for batch in shape.batches:
-        ids = tokens.windows(tokens.MEASURED, batch, shape.cached)
-        step, kept = models[CUT].stepper(), models[CUT].keep(ids[:, :-1])
-        worst = check_cut(feed_forwards(cut), sparse, lambda: step(ids[:, -1:], kept), path)
+        worst = check_cut(layer_errors(layers, sparse, inputs, batch), path)
         facts = {CUT: says, path: says | {"layer_over_allowed": worst}}
         made += variant_rows(KIND, label, models, facts, tokens, batch, **how)
     return made

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import InputError, TwellError
-from ..layers.find import FeedForward
+from ..layers.find import FeedForward, feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock as timing
 from . import energy, rows
@@ -35,7 +35,7 @@ from .rows import DENSE, Calls
 # result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values.
 MARGIN, SLACK, CUT_SLACK = 1.05, 1e-3, 0.25
 _CHECKED = 4  # sequences of a batch whose results are compared
-_PLACES = 64  # and tokens of each sequence
+PLACES = 64  # and tokens of each sequence, and inputs of a layer
 
 
 # ---- what is run ----
@@ -128,7 +128,7 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
 
 def compared_part(result: Tensor) -> Tensor:
     """Return the part of a result [batch, tokens, n] that is compared, float32: some tokens of a few sequences."""
-    places = torch.linspace(0, result.shape[1] - 1, min(_PLACES, result.shape[1]), device=result.device).long()
+    places = torch.linspace(0, result.shape[1] - 1, min(PLACES, result.shape[1]), device=result.device).long()
     return result[:_CHECKED, places].float()
 
 
@@ -155,38 +155,26 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> float:
     return float(torch.stack(losses).mean())
 
 
+Inputs = dict[str, Tensor]  # what enters a model's layers, [n, d_model] by name (analysis.profile.captured)
+
+
 @torch.no_grad()
-def layer_errors(layers: list[FeedForward], model: nn.Module, run: Callable[[], object]) -> list[float]:
-    """Return how far the output of each swapped layer of `model` is from the dense layer's, as a share of its norm, on
-    what enters the dense one while run() calls it; of layers that can be called by themselves.
-
-    layers: those of the dense model."""
-    swapped = {name: module for name, module in model.named_modules() if isinstance(module, SparseFFN)}
-    off: list[Tensor] = []
-    hooks: dict = {}
-
-    def enters(module: nn.Module, args: tuple, name: str) -> None:
-        hooks[name].remove()  # looking runs the layer, too
-        y, right = (layer(args[0]).flatten(0, -2) for layer in (swapped[name], module))
-        some = torch.linspace(0, len(y) - 1, min(_PLACES, len(y)), device=y.device).long()
-        right = right[some].double()
-        off.append((y[some].double() - right).norm() / right.norm().clamp(min=1e-30))
-
-    for layer in layers:
-        if layer.name in swapped and swapped[layer.name].registered:
-            hook = functools.partial(enters, name=layer.name)
-            hooks[layer.name] = layer.module.register_forward_pre_hook(hook)
-    try:
-        run()
-    finally:
-        for hook in hooks.values():
-            hook.remove()
-    return [float(one) for one in off]
+def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, tokens: int) -> list[float]:
+    """Return how far the output of each swapped layer of `model` is from the dense one's, as a share of its norm, for
+    so many tokens at a time; of those that can be called by themselves. layers: of the dense model."""
+    errors = []
+    for dense, sparse in zip(layers, feed_forwards(model), strict=True):
+        if isinstance(sparse.module, SparseFFN) and sparse.module.registered:
+            x = inputs[dense.name]
+            right = dense.module(x).double()
+            y = torch.cat([sparse.module(part) for part in x.split(tokens)])
+            errors.append(float((y.double() - right).norm() / right.norm().clamp(min=1e-30)))
+    return errors
 
 
-def check_cut(layers: list[FeedForward], model: nn.Module, run: Callable[[], object], label: str) -> float:
+def check_cut(errors: list[float], label: str) -> float:
     """Return the largest of `layer_errors` over what is allowed of layers with thresholds; WrongResult above 1."""
-    worst = float(torch.tensor([0.0, *layer_errors(layers, model, run)]).max()) / CUT_SLACK
+    worst = float(torch.tensor([0.0, *errors]).max()) / CUT_SLACK
     if not worst <= 1.0:
         raise timing.WrongResult(f"{label}: a layer is off by {worst:.3g} times what is allowed: nothing was timed")
     return round(worst, 4)
