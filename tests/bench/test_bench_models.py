@@ -236,6 +236,14 @@ def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
     assert {"1 x 16 tokens, dense compiled", "decode step, batch 2, dense compiled"} <= set(said)
 
 
+def test_a_step_that_gives_something_else_than_the_whole_sequence_is_left_out(monkeypatch):
+    real = Causal.stepper
+    monkeypatch.setattr(Causal, "stepper", lambda *model, **how: lambda *given: 2 * real(*model, **how)(*given))
+    record = tl.bench.model(ours(), **QUICK, plan="twell")
+    assert {row["kind"] for row in record.rows} == {"model_forward"}
+    assert "a static cache gives something else" in record.notes["left_out"]["decode step, batch 2"]
+
+
 def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
     real, asked = models.Bench.measure, []
 

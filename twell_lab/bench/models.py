@@ -232,7 +232,7 @@ class Bench:
 
     def ready(self, tokens: int, alone: bool = False) -> list[str]:
         """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
-        made. alone: plan for these tokens alone, and not for all that there will be, where nothing was planned yet."""
+        made. alone: plan for these tokens alone, not for all that there will be, where no plan covers them yet."""
         planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
         for name in planners:
             if tokens not in self.covered.get(name, ()):
@@ -286,13 +286,19 @@ class Bench:
         return name + " without the LM head" * (not head)
 
     def work(self, kind: str, tokens: int, head: bool = True) -> Workload | None:
-        """Return a workload, or None where the model has no such step."""
-        if kind == "model_forward":
-            length = min(tokens, self.length)
-            return workloads.forward(self.tokens, tokens // length, length, head)
+        """Return a workload, with the result of a copy of the model in float32, which is dropped then; a model in
+        float32 is its own. None where the model has no such step."""
         try:
-            return workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
+            if kind == "model_forward":
+                length = min(tokens, self.length)
+                work = workloads.forward(self.tokens, tokens // length, length, head)
+            else:
+                work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
+            same = next(self.dense.model.parameters()).dtype == torch.float32
+            return work.expect(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
         except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
+            if kind == "model_forward":
+                raise
             self.left_out[self.label(kind, tokens)] = f"no step with a static cache: {error}"
             return None
 
@@ -337,7 +343,8 @@ class Bench:
         results of all calls are compared with float32; what cannot be compiled is taken out of `calls`. Raises
         timing.WrongResult where a path that is not lossy exceeds what is allowed, and where one that is gives what is
         no number."""
-        right, facts, results = self._right(work), {}, {}
+        right, facts, results = work.right, {}, {}
+        assert right is not None
         for name, result in workloads.first_results(calls, work.label, self.left_out):
             results[name] = compared_part(result)
             facts[name] = self._of_path(name, work.tokens)
@@ -364,12 +371,6 @@ class Bench:
                 )
             facts[name]["error_over_allowed"] = round(ratio, 4)
         return facts
-
-    def _right(self, work: Workload) -> Tensor:
-        """Return what is compared of a workload's result, of a copy of the model in float32, which is dropped then; a
-        model in float32 is its own."""
-        same = next(self.dense.model.parameters()).dtype == torch.float32
-        return compared_part(work.few(self.dense if same else Causal(copy.deepcopy(self.dense.model).float())))
 
     def _of_path(self, path: str, tokens: int) -> dict:
         """Return what the rows of a path say of its weights, and of what each layer does with so many tokens."""

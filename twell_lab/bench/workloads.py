@@ -71,7 +71,8 @@ class Workload:
 
     kind, tokens, label, head: what rows say of it; `says` what else they do. makes: (model, compiled) -> a call that
     takes the number of its turn. few: the same on a few of the inputs, to be compared, for the model in float32. read:
-    token ids [sequences, length] of a text, whose loss the results of the first turn have; or None."""
+    token ids [sequences, length] of a text, whose loss the results of the first turn have; or None. right: what `few`
+    gives of that model."""
 
     kind: str
     tokens: int
@@ -81,6 +82,13 @@ class Workload:
     few: Callable[[Causal], Tensor]
     says: dict = field(default_factory=dict)
     read: Tensor | None = None
+    right: Tensor | None = None
+
+    @torch.no_grad()
+    def expect(self, exact: Causal) -> Workload:
+        """Keep what the model in float32 gives, to compare others with."""
+        self.right = compared_part(self.few(exact))
+        return self
 
 
 def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
