@@ -77,33 +77,25 @@ def test_a_workload_is_its_seed():
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    "changed, told",
     [
-        ("tokens", 0),
-        ("tokens", True),
-        ("d_model", 0),
-        ("d_model", 7),
-        ("d_ff", 0),
+        *(({name: value}, f"{name} is {value!r}") for name in ("tokens", "d_model", "d_ff") for value in (0, True)),
+        ({"d_model": 7}, "d_model is 7"),
+        ({"dtype": torch.float64}, "dtype is torch.float64"),
+        ({"nnz": 64}, "nnz is 64"),
+        ({"workload_kind": "zipf"}, "workload is 'zipf'"),
     ],
 )
-def test_wrong_sizes_are_named(name, value):
-    with pytest.raises(InputError, match=f"{name} is {value!r}"):
-        bench.ffn(**{"tokens": 1, **TINY, name: value})
+def test_values_that_are_refused(changed, told):
+    with pytest.raises(InputError, match=told):
+        bench.ffn(**{"tokens": 1, **TINY, **changed})
 
 
-def test_other_values_that_are_refused(monkeypatch):
-    for changed, told in (
-        (dict(dtype=torch.float64), "dtype is torch.float64"),
-        (dict(dtype=torch.int8), "dtype is torch.int8"),
-        (dict(nnz=64), "nnz is 64"),
-        (dict(workload_kind="zipf"), "workload is 'zipf'"),
-    ):
-        with pytest.raises(InputError, match=told):
-            bench.ffn(1, **{**TINY, **changed})
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu", "meta", 3.5])
+def test_a_device_that_is_not_there(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda", "cuda:1", "gpu", "meta", 3.5):
-        with pytest.raises(DeviceError, match=f"device is '{device}'; accepted here: cpu$"):
-            bench.ffn(1, **{**TINY, "device": device})
+    with pytest.raises(DeviceError, match=f"device is '{device}'; accepted here: cpu$"):
+        bench.ffn(1, **{**TINY, "device": device})
 
 
 # ---- checking ----
@@ -179,13 +171,7 @@ def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "samples, median, spread",
-    [
-        ([3.0], 3.0, 0.0),
-        ([1.0, 2.0], 1.5, 0.5),
-        ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, 2.0),
-        ([1.0] * 9 + [100.0], 1.0, 0.0),
-    ],
+    "samples, median, spread", [([1, 2], 1.5, 0.5), ([5, 1, 3, 2, 4], 3, 2), ([1] * 9 + [100], 1, 0)]
 )
 def test_quartiles_by_hand(samples, median, spread):
     assert clocks.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))

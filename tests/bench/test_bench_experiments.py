@@ -16,7 +16,7 @@ TINY = experiments.Shape(
 
 def test_rows(monkeypatch):
     monkeypatch.setattr(
-        experiments,
+        experiments.rows,
         "clocked",
         lambda calls, *_, **__: (dict.fromkeys(calls, [1.0]), dict.fromkeys(calls, ([1.0], [1.0]))),
     )

@@ -1,5 +1,6 @@
 """tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
 
+import copy
 import json
 import time
 import warnings
@@ -15,48 +16,29 @@ from twell_lab.bench import drawn, energy, models, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 
 transformers = pytest.importorskip("transformers")
 SIZES = ModelConfig(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=64, context=32)
 QUICK = {"tokens": (16,), "batches": (2,), "seconds": 0.0, "progress": False}
-LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_act": "relu"},
 }
 OTHERS = {
-    "opt": {
-        **{key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
-        "ffn_dim": 64,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 16,
-    },
-    "gpt2": {
-        "vocab_size": 64,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "activation_function": "relu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "llama": {**LLAMA, "hidden_act": "relu"},
-    "mixtral": {**LLAMA, "hidden_act": "relu", "num_local_experts": 4, "num_key_value_heads": 1},
+    "llama": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 16},
+    "gpt2": {"activation_function": "relu"},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 1},
 }
 
 
 def theirs(kind="llama", **changes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**OTHERS[kind], **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **OTHERS[kind], **changes})
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -186,12 +168,54 @@ def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
 
     model = ours().to(dtype)
     assert tl.bench.model(model, **QUICK, plan="twell").rows
-    monkeypatch.setattr(workloads, "sparsify", wrongly)
+    monkeypatch.setattr(models, "sparsify", wrongly)
     monkeypatch.setattr(clock, "time_bursts", lambda *_, **__: pytest.fail("it was timed"))
     for head, what in (("tokens", "1 x 16 tokens"), ("batches", "decode step, batch 2")):
         alone = {**QUICK, "tokens": (), "batches": (), head: QUICK[head]}
         with pytest.raises(clock.WrongResult, match=f"{what}: forced twell: the logits are off by"):
             tl.bench.model(model, **alone, plan="twell")
+
+
+@pytest.mark.parametrize("method", ["cats", "teal"])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, sparsity):
+    """A right layer, in float32, keeps other values at its threshold than torch does in bfloat16."""
+    torch.manual_seed(0)
+    model, text = ours(d_ff=200), torch.randint(64, (2_000,))
+    for layer in model.layers:
+        layer.mlp.act_fn = nn.SiLU().eval()
+        for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            nn.init.normal_(part.weight, std=1.5 / part.in_features**0.5)
+    found = calibrate(model, text[:960].view(40, 24).split(8), method=method).at(sparsity)
+    cut, wide = (found.apply(copy.deepcopy(model).to(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    right = {id(a.down.weight): b.module for a, b in zip(feed_forwards(cut), feed_forwards(wide), strict=True)}
+    factor = 1.0
+
+    def forward(self, x):
+        (at,) = (i for i, layer in enumerate(feed_forwards(cut)) if torch.equal(layer.down.weight, self.down.weight))
+        return factor * [*right.values()][at](x.float()).to(x.dtype)
+
+    monkeypatch.setattr(SparseFFN, "forward", forward)
+    rows = tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense")).rows  # which takes every layer
+    assert all(0 < row["layer_over_allowed"] < 1 for row in rows if row["path"] != "dense eager") and len(rows) == 8
+    factor = 1.3
+    with pytest.raises(clock.WrongResult, match="1 x 16 tokens: forced dense: a layer is off by 1.[0-9]* times"):
+        tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense"))
+
+
+def test_what_a_row_does_not_need_is_not_made_before_it(monkeypatch):
+    planned = []
+    monkeypatch.setattr(models.planner, "plan", lambda *_, tokens, **__: planned.append(tokens) or tl.Choice("twell"))
+    monkeypatch.setattr(workloads, "decode", lambda *_: pytest.fail("no step of decoding was asked for"))
+    bench = models.Bench(ours(), tokens=(16, 32), batches=(2,), seconds=0.0)
+    assert not planned and not bench.sparse
+    assert [row["path"] for row in bench.rows("model_forward", 32, alone=True)] == ["dense eager", "planned"]
+    assert planned == [[32]]
+    bench.rows("model_forward", 32)
+    assert planned == [[32]]  # covers it
+    bench.rows("model_forward", 16)
+    bench.rows("model_forward", 32, False)
+    assert planned == [[32], [2, 16, 32]]
 
 
 # ---- what does not run here ----
@@ -212,16 +236,24 @@ def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
     assert {"1 x 16 tokens, dense compiled", "decode step, batch 2, dense compiled"} <= set(said)
 
 
-def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
-    real, asked = models.workload_rows, []
+def test_a_step_that_gives_something_else_than_the_whole_sequence_is_left_out(monkeypatch):
+    real = Causal.stepper
+    monkeypatch.setattr(Causal, "stepper", lambda *model, **how: lambda *given: 2 * real(*model, **how)(*given))
+    record = tl.bench.model(ours(), **QUICK, plan="twell")
+    assert {row["kind"] for row in record.rows} == {"model_forward"}
+    assert "a static cache gives something else" in record.notes["left_out"]["decode step, batch 2"]
 
-    def interrupted(measured, work, *given):
+
+def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
+    real, asked = models.Bench.measure, []
+
+    def interrupted(bench, work, *given):
         asked.append(work.label)
         if len(asked) > 1:
             raise KeyboardInterrupt
-        return real(measured, work, *given)
+        return real(bench, work, *given)
 
-    monkeypatch.setattr(models, "workload_rows", interrupted)
+    monkeypatch.setattr(models.Bench, "measure", interrupted)
     record = tl.bench.model(ours(), **QUICK)
     assert {(row["kind"], row["head"]) for row in record.rows} == {("model_forward", True)}
     forward, step = asked[0], "decode step, batch 2"
@@ -257,13 +289,13 @@ class Counter:
 
 @pytest.mark.parametrize("seconds", [0.004, 0.7])
 def test_energy_is_read_where_the_counter_moves(monkeypatch, seconds):
-    """Also of calls that outlast what the counter needs to move, of which there are three at least."""
+    """Also of calls that outlast what the counter needs to move."""
     counter = Counter(seconds)
     monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
     facts = energy.energy_facts(counter.read, {"one": counter.call}, lambda: None, samples=3, tokens=100)["one"]
     assert facts["mj_samples"] == pytest.approx([3_000 * seconds] * 3, rel=0.05)
     assert facts["mj_per_token"] == pytest.approx(3_000 * seconds, rel=0.05) and facts["mj_spread"] < 100
-    assert counter.now > 3 * (energy.WARM + max(energy.SECONDS, energy.CALLS * seconds))
+    assert counter.now > 3 * (energy.WARM + energy.SECONDS)
     assert energy.energy_facts(lambda: 7.0, {"one": counter.call}, lambda: None, 3, 100) == {}  # it stands still
 
 
@@ -341,6 +373,6 @@ def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(mon
     monkeypatch.setattr(core, "memory", lambda: 2**30)
     monkeypatch.setattr(drawn, "llama", lambda *_: pytest.fail("it was built"))
     with pytest.raises(
-        InputError, match="a model of 2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and cpu has 1.0"
+        InputError, match="2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and this machine has 1.0"
     ):
         tl.bench.model("2B", **QUICK, device="cpu")

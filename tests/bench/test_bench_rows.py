@@ -9,6 +9,8 @@ from twell_lab.bench import host, rows
 from twell_lab.bench.forward import Case
 from twell_lab.ops import clock as clocks
 
+GPU = torch.device("cuda")
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -29,48 +31,39 @@ def clock(monkeypatch):
 def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
     calls = dict.fromkeys(("dense eager", "dense compiled", "dense max-autotune", "twell"), lambda turn: None)
     parts = {"part: pack": lambda turn: None}
-    samples, bursts = rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts)
+    samples, bursts = rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, parts=parts)
     replayed = ["dense eager (graph)", "dense max-autotune (graph)", "twell (graph)"]
     assert clock.noted == [[*calls, "part: pack"], replayed]
     assert [*samples] == clock.noted[0] + clock.noted[1]
     assert [*bursts] == [*calls, *replayed]
-    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
-    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
+    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
+    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
     everything = [f"{name} (graph)" for name in calls]
-    assert [*rows.clock_gpu(calls, clocks.GRAPH_TOKENS, parts, compiled=True)[1]] == [*calls, *everything]
+    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, parts=parts, compiled=True)[1]] == [
+        *calls,
+        *everything,
+    ]
 
 
-def test_a_row_says_what_a_plain_call_takes_beside_the_dense_layer_that_was_run_in_the_same_way():
-    samples = dict.fromkeys(("dense eager", "twell", "part: pack", "dense eager (graph)", "twell (graph)"), [1.0])
+def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
+    times = {"dense eager": 4.0, "dense compiled": 3.0, "twell": 2.0, "part: pack": 1.0}
+    times |= {"dense eager (graph)": 3.5, "twell (graph)": 1.75}
     bursts = {
         "dense eager": ([0.1, 0.2, 0.3], [4.0, 5.0, 6.0]),
         "twell": ([0.3, 0.4, 0.5], [2.0, 2.5, 3.0]),
         "dense eager (graph)": ([0.01], [3.0]),
         "twell (graph)": ([0.01], [1.5]),
     }
-    made = {row["path"]: row for row in rows.table({"kind": "made"}, samples, bursts=bursts)}
+    samples, facts = {path: [ms] for path, ms in times.items()}, {"twell": {"choice": "twell"}}
+    made = {row["path"]: row for row in rows.table({"kind": "made"}, samples, facts, bursts)}
+    twell, graph, part = (made[path] for path in ("twell", "twell (graph)", "part: pack"))
+    assert twell["x_dense"] == 2.0 and twell["x_compiled"] == 1.5 and twell["choice"] == graph["choice"] == "twell"
+    assert graph["x_dense"] == 2.0 and "x_compiled" not in graph
+    assert part["x_dense"] is None and part["dense_ms"] is None and not any("wall" in key for key in part)
     assert made["dense eager"]["wall_ms"] == made["dense eager"]["dense_wall_ms"] == 5.0
-    twell = made["twell"]
     assert (twell["wall_ms"], twell["wall_spread"], twell["dense_wall_ms"]) == (2.5, 0.5, 5.0)
     assert twell["host_us"] == pytest.approx(400) and twell["wall_samples"] == [2.0, 2.5, 3.0]
-    assert (made["twell (graph)"]["wall_ms"], made["twell (graph)"]["dense_wall_ms"]) == (1.5, 3.0)
-    assert not any("wall" in key for key in made["part: pack"])
-
-
-def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
-    samples = {
-        "dense eager": [4.0],
-        "dense compiled": [3.0],
-        "twell": [2.0],
-        "part: pack": [1.0],
-        "dense eager (graph)": [3.5],
-        "twell (graph)": [1.75],
-    }
-    made = {row["path"]: row for row in rows.table({"kind": "made"}, samples, {"twell": {"choice": "twell"}})}
-    assert made["twell"]["x_dense"] == 2.0 and made["twell"]["x_compiled"] == 1.5
-    assert made["twell (graph)"]["x_dense"] == 2.0 and "x_compiled" not in made["twell (graph)"]
-    assert made["twell"]["choice"] == made["twell (graph)"]["choice"] == "twell"
-    assert made["part: pack"]["x_dense"] is None and made["part: pack"]["dense_ms"] is None
+    assert (graph["wall_ms"], graph["dense_wall_ms"]) == (1.5, 3.0)
 
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):

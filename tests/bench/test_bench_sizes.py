@@ -26,7 +26,7 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     model = drawn.llama(SIZES, "cpu")
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (16, 24))
-    drawn.fire(model, tokens, [3.0, 10.0, 40.0])
+    drawn.fire(model, lambda: model(tokens), [3.0, 10.0, 40.0])
     nnzs = [layer.mean_nnz for layer in profile(model, [tokens]).layers]
     assert nnzs == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
     assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
@@ -59,15 +59,15 @@ def gpu(monkeypatch):
     monkeypatch.setattr(energy, "millijoules", lambda read, call, wait: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
-    monkeypatch.setattr(workloads.costs, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(models.costs, "measure_rates", lambda *_: rates)
 
-    monkeypatch.setattr(workloads.Models, "planned", lambda *_: (Choice("twell"), 1.5))
+    monkeypatch.setattr(models.Bench, "planned", lambda *_: (Choice("twell"), 1.5))
 
 
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
-    bench.models.plan({2, 24}, for_graphs=True)
-    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True, watched=True)
+    bench.planners = ("planned", "planned for graphs")
+    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True)
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]
     rows = bench.rows("model_decode", 2)
@@ -86,9 +86,9 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch
     assert [row["path"] for row in many] == ["dense eager", "planned", "dense compiled", "planned compiled"]
     assert all(row["mj_per_token"] == 600 / 48 for row in many)
     assert [row["path"] for row in bench.plan_rows()] == ["plan", "plan for graphs"]
-    wrong = copy.deepcopy(bench.models.dense.model)
+    wrong = copy.deepcopy(bench.dense.model)
     wrong.lm_head.weight.data *= 1.01
-    bench.models.sparse["planned"] = Causal(wrong)
+    bench.sparse["planned"] = Causal(wrong)
     with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits are off by"):
         bench.rows("model_forward", 24)
 
@@ -119,6 +119,7 @@ def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
         for row in rows:
             whole = row["kind"] == "model_forward" and name.startswith("trained")
             assert row["head"] and ("loss" in row) == whole and ("layer_error" in row) == (row["path"] != "dense eager")
-            assert (row["error"] > 1e-6) == ("lossy" in row["path"])
+            assert row["error"] <= 1e-6 or "lossy" in row["path"]
+        assert max(row["error"] for row in rows) > 1e-4
     lines = tables.model_paths([Record.new("model-paths", "a test's own", [*sum(found.values(), [])])]).splitlines()
     assert len(lines) == 2 + sum(map(len, ways.values()))

@@ -7,6 +7,8 @@ import pytest
 from torch import nn
 
 from twell_lab.bench import predictors, rows, thresholds
+from twell_lab.layers.find import feed_forwards
+from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock
 from twell_lab.records import Record
@@ -37,7 +39,7 @@ def trained():
 
 
 def broken(model, *_, **__):
-    model.layers[0].mlp.down_proj.weight.data *= 100
+    feed_forwards(model)[0].down.weight.data *= 100
     return model
 
 
@@ -60,9 +62,9 @@ def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
 
 
 def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
-    monkeypatch.setattr(thresholds, "sparsify", broken)
+    monkeypatch.setattr(thresholds, "sparsify", lambda *given: broken(sparsify(*given)))
     monkeypatch.setattr(thresholds, "variant_rows", lambda *_, **__: pytest.fail("it was timed"))
-    with pytest.raises(clock.WrongResult, match="forced kept_inputs: the losses of"):
+    with pytest.raises(clock.WrongResult, match="forced kept_inputs: a layer is off by .* times what is allowed"):
         thresholds.cut_rows(trained, "teal", 0.9)
 
 
@@ -98,6 +100,6 @@ def test_chosen_neurons_say_what_they_cost():
 def test_nothing_is_timed_where_the_lossless_path_is_wrong(monkeypatch):
     monkeypatch.setattr(predictors, "sparsify", broken)
     monkeypatch.setattr(predictors, "_lossy", lambda *_: [])
-    monkeypatch.setattr(rows, "clock_cpu", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(rows, "clocked", lambda *_, **__: pytest.fail("it was timed"))
     with pytest.raises(clock.WrongResult, match="forced twell"):
         predictors.chosen_rows(CHOSEN)

@@ -17,21 +17,21 @@ Called = Callable[..., Tensor]
 
 
 class Kept:
-    """The keys and values of all layers. Each call of a step writes its own into the last place again, and attends to
-    all: so a step can be repeated, captured in a graph, and taken by several models in turn. It is what models take as
-    their cache."""
+    """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
+    a step can be repeated, captured in a graph, and taken by several models in turn. It is what models take as their
+    cache."""
 
     is_compileable = False  # which transformers asks of a cache; a step is compiled by hand
 
     def __init__(self, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.kept = [tuple(pad(each, (0, 0, 0, 1)) for each in layer) for layer in filled]
+        self.kept = [tuple(pad(part, (0, 0, 0, 1)) for part in layer) for layer in filled]
         keys = self.kept[0][0]
         self.length = keys.shape[2]
         self.place = torch.tensor([self.length - 1], device=keys.device)
         self.mask = torch.ones(len(keys), 1, 1, self.length, dtype=torch.bool, device=keys.device)
 
     def part(self, some: slice, dtype: torch.dtype) -> Kept:
-        """A copy of some of the sequences, in this dtype."""
+        """Return a copy of some of the sequences, in this dtype."""
         return Kept((keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.kept)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class Causal:
 
     @property
     def context(self) -> int:
-        """The most tokens of an input, as far as the configuration says."""
+        """Return the most tokens of an input, as far as the configuration says."""
         config = self.model.config
         return config.context if self.ours else getattr(config, "max_position_embeddings", None) or 2048
 
@@ -77,7 +77,7 @@ class Causal:
         """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
         take, [batch, tokens, d_model]."""
         if self.ours:
-            return _compiled(lambda ids: _read(self.model, ids, head), compiled)
+            return _compiled(lambda ids: _through(self.model, ids, head), compiled)
         model = _compiled(self.model if head else self.model.base_model, compiled)
 
         def read(ids: Tensor) -> Tensor:
@@ -90,7 +90,12 @@ class Causal:
         """Return a call of one step of decoding: ids [batch, 1], Kept -> logits [batch, 1, vocabulary], or what the
         head would take, of that token."""
         if self.ours:
-            return _compiled(lambda ids, kept: _step(self.model, ids, kept, head), compiled)
+
+            def own(ids: Tensor, kept: Kept) -> Tensor:
+                pasts = [_OfLayer(kept, number) for number in range(len(kept.kept))]
+                return _through(self.model, ids, head, kept.place, pasts)
+
+            return _compiled(own, compiled)
         model = self.model if head else self.model.base_model
         body, cache = _compiled(model, compiled), _cache(model)
 
@@ -103,10 +108,10 @@ class Causal:
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> Kept:
-        """The keys and values of these tokens [batch, tokens], with a place for one more."""
+        """Return the keys and values of these tokens [batch, tokens], with a place for one more."""
         if self.ours:
             pasts = [Past(ids.shape[1]) for _ in self.model.layers]
-            _read(self.model, ids, pasts=pasts)
+            _through(self.model, ids, False, pasts=pasts)
         else:
             body = self.model.base_model
             pasts = getattr(body(ids, use_cache=True), _cache(body)).layers
@@ -120,8 +125,8 @@ def _cache(model: nn.Module) -> str:
 
 
 def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:
-    """The keys and values of each layer, taken off the list: all together may be half of a GPU's memory, and what was
-    copied is not needed any more."""
+    """Yield the keys and values of each layer, taken off the list: all together may be half of a GPU's memory, and what
+    was copied is not needed any more."""
     while pasts:
         past = pasts.pop(0)
         yield past.keys, past.values
@@ -129,9 +134,8 @@ def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _check_causal(model: nn.Module) -> None:
     embedded = getattr(model, "get_output_embeddings", None)
-    config = getattr(model, "config", None)
     speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
-    if not speaks or getattr(config, "is_encoder_decoder", False):
+    if not speaks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             f"{type(model).__name__} is no causal language model; accepted: one of transformers with its LM head, or a "
             "LanguageModel of this project, as tl.load gives both; tl.bench.layer takes a feed-forward layer"
@@ -142,17 +146,11 @@ def _compiled(call, compiled: bool):
     return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
 
 
-def _read(model: LanguageModel, ids: Tensor, head: bool = False, pasts: list | None = None) -> Tensor:
-    return _through(model, ids, model.cosine[: ids.shape[1]], model.sine[: ids.shape[1]], pasts, head)
-
-
-def _step(model: LanguageModel, ids: Tensor, kept: Kept, head: bool) -> Tensor:
-    tables = (table.index_select(0, kept.place) for table in (model.cosine, model.sine))
-    pasts = [_OfLayer(kept, number) for number in range(len(model.layers))]
-    return _through(model, ids, *tables, pasts, head)
-
-
-def _through(model: LanguageModel, ids: Tensor, cosine: Tensor, sine: Tensor, pasts: list | None, head: bool) -> Tensor:
+def _through(model: LanguageModel, ids: Tensor, head: bool, place: Tensor | None = None, pasts: list | None = None):
+    """Return what the model gives for ids [batch, tokens], or what its head would take. place: of all the tokens, int64
+    [1], where they are one each; by default they are the first ones."""
+    tables = model.cosine, model.sine
+    cosine, sine = (t[: ids.shape[1]] if place is None else t.index_select(0, place) for t in tables)
     x = model.embedding(ids)
     for layer, past in zip(model.layers, pasts or [None] * len(model.layers), strict=True):
         x = layer(x, cosine, sine, past)

@@ -1,7 +1,7 @@
 """Products C = A B, A [m, k] with zeros in it and B [k, n] dense, by every method that skips zeros, beside torch's
 dense product: zeros in patterns, a trained model's activations, and formats of torch over the density.
 
-A method is measured on unstructured zeros and on the pattern that it was made for. Each result is held against float64
+A method is measured on unstructured zeros and on the pattern that it was made for. Each result is compared with float64
 before a clock starts, and one that is wrong is not timed: the row of the dense product says which and why. What a
 method has to do for new zeros, its conversion, is timed by itself."""
 
@@ -41,7 +41,7 @@ SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 SCATTERED, BLOCKS, TALL, WIDE, TWO_FOUR = "scattered", "blocks 32 x 32", "tiles 32 x 1", "tiles 1 x 32", "2:4"
 PIECES = {SCATTERED: (1, 1), BLOCKS: (32, 32), TALL: (32, 1), WIDE: (1, 32)}  # what is zero together
 NESTED, NESTED_SIZE = "2:4 in blocks 128 x 128", 128
-CHECKED = 64  # rows of a result that are held against float64
+CHECKED = 64  # rows of a result that are compared with float64
 WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
 CONVERSIONS = 5  # samples of a conversion
 CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that were trained with L1
@@ -58,7 +58,7 @@ def patterned(pattern: str, m: int, k: int, sparsity: float, *, dtype, device, s
     """Return A [m, k] whose zeros come in this pattern, the other values normal and at least 0.1 away from zero.
 
     In each band of pieces (rows of one, blocks side by side, ...) equally many stay: round((1 - sparsity) * pieces), at
-    least one below a sparsity of 1, at random places. Of "2:4" each four neighbours in a row hold two. Of "2:4 in
+    least one below a sparsity of 1, at random places. Of "2:4" each four neighbours in a row keep two. Of "2:4 in
     blocks 128 x 128", from 0.5 on, they do where blocks stay, so that twice as many stay as of others."""
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.randn(m, k, generator=generator, device=device)
@@ -109,8 +109,7 @@ class Method:
 
 
 def ell_matmul(a: ELL, b: Tensor) -> Tensor:
-    """Return a [rows, columns] @ b [columns, width]: each slot gathers a row of b. Unused slots hold column 0, value
-    0."""
+    """Return a @ b [columns, width]: each slot gathers a row of b. Unused slots have column 0, value 0."""
     if a.slots == 0:
         return b.new_zeros(a.shape[0], b.shape[1])
     return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
@@ -122,10 +121,6 @@ def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
 
 def _searched(a: Tensor) -> Tensor:
     return semi_structured.searched(_semi_structured("cusparselt")(a), a.shape[1])
-
-
-def _at_once(weight: Tensor, x: Tensor) -> Tensor:
-    return semi_structured.product(x, weight)
 
 
 def _pruned(a: Tensor, product: str) -> SparseLinear:
@@ -173,7 +168,13 @@ METHODS: tuple[Method, ...] = (
     Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda w, x: linear(x, w), (TWO_FOUR,), turned=True),
-    Method("2:4 (cuSPARSELt, searched, called at once)", _searched, _at_once, (TWO_FOUR,), turned=True),
+    Method(
+        "2:4 (cuSPARSELt, searched, called at once)",
+        _searched,
+        lambda w, x: semi_structured.product(x, w),
+        (TWO_FOUR,),
+        turned=True,
+    ),
     Method(TILED, find_microtiles, microtiles.product, (SCATTERED, TALL)),
     Method("TwELL", TwELL.from_dense, lambda packed, b: packed_down(packed, b.t()), _ANY, gpu=True),  # a CPU unpacks it
 )
@@ -192,29 +193,6 @@ def leading(table: Iterable[dict]) -> list[dict]:
 
 
 # ---- what is timed ----
-
-
-def about(kind: str, x: Tensor, d_ff: int, workload: str) -> dict:
-    """Return what all rows of a comparison say; device, dtype and sizes are those of x [tokens, d_model]."""
-    sizes = {"tokens": len(x), "d_model": x.shape[1], "d_ff": d_ff}
-    where = {"device": clocks.device_name(x.device), "dtype": str(x.dtype).removeprefix("torch.")}
-    return {"kind": kind, **where, **sizes, "workload": workload}
-
-
-def clocked(
-    calls: rows.Calls,
-    device: torch.device,
-    seconds: float,
-    *,
-    tokens: int = clocks.GRAPH_TOKENS + 1,
-    parts: rows.Calls | None = None,
-    rounds: int | None = None,
-) -> tuple[dict[str, list[float]], rows.Bursts]:
-    """Return samples and bursts of calls, as `rows.clock_gpu` gives them, and samples of `parts` of them. seconds: how
-    long to measure on a CPU. tokens: of a call on a GPU, which decides on graphs; by default there are none."""
-    if device.type == "cuda":
-        return rows.clock_gpu(calls, tokens, parts, rounds=rounds)
-    return rows.clock_cpu(calls | (parts or {}), seconds)
 
 
 def off(c: Tensor, a: Tensor, b: Tensor, dense: Tensor) -> float:
@@ -265,13 +243,13 @@ def beside(
         calls[method.name] = rows.over(call, given)
         facts[method.name] = {"error_over_allowed": round(ratio, 4)}
         parts[f"part: {method.name}, conversion"] = lambda turn, method=method: method.convert(a)
-    samples, bursts = clocked(calls, a.device, seconds)
+    samples, bursts = rows.clocked(calls, a.device, seconds)
     if conversions and parts and a.is_cuda:
         samples |= clocks.time_cuda(parts, rounds=CONVERSIONS, warm=1)
     elif conversions and parts:
-        samples |= rows.clock_cpu(parts, seconds / 2)[0]
+        samples |= rows.clocked(parts, a.device, seconds / 2)[0]
     nonzero = int((a != 0).sum())
-    shared = about(kind, dense, a.shape[1], workload)
+    shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
     return rows.table(shared, samples, facts, bursts)
 
@@ -297,10 +275,8 @@ def product_rows(
     """Return the rows of `beside` of kind "comparison", for the methods that take this pattern and sparsity."""
     a = patterned(pattern, shape.m, shape.k, sparsity, dtype=shape.dtype, device=shape.device)
     generator = torch.Generator(shape.device).manual_seed(1)
-    bs = [
-        torch.randn(shape.k, shape.n, generator=generator, device=shape.device).to(shape.dtype)
-        for _ in range(clocks.ROTATED)
-    ]
+    normal = partial(torch.randn, shape.k, shape.n, generator=generator, device=shape.device)
+    bs = [normal().to(shape.dtype) for _ in range(clocks.ROTATED)]
     chosen = [method for method in methods if method.measured(pattern, sparsity, a.device.type)]
     made = beside(a, bs, chosen, KIND, f"{pattern}, {sparsity:.1%} zeros", shape.seconds)
     return [row | {"pattern": pattern} for row in made]
@@ -317,14 +293,13 @@ def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
     """Return the rows of `beside` of the down projection of one layer of a trained model, of kind "activations": A its
     hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
 
-    They say `model`, `layer` and `occupied`, the share of A's tiles of 32 x 1 that hold anything. The text is the
-    default one, Python source; only `small` was trained on such, and the other models fire on it as they do. TwELL's
-    conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
+    They say `model`, `layer` and `occupied`, the share of A's tiles of 32 x 1 with any value. The text is the default
+    one, Python source; only `small` was trained on such, and the other models fire on it as they do. TwELL's conversion
+    is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
 
     name: of `shipped`. layer: from 0 on. shape: m tokens are read, whole windows; k and n are the layer's."""
     model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(shape.device, shape.dtype).eval()
-    text = source.standard_library()
-    context = model.config.context
+    text, context = source.standard_library(), model.config.context
     windows = source.spread_windows(text.split()[1].tokens, max(1, shape.m // context), context)[:, :-1]
     ffn, seen = feed_forwards(model)[layer], []
     hook = ffn.module.register_forward_hook(lambda _, given, made: seen.append(given[0].flatten(0, 1)))
@@ -343,11 +318,10 @@ def sections(shape: Shape = Shape(), read: Shape = READ) -> rows.Sections:
     """Return the steps of the record: one for each pattern and sparsity, the highest sparsities first, which take
     least; then the layers of the models that are here."""
     cases = [(pattern, zeros) for zeros in sorted(SPARSITIES, reverse=True) for pattern in (*PIECES, NESTED)]
+    layers = [(name, layer) for name, count in shipped().items() for layer in range(count)]
     return {
         "products": [partial(product_rows, *case, shape) for case in [(TWO_FOUR, 0.5), *cases]],
-        "activations": [
-            partial(activation_rows, name, layer, read) for name, layers in shipped().items() for layer in range(layers)
-        ],
+        "activations": [partial(activation_rows, *layer, read) for layer in layers],
     }
 
 
@@ -360,8 +334,7 @@ def against_density(
     """Return the rows of `beside` for each of FORMATS at each density, of [rows, columns] times [columns, width], of
     kind DENSITY; the dense product's path is "dense". "CSR + conversion" also makes the CSR form from the dense matrix,
     as fresh activations would need."""
-    generator = torch.Generator(device).manual_seed(1)
-    b = torch.randn(columns, width, generator=generator, device=device).to(dtype)
+    b = torch.randn(columns, width, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
     table = []
     for density in densities:
         a = scattered(rows, columns, max(1, round(density * columns)), dtype=dtype, device=device)
@@ -373,9 +346,9 @@ def zeros_rows(count: int, columns: int, width: int, device: str, dtype: torch.d
     """Return two rows of the dense product alone, of random values and of nothing but zeros, of kind "matmul_data"."""
     b = scattered(columns, width, width, dtype=dtype, device=device)
     full, empty = (scattered(count, columns, per_row, dtype=dtype, device=device) for per_row in (columns, 0))
-    samples, _ = clocked({"random": lambda turn: full @ b, "zeros": lambda turn: empty @ b}, b.device, seconds)
-    said = about("matmul_data", full @ b, columns, "")
-    return [rows.row(said | {"workload": name}, "dense", taken) for name, taken in samples.items()]
+    samples, _ = rows.clocked({"random": lambda turn: full @ b, "zeros": lambda turn: empty @ b}, b.device, seconds)
+    shared = rows.of_layer("matmul_data", full @ b, columns, "")
+    return [rows.row(shared | {"workload": name}, "dense", taken) for name, taken in samples.items()]
 
 
 def density_sections() -> rows.Sections:
@@ -384,7 +357,7 @@ def density_sections() -> rows.Sections:
     how = (device, clocks.dtype_for(device), 3.0)
     count, columns, width = SIZES[device]
     return {
-        "formats": [partial(against_density, columns, width, count, [each], *how) for each in DENSITIES],
+        "formats": [partial(against_density, columns, width, count, [density], *how) for density in DENSITIES],
         "zeros": [partial(zeros_rows, count, columns, width, *how)],
     }
 
@@ -397,24 +370,19 @@ def begins(measured: Iterable[tuple[float, dict, dict]]) -> str:
     line through them, both axes logarithmic; in brackets by its faster and dense's slower quartile, and the other way
     around, or that these never cross. measured: densities, each with the method's row and the dense one's."""
     points = sorted(measured, key=lambda point: point[0])
-    densities = [density for density, *_ in points]
 
-    def crossing(share: float) -> float | None:
-        pairs = [(row["samples"], dense["samples"]) for _, row, dense in points]
-        times = [quantile(dense, 1 - share) / quantile(mine, share) for mine, dense in pairs]
-        for (low, above), (high, below) in pairwise(zip(densities, times)):
+    def zeros(share: float, beyond: str) -> str:
+        times = [quantile(d["samples"], 1 - share) / quantile(row["samples"], share) for _, row, d in points]
+        for (low, above), (high, below) in pairwise(zip((density for density, *_ in points), times)):
             if above >= 1 > below:
-                return exp(log(low) + log(high / low) * log(above) / log(above / below))
-        return None
+                return f"{1 - exp(log(low) + log(high / low) * log(above) / log(above / below)):.2%}"
+        return beyond
 
-    def zeros(density: float | None, beyond: str) -> str:
-        return f"{beyond} than was measured" if density is None else f"{1 - density:.2%}"
-
-    if (at := crossing(0.5)) is not None:
-        return f"{zeros(at, '')} ({zeros(crossing(0.25), 'less')} to {zeros(crossing(0.75), 'more')})"
+    if at := zeros(0.5, ""):
+        return f"{at} ({zeros(0.25, 'less than was measured')} to {zeros(0.75, 'more than was measured')})"
     times = [dense["ms"] / row["ms"] for _, row, dense in points]
     if min(times) >= 1:
-        return f"{1 - densities[-1]:.1%}, the fewest measured"
+        return f"{1 - points[-1][0]:.1%}, the fewest measured"
     return "nowhere measured" if max(times) < 1 else "in between"
 
 

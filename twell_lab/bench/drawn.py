@@ -4,7 +4,7 @@ each layer fires as sparsely as asked for. Wherever their times are shown, they 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from ..analysis.profile import FiringProfile
 from ..core import InputError, StackError
 from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
+from ..ops import clock
 from ..training import presets
-from .training import thresholds
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
 NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
@@ -24,9 +24,8 @@ _D_FF, _LEAST, _MOST, _MEAN = 5632, 2.0, 109.0, 29.0
 
 
 def sizes_of(size: str | ModelConfig) -> ModelConfig:
-    """Return the sizes of this name, with this project's vocabulary (twell_lab.training.presets), or these themselves.
-
-    Raises InputError for another name, and for a configuration without gates, which a Llama has."""
+    """Return the sizes of this name, with this project's vocabulary, or these themselves. InputError for another name,
+    and for a configuration that a Llama does not have."""
     if isinstance(size, str):
         fields = presets.named(size)
         sizes = {name: fields[name] for name in ("layers", "d_model", "d_ff", "heads", "context")}
@@ -41,7 +40,7 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
 
 def nnzs_of(sizes: ModelConfig) -> list[float]:
     """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises from the first to
-    the last with a power of the depth; the one that gives the mean over all layers is found by halving an interval."""
+    the last with that power of the depth that gives the mean over all layers."""
     share = sizes.d_ff / _D_FF
     least, most, mean = (share * nnz for nnz in (_MEAN if sizes.layers == 1 else _LEAST, _MOST, _MEAN))
     low, high, nnzs = 0.01, 100.0, list[float]()
@@ -52,16 +51,14 @@ def nnzs_of(sizes: ModelConfig) -> list[float]:
     return nnzs
 
 
-def check_room(sizes: ModelConfig, device: torch.device, dtype: torch.dtype, copies: int) -> None:
-    """InputError, before anything is built, where so many models of this dtype and one in float32 are more than the
-    device has."""
-    on_gpu, count = device.type == "cuda", parameters(sizes)
-    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else core.memory()
-    needed = count * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
-    if there is not None and needed > there:
+def check_room(sizes: ModelConfig, dtype: torch.dtype, copies: int) -> None:
+    """Raise InputError, before anything is built, where so many models and one in float32 are more than this machine's
+    memory."""
+    needed = parameters(sizes) * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
+    if (there := core.memory()) is not None and needed > there:
         raise InputError(
-            f"a model of {count / 1e9:.2g} billion parameters, {copies} times, takes {needed / 2**30:,.1f} GiB of "
-            f"memory, and {device.type} has {there / 2**30:,.1f}; smaller sizes are accepted"
+            f"a model of {parameters(sizes) / 1e9:.2g} billion parameters, {copies} times, takes "
+            f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: smaller sizes"
         )
 
 
@@ -99,23 +96,34 @@ def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = t
 
 
 @torch.no_grad()
-def fire(model: nn.Module, tokens: Tensor, nnzs: Sequence[float | Tensor]) -> None:
+def fire(model: nn.Module, run: Callable[[], object], nnzs: Sequence[float | Tensor]) -> None:
     """Set the biases of each gate so that about so many of its neurons fire at a token, or each at its rate [d_ff],
-    layer by layer."""
+    layer by layer, while run() calls the model."""
 
     def before(gate: nn.Linear, args: tuple, nnz: float | Tensor, seed: int) -> None:
-        products = (args[0].flatten(0, -2) @ gate.weight.t()).float()
-        gate.bias.copy_(-thresholds(products, nnz, seed=seed))
+        off = -thresholds((args[0].flatten(0, -2) @ gate.weight.t()).float(), nnz, seed=seed).to(gate.weight.dtype)
+        gate.bias = nn.Parameter(off, requires_grad=gate.weight.requires_grad)
 
     hooks = [
         layer.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
         for i, (layer, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True))
     ]
     try:
-        model(tokens, use_cache=False, logits_to_keep=1)
+        run()
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
+    """Return what to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token,
+    float32 [d_ff]: quantiles of the products, at drawn rates that are lognormal (clock.firing_rates), or at the given
+    rates [d_ff] of the neurons."""
+    rates = nnz if isinstance(nnz, Tensor) else clock.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
+    rates = rates.to(products.device)
+    place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
+    found = products.sort(0).values.gather(0, place[None])[0]
+    return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
 
 
 def windows_of(context: int) -> int:
@@ -146,5 +154,6 @@ def fired(
     """Return a drawn model whose layers fire as often as those of the paper, or as those of the profile do."""
     model = llama(sizes, device, dtype)
     tokens = torch.randint(0, sizes.vocabulary, (windows_of(sizes.context), sizes.context), device=device)
-    fire(model, tokens, nnzs_of(sizes) if firing is None else rates_like(firing, sizes.layers, sizes.d_ff))
+    run = functools.partial(model, tokens, use_cache=False, logits_to_keep=1)
+    fire(model, run, nnzs_of(sizes) if firing is None else rates_like(firing, sizes.layers, sizes.d_ff))
     return model

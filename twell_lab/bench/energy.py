@@ -14,7 +14,7 @@ import torch
 
 from ..ops import clock
 
-SECONDS, CALLS = 1.0, 3  # of one measurement, at least
+SECONDS = 1.0  # of one measurement, at least
 WARM = 0.5  # seconds of calls before each measurement
 _CHUNK = 0.02  # seconds of calls between two looks at the counter
 _STILL = 2.0  # seconds after which a counter that has not moved counts as standing still
@@ -58,7 +58,7 @@ def energy_facts(
 
 
 def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], object]) -> float | None:
-    """Return the millijoules of one call, over SECONDS and CALLS at least; None where the counter stands still."""
+    """Return the millijoules of one call, over SECONDS at least; None where the counter stands still."""
     wait()
     start = time.perf_counter()
     call(0)
@@ -78,5 +78,5 @@ def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], o
         before, moved = spent, now
         if begun is None and now - start >= WARM:
             begun = made, spent, now
-        elif begun and now - begun[2] >= SECONDS and made - begun[0] >= CALLS:
+        elif begun and now - begun[2] >= SECONDS:
             return (spent - begun[1]) / (made - begun[0])

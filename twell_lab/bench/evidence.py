@@ -129,29 +129,25 @@ def counts_of(counts) -> dict[str, int]:
 
 
 def encode(t: Tensor) -> dict:
-    """A tensor as a dict that JSON can hold: its dtype, its shape, and its bytes, compressed."""
+    """Return a tensor as a dict that JSON takes: its dtype, its shape, and its bytes, compressed."""
     data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     packed = base64.b64encode(zlib.compress(data, 9)).decode()
     return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "zlib": packed}
 
 
 def decode(found: dict) -> Tensor:
-    """The tensor, on the CPU, of which `encode` made this dict."""
+    """Return the tensor, on the CPU, of which `encode` made this dict."""
     data = bytearray(zlib.decompress(base64.b64decode(found["zlib"])))
     return torch.frombuffer(data, dtype=getattr(torch, found["dtype"])).reshape(found["shape"])
 
 
 def outputs_record() -> Record:
-    """The outputs of `cases()` on this GPU. Raises DeviceError without a GPU."""
+    """Return the outputs of `cases()` on this GPU. Raises DeviceError without a GPU."""
     need_gpu()
-    rows = [
-        {
-            "case": case.name,
-            "kernel": case.kernel,
-            "outputs": {str(version): encode(case.run(version, "cuda")) for version in case.versions},
-        }
-        for case in cases()
-    ]
+    rows = []
+    for case in cases():
+        outputs = {str(version): encode(case.run(version, "cuda")) for version in case.versions}
+        rows.append({"case": case.name, "kernel": case.kernel, "outputs": outputs})
     return Record.new("gpu-outputs", "what the portable kernels make of three small inputs, bit by bit", rows)
 
 
@@ -171,14 +167,14 @@ def counters_record() -> Record:
     if done.returncode or start is None:
         raise DeviceError(f"ncu counted nothing (exit status {done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
     found = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
-    launches = [(case, f"{case.kernel}_v{version}", version) for case in counted() for version in case.versions]
-    if [row["Kernel Name"].split("(")[0] for row in found] != [kernel for _, kernel, _ in launches]:
-        raise DeviceError(f"ncu saw the launches {[row['Kernel Name'] for row in found]}, not one of each version")
-    rows = [
-        {"kernel": kernel, "version": version, "case": case.name}
-        | {ours: int(row[theirs].replace(",", "")) for ours, theirs in COUNTERS.items()}
-        for (case, kernel, version), row in zip(launches, found)
-    ]
+    launches = [(case, version) for case in counted() for version in case.versions]
+    names = [row["Kernel Name"].split("(")[0] for row in found]
+    if names != [f"{case.kernel}_v{version}" for case, version in launches]:
+        raise DeviceError(f"ncu saw the launches {names}, not one of each version")
+    rows = []
+    for name, (case, version), row in zip(names, launches, found):
+        counts = {ours: int(row[theirs].replace(",", "")) for ours, theirs in COUNTERS.items()}
+        rows.append({"kernel": name, "version": version, "case": case.name, **counts})
     purpose = "memory accesses of the portable kernels as the hardware counts them"
     return Record.new("gpu-counters", purpose, rows, kernels=("smxx_pack", "smxx_down", "smxx_gated"))
 

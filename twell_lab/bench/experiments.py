@@ -4,7 +4,7 @@ of training with an operand that is made 2:4."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
 from ..training.text.load import load_any
 from . import rows
-from .comparison import clocked
 
 SWITCH, FUSE = "switch in place", "fuse LoRA"
 DROPOUTS = {"none": nn.Identity, "Bernoulli 1/2": lambda: nn.Dropout(0.5), "2:4": TwoFourDropout}
@@ -35,9 +34,9 @@ class Shape:
     """model, shares: in whose matrices such shares of the weights are switched. config: of the trainings with dropout,
     one for each of `seeds` and each kind. products: (tokens, d_ff, d_model) of those that are timed, on a GPU."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632))
+    model: ModelConfig = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)
     shares: tuple[float, ...] = (0.01, 0.02)
-    config: TrainConfig = field(default_factory=lambda: TrainConfig(d_model=256, d_ff=1024, batch=32, context=256))
+    config: TrainConfig = TrainConfig(d_model=256, d_ff=1024, batch=32, context=256)
     seeds: tuple[int, ...] = (0, 1)
     products: tuple[tuple[int, int, int], ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
     device: str = "cuda"
@@ -54,10 +53,9 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
     """Return the rows of switching on and off once, in place, and of fusing and unfusing a LoRA of as many parameters;
     of random weights. `worst_error`: the largest difference from the weights of before, once it is off."""
     device = clock.present_device(shape.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = LanguageModel(shape.model).to(dtype).requires_grad_(False)
+        model = LanguageModel(shape.model).to(clock.dtype_for(device)).requires_grad_(False)
     adapter, own = drawn(model, share), dict(model.named_parameters())
     weights = {name: own[name] for name in adapter}
     first, factors = {name: weight.clone() for name, weight in weights.items()}, {}
@@ -82,10 +80,9 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
         facts[path] |= {"worst_error": max(float((weights[name] - first[name]).abs().max()) for name in weights)}
         for name, weight in weights.items():
             weight.copy_(first[name])
-    samples, bursts = clocked(calls, device, 2.0, rounds=10)
-    shared = {"kind": "adapters", "device": clock.device_name(device), "dtype": str(dtype).removeprefix("torch.")}
-    shared |= {name: getattr(shape.model, name) for name in ("d_model", "d_ff", "layers")}
-    shared |= {"share": share, "workload": f"{share:.0%} of the weights, on and off once"}
+    samples, bursts = rows.clocked(calls, device, rounds=10)
+    workload = f"{share:.0%} of the weights, on and off once"
+    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(shape.model))
     walls = {path: {"wall_ms": clock.quartiles(wall)[0]} for path, (_, wall) in bursts.items()}
     return [rows.row(shared, path, samples[path], **facts[path], **walls[path]) for path in calls]
 
@@ -214,19 +211,18 @@ def _drawing() -> functools.partial:
 def _beside_first(
     kind: str, workload: str, calls: rows.Calls, facts: dict[str, dict], sizes: tuple[int, int, int], backend: str
 ) -> list[dict]:
-    shared = {"kind": kind, "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "workload": workload}
-    shared |= dict(zip(("tokens", "d_ff", "d_model"), sizes)) | {"backend": backend}
+    here = torch.empty(0, dtype=torch.bfloat16, device=clock.present_device(None))
+    shared = rows.about(kind, here, workload, **dict(zip(("tokens", "d_ff", "d_model"), sizes)), backend=backend)
     samples = clock.time_cuda(calls, 15)
     dense = clock.quartiles(next(iter(samples.values())))[0]
     return [rows.row(shared, path, taken, dense, **facts.get(path, {})) for path, taken in samples.items()]
 
 
 def sections(shape: Shape) -> rows.Sections:
-    """Return the steps of the record, as in bench.comparison."""
-    step = functools.partial
+    """Return the steps of the record."""
     return {
-        "adapters": [step(adapter_rows, shape, share) for share in shape.shares],
-        "products": [step(product_rows, sizes) for sizes in shape.products],
-        "2:4 in training": [step(step_rows, sizes) for sizes in shape.products],
-        "dropout": [step(loss_rows, shape, seed) for seed in shape.seeds],
+        "adapters": [functools.partial(adapter_rows, shape, share) for share in shape.shares],
+        "products": [functools.partial(product_rows, sizes) for sizes in shape.products],
+        "2:4 in training": [functools.partial(step_rows, sizes) for sizes in shape.products],
+        "dropout": [functools.partial(loss_rows, shape, seed) for seed in shape.seeds],
     }

@@ -1,7 +1,6 @@
-"""A gated layer with weights of few bits beside the dense one: what INT8 and E4M3 gain without any zeros, which is what
-a sparse path with few bits has to beat. And its gate's product alone: what it saves to scale an INT8 product's sums
-within it, and what half of the weights gain, as INT8 that are 2:4, and as 16 bits that are expanded from a bitmap
-first."""
+"""A gated layer with weights of few bits beside the dense one: what INT8 and E4M3 gain without zeros, which a sparse
+path with few bits has to beat. And its gate's product alone: what scaling an INT8 product's sums within it saves, and
+what half of the weights gain, as INT8 that are 2:4, and as 16 bits that are expanded from a bitmap first."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four
 from ..sparsities.quantised import Bitmap, Rows, output_error, quantise
 from ..sparsities.two_four import two_four_mask
 from . import rows
-from .comparison import about, clocked
 from .methods import NNZ, Sizes, swapped
 from .rows import DENSE
 
@@ -43,11 +41,9 @@ TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T,
 @torch.no_grad()
 def few_bits_rows(tokens: int, sizes: Sizes = LAYER) -> list[dict]:
     """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
-    its output against float64, as a share of its norm; CUDA graphs for few tokens. And the gate's product in the ways
-    of `_parts`, with x rounded, and what is packed expanded, in the call.
-
-    The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output that is
-    further off than MOST_OFF says, and where ways to compute one product differ."""
+    its output against float64, as a share of its norm; CUDA graphs for few tokens. And the gate's product as in
+    `_parts`. The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output
+    that is further off than MOST_OFF says, and where ways to compute one product differ."""
     device = torch.device(sizes.device)
     layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
     left_out: dict[str, str] = {}
@@ -71,16 +67,14 @@ def few_bits_rows(tokens: int, sizes: Sizes = LAYER) -> list[dict]:
                 raise clock.WrongResult(f"{what} of {name} is off by {by:.4%} of its norm: nothing was timed")
         path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
         calls[path], facts[path] = rows.over(call, xs), {"error": error}
-    parts = _parts(layer.gate_proj.weight, xs[0], left_out)
-    timed = {name: rows.over(call, xs) for name, call in parts.items()}
-    samples, bursts = clocked(calls, device, sizes.seconds, tokens=tokens, parts=timed)
-    shared = about("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
-    return rows.table(shared, samples, facts, bursts)
+    parts = {name: rows.over(call, xs) for name, call in _parts(layer.gate_proj.weight, xs[0], left_out).items()}
+    shared = rows.of_layer("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
+    return rows.measured(shared, calls, device, sizes.seconds, facts, tokens=tokens, parts=parts)
 
 
 def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the gate's product in each way that is a part here, by its name; what does not run goes to left_out, and
-    where a result is not that of the same values multiplied otherwise, WrongResult is raised."""
+    """Return the gate's product in each way, by name, x being rounded and what is packed expanded in the call; what
+    does not run goes to left_out. WrongResult where a result is not that of the same values multiplied otherwise."""
     gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
     short, bitmap = quantise(pruned), Bitmap.of(pruned)
     apart = functools.partial(int8_linear, rows=gate, apart=True)
@@ -112,12 +106,9 @@ def off_on_rounded(
 ) -> dict[str, float]:
     """Return how far off the three products of a layer without biases are from float64, on values rounded as theirs
     are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
-    worst column.
-
-    g and u are what `linear` gives of x; y, which the layer gave, is held against what these make of it. For E4M3 that
-    is more than a detail: an H100 adds its products with 13 or 14 bits, so that 9 to 13% of the h = relu(g) u are
-    rounded to a neighbour in E4M3, 6 to 12% away. Simulated for 2,048 x 5,632, this moves y by 0.6 to 1.5% of its norm,
-    though no product is off by more than 0.2%.
+    worst column. g and u are what `linear` gives of x; y, which the layer gave, is compared with what these make of it:
+    an H100 adds products of E4M3 with 13 or 14 bits, so that a tenth of the h = relu(g) u are rounded to a neighbour,
+    6 to 12% away, which moves y by about 1% of its norm, though no product is off by more than 0.2%.
 
     layer: with the weights before they are rounded. x: [tokens, d_model]. linear: what multiplies rows of this kind."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +129,8 @@ def _beside_sparse(
 
 
 def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
-    """The layer on kernels that dispatch may not pick on this GPU: the portable ones behind torch's gate GEMM; and, on
-    Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
+    """Return the layer on kernels that dispatch may not pick on this GPU: the portable ones behind torch's gate GEMM;
+    and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     weights = sparse.weights()
     first, _ = first_projection(weights.gate, weights.up)
     found: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
@@ -140,13 +141,13 @@ def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
 
 
 def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> Calls:
-    """The three launches of the portable forward, each by itself, on the real output of the one before."""
+    """Return the three launches of the portable forward, each by itself, on the real output of the one before."""
     given = [_tensors(sparse, x) for x in inputs]
     first, rest = (sparse.up, "down") if sparse.gate is None else (sparse.gate, "gated")
     return {
         "part: gate GEMM": over(lambda x: linear(x, first.weight, first.bias), inputs),
-        "part: pack": over(functools.partial(launch, "pack"), given),
-        "part: sparse": over(functools.partial(launch, rest), given),
+        "part: pack": over(partial(launch, "pack"), given),
+        "part: sparse": over(partial(launch, rest), given),
     }
 
 
@@ -176,28 +177,16 @@ def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def kernel_versions(
-    tokens: int = 16384,
-    d_model: int = 2048,
-    d_ff: int = 5632,
-    nnz: float = 29,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> list[dict]:
-    """Rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
+def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype = torch.bfloat16) -> list[dict]:
+    """Return rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
 
-    Each version is first compared with the newest one, which `check` has compared with float64.
-    """
-    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", dtype, "cuda", seed=seed)
-    sparse = SparseFFN.from_module(copy.deepcopy(dense).eval())
+    Each version is first compared with the newest one, which `check` has compared with float64."""
+    dense, inputs, _ = Case(tokens, nnz, dtype=dtype).draw()
+    sparse = SparseFFN.from_module(copy.deepcopy(dense))
     check(dense, sparse, inputs[:1], every_row=False)
     given = [_tensors(sparse, x) for x in inputs]
-    calls = {
-        f"{kernel}_v{version}": over(functools.partial(launch, kernel, version=version), given)
-        for kernel, newest in NEWEST.items()
-        for version in range(1, newest + 1)
-    }
+    versions = [(kernel, version) for kernel, newest in NEWEST.items() for version in range(1, newest + 1)]
+    calls = {f"{kernel}_v{n}": over(partial(launch, kernel, version=n), given) for kernel, n in versions}
     for kernel in ("down", "gated"):  # pack leaves words past a count unwritten: the tests compare packed tensors
         best = launch(kernel, given[0]).float()
         for version in range(1, NEWEST[kernel]):
@@ -209,27 +198,26 @@ def kernel_versions(
 
 @torch.no_grad()
 def gate_rows(nnz: float) -> list[dict]:
-    """Rows of kind "gate": the gate GEMM with packing, version by version, beside torch's GEMM alone and with packing
-    after it."""
-    dense, inputs, _ = drawn(TOKENS, D_MODEL, D_FF, nnz)
+    """Return rows of kind "gate": the gate GEMM with packing, version by version, beside torch's GEMM alone and with
+    packing after it."""
+    dense, inputs, _ = Case(nnz=nnz).draw()
     gate = dense.gate_proj.weight
     calls: Rivals = {"gate GEMM (torch), then pack": lambda x: run(pack, linear(x, gate), TILE, WORDS)}
     for version in gate_pack.VERSIONS:
-        name = f"sm90 gate_pack v{version}"
-        calls[name] = functools.partial(run, gate_pack.gate_pack_sm90, gate=gate, version=version)
-    calls["sm80 gate_pack"] = functools.partial(run, gate_pack.gate_pack_sm80, gate=gate)
-    counts = {}
+        calls[f"sm90 gate_pack v{version}"] = partial(run, gate_pack.gate_pack_sm90, gate=gate, version=version)
+    calls["sm80 gate_pack"] = partial(run, gate_pack.gate_pack_sm80, gate=gate)
+    wanted = None
     for name, call in calls.items():
         packed = call(inputs[0])
-        counts[name] = (packed[0] if isinstance(packed, tuple) else packed)[..., 0].long()
-    for name, count in counts.items():  # with another order of summing a value may move across zero
-        if (off := float((count != counts["gate GEMM (torch), then pack"]).double().mean())) > 0.01:
+        counts = (packed[0] if isinstance(packed, tuple) else packed)[..., 0].long()
+        wanted = counts if wanted is None else wanted
+        if (off := float((counts != wanted).double().mean())) > 0.01:  # summed otherwise a value may cross zero
             raise WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
     calls = {"gate GEMM (torch)": lambda x: linear(x, gate), **calls}
     samples = clock.time_cuda({name: over(call, inputs) for name, call in calls.items()})
     shared = describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}
-    found = [row(shared, path, values) for path, values in samples.items()]
-    return [one | {"tflops": round(2e-9 * TOKENS * D_MODEL * D_FF / one["ms"], 1)} for one in found]
+    made = [row(shared, path, values) for path, values in samples.items()]
+    return [line | {"tflops": round(2e-9 * TOKENS * D_MODEL * D_FF / line["ms"], 1)} for line in made]
 
 
 # ---- the workloads of the tables of layers, in inference and in training ----
@@ -248,12 +236,13 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A drawn layer in bf16 with its inputs.
+    """A drawn layer (ops.clock.workload) with its inputs, on a GPU where there is one.
 
-    tokens, nnz, kind, d_model, d_ff, gated: as of `drawn`. label: the name of the workload; by default it says how the
-    neurons fire. heavy: in how many rows of each input, spread evenly, more neurons fire than were drawn. fires: how
-    many more, drawn at random; `in_tile`: the first of one tile. graphs: whether calls are timed in every way, which
-    few tokens are anyway: as CUDA graphs and, in inference, beside kernels that torch.compile picked by timing them."""
+    tokens, nnz, kind, d_model, d_ff, dtype: of the workload. gated: or plain. label: the name of the workload; by
+    default it says how the neurons fire. heavy: in how many rows of each input, spread evenly, more neurons fire than
+    were drawn. fires: how many more, drawn at random; `in_tile`: the first of one tile. graphs: whether calls are timed
+    as CUDA graphs, which few tokens are anyway. autotuned: whether kernels that torch.compile picked by timing them are
+    timed beside, in inference."""
 
     tokens: int = 16384
     nnz: float = 29
@@ -262,70 +251,50 @@ class Case:
     d_ff: int = 5632
     gated: bool = True
     label: str = ""
-    heavy: int | None = None
+    heavy: int = 0
     fires: int = 0
     in_tile: bool = False
     graphs: bool = False
     autotuned: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         return self.label or f"independent, {self.kind}"
 
-    @property
-    def facts(self) -> dict:
-        """What rows say of the heavy rows, if there may be any."""
-        return {} if self.heavy is None else {"heavy_rows": self.heavy, "heavy_nnz": self.fires or None}
-
     def draw(self) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
-        """(layer, inputs to time, inputs to plan on)."""
-        layer, inputs, seen = drawn(self.tokens, self.d_model, self.d_ff, self.nnz, self.kind, gated=self.gated)
+        """Return (layer, inputs to time, inputs to plan on)."""
+        device = clock.present_device(None)
+        layer, seen = workload(self.tokens, self.d_model, self.d_ff, self.nnz, self.kind, self.dtype, device)
+        generator = torch.Generator(device).manual_seed(1000)
+        inputs = [torch.randn(x.shape, generator=generator, device=device).to(self.dtype) for x in seen]
+        for x, like in zip(inputs, seen):
+            x[:, 0] = like[0, 0]
         if self.heavy:
             at_random = torch.randperm(self.d_ff, generator=torch.Generator().manual_seed(self.heavy))
             neurons = torch.arange(TILE, TILE + self.fires) if self.in_tile else at_random[: self.fires]
-            tokens = torch.arange(self.heavy) * self.tokens // self.heavy
+            tokens = torch.arange(self.heavy, device=device) * self.tokens // self.heavy
             for x in (*inputs, *seen):
                 x[:, 1] = 0
-                x[tokens.to(x.device), 1] = 8.0
-            layer.gate_proj.weight[neurons.to(inputs[0].device), 1] = 4.0
-        return layer, inputs, seen
-
-
-def drawn(
-    tokens: int,
-    d_model: int,
-    d_ff: int,
-    nnz: float,
-    kind: str = "lognormal",
-    *,
-    gated: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
-    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.clock.workload), on a GPU where there is one;
-    plain if not gated."""
-    device = clock.present_device(None)
-    layer, seen = workload(tokens, d_model, d_ff, nnz, kind, dtype, device)
-    generator = torch.Generator(device).manual_seed(1000)
-    inputs = [torch.randn(x.shape, generator=generator, device=device).to(dtype) for x in seen]
-    for x, like in zip(inputs, seen):
-        x[:, 0] = like[0, 0]
-    if not gated:
-        plain = PlainFeedForward(8, 8).requires_grad_(False)
-        plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
-        layer = plain
-    return layer.eval(), inputs, seen[:2]  # in training mode a swapped layer would copy `down`, not turn it
+                x[tokens, 1] = 8.0
+            layer.gate_proj.weight[neurons.to(device), 1] = 4.0
+        if not self.gated:
+            plain = PlainFeedForward(8, 8).requires_grad_(False)
+            plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
+            layer = plain
+        return layer.eval(), inputs, seen[:2]  # in training mode a swapped layer would copy `down`, not turn it
 
 
 @functools.cache
 def rates_here() -> costs.Rates:
-    """The rates of the device of `drawn`, measured once."""
+    """Return the rates of the device of `Case.draw`, measured once."""
     return costs.measure_rates(clock.present_device(None), torch.bfloat16)
 
 
 @torch.no_grad()
 def inference_rows(case: Case) -> list[dict]:
-    """Rows of kind "inference": torch's layer, eager and compiled, and what was planned for it on other inputs, eager
-    and compiled; for up to TOKENS tokens also each path by itself, with which the planner's choice is compared."""
+    """Return rows of kind "inference": torch's layer and what was planned for it on other inputs, each eager and
+    compiled; for up to TOKENS tokens also each path by itself, with which the planner's choice is compared."""
     layer, inputs, seen = case.draw()
     firing = profile(layer, seen[:1])
     plan = planner.plan(firing, layer, tokens=(case.tokens,), batches=seen[1:], rates=rates_here())
@@ -333,7 +302,7 @@ def inference_rows(case: Case) -> list[dict]:
     planned = sparsify(copy.deepcopy(layer), plan)
     torch._dynamo.reset()
     # All compiled alike: a call of what was compiled with fullgraph=True takes the host longer (docs/calls.md).
-    compiled = functools.partial(torch.compile, dynamic=False)
+    compiled = partial(torch.compile, dynamic=False)
     rivals: Rivals = {COMPILED: compiled(layer), "planned": planned, "planned compiled": compiled(planned)}
     if case.autotuned:
         rivals[AUTOTUNED] = compiled(layer, mode="max-autotune-no-cudagraphs")
@@ -342,12 +311,11 @@ def inference_rows(case: Case) -> list[dict]:
         only = LayerPlan.forced(plan.layers[0], choice)
         rivals[f"forced {choice}"] = SparseFFN.from_module(copy.deepcopy(layer), plan=only)
     facts = dict.fromkeys(("planned", "planned compiled"), {"choice": str(chosen)})
-    found = compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
-    return [one | case.facts for one in found]
+    return compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
 
 
 def other_rows(tokens: int, nnz: float) -> list[dict]:
-    """Rows of `ffn`: the layer on the kernels that are picked, and on the portable ones."""
+    """Return rows of `ffn`: the layer on the kernels that are picked, and on the portable ones."""
     return ffn(tokens, nnz=nnz, device="cuda", compiled=True, others=True).rows
 
 
@@ -360,29 +328,27 @@ HEAVY_CASES = [
 ]
 
 
-def steps(rows_of: Callable[..., list[dict]], *arguments: Iterable) -> list[Callable[[], list[dict]]]:
-    """Return a step of a section for each of these arguments: rows_of(...)."""
-    return [functools.partial(rows_of, *each) for each in zip(*arguments, strict=True)]
-
-
 # A section is a list of steps, and each step returns rows. The most important come first: a record that runs out of
 # time leaves out the last ones.
 SECTIONS: Sections = {
-    "tokens": steps(inference_rows, [Case(tokens, graphs=True) for tokens in COUNTS]),
-    "16,384 tokens": steps(inference_rows, [Case(nnz=nnz) for nnz in (8, 60, 120, 300)]),
-    "gate": steps(gate_rows, (29, 8, 60)),
-    "heavy rows": steps(inference_rows, HEAVY_CASES),
+    "tokens": [partial(inference_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
+    "16,384 tokens": [partial(inference_rows, Case(nnz=nnz)) for nnz in (8, 60, 120, 300)],
+    "gate": [partial(gate_rows, nnz) for nnz in (29, 8, 60)],
+    "heavy rows": [partial(inference_rows, case) for case in HEAVY_CASES],
     "versions": [kernel_versions],
-    "max-autotune": steps(inference_rows, [Case(n, graphs=True, autotuned=True) for n in (1, 64, 2048, TOKENS)]),
-    "decode": steps(inference_rows, [Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16))]),
-    "portable": steps(other_rows, (TOKENS, 1, 64, TOKENS, TOKENS, 1024, TOKENS), (29, 29, 29, 8, 120, 29, 300)),
-    "131,072 tokens": steps(inference_rows, [Case(131072, nnz) for nnz in (8, 60, 120, 300)]),
-    "shapes": steps(
-        inference_rows,
-        [
-            Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated)
-            for d_model, d_ff, gated in SHAPES
-            for tokens in (1, TOKENS)
-        ],
-    ),
+    "max-autotune": [partial(inference_rows, Case(n, graphs=True, autotuned=True)) for n in (1, 64, 2048, TOKENS)],
+    "decode": [
+        partial(inference_rows, case)
+        for case in (Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16)))
+    ],
+    "portable": [
+        partial(other_rows, *case)
+        for case in ((TOKENS, 29), (1, 29), (64, 29), (TOKENS, 8), (TOKENS, 120), (1024, 29), (TOKENS, 300))
+    ],
+    "131,072 tokens": [partial(inference_rows, Case(131072, nnz)) for nnz in (8, 60, 120, 300)],
+    "shapes": [
+        partial(inference_rows, Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated))
+        for d_model, d_ff, gated in SHAPES
+        for tokens in (1, TOKENS)
+    ],
 }

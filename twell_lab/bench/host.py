@@ -24,9 +24,8 @@ ROUNDS = 60
 
 
 def rows(case: Case) -> list[dict]:
-    """Host and wall time of a gated layer on each path: a forward pass without gradients, and a forward and backward
-    pass. `ms` is the host's time, `wall_ms` the time until the GPU has finished, both medians; `spread` and
-    `wall_spread` are the distances between the quartiles."""
+    """Return host time (`ms`) and time until the GPU has finished (`wall_ms`) of a gated layer on each path: a forward
+    pass without gradients, and a forward and backward pass."""
     layer, inputs, _ = case.draw()
     with torch.no_grad():  # each path has a layer of its own, whose weights lie as it reads them
         sparse = {
@@ -35,10 +34,9 @@ def rows(case: Case) -> list[dict]:
         }
         for call in sparse.values():
             check(layer, call, inputs)
-        found = _rows(
-            layer, inputs, "forward", {name: over(call, inputs) for name, call in {DENSE: layer, **sparse}.items()}
-        )
-    return found + _training_rows(layer, inputs)
+        calls = {name: over(call, inputs) for name, call in {DENSE: layer, **sparse}.items()}
+        made = _rows(layer, inputs, "forward", calls)
+    return made + _training_rows(layer, inputs)
 
 
 def _training_rows(layer: nn.Module, inputs: list[torch.Tensor]) -> list[dict]:

@@ -29,7 +29,7 @@ from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import rows
-from .comparison import CHECKED, TILED, about, clocked
+from .comparison import CHECKED, TILED
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
@@ -71,10 +71,9 @@ def sizes_for(device: str) -> Sizes:
 
 def drawn(share: float, sizes: Sizes, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
     """Return a gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
-    firing = share * sizes.d_ff
-    rates = clock.firing_rates(sizes.d_ff, firing).sort(descending=True).values
+    rates = clock.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
     at = (tokens or sizes.tokens[-1], sizes.d_model, sizes.dtype, sizes.device)
-    layer, inputs = clock.drawn(rates, *at, shrink=firing**0.5)
+    layer, inputs = clock.drawn(rates, *at, shrink=(share * sizes.d_ff) ** 0.5)
     return layer, inputs[0]
 
 
@@ -147,10 +146,9 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         # Of more than one token the predictor computes all, and masks.
         there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
-        samples, bursts = clocked(calls, x.device, sizes.seconds, rounds=10)
         facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        made += rows.table(said | {"share": share}, samples, facts, bursts)
+        made += rows.measured(said | {"share": share}, calls, x.device, sizes.seconds, facts, rounds=10)
     return made
 
 
@@ -185,18 +183,15 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     check_close(REMOVED, removed(xs[0])[real], stack(xs[0][real]))
     calls = {rows.DENSE: rows.over(stack, xs), REMOVED: rows.over(removed, xs)}
     calls[ALONE] = rows.over(stack, [padding.gather(x) for x in xs])
-    samples, bursts = clocked(calls, inputs[0].device, sizes.seconds)
     workload = f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
-    shared = about("padding", inputs[0], sizes.d_ff, workload) | {"real": int(real.sum()), "layers": layers}
-    return rows.table(shared, samples, None, bursts)
+    shared = rows.of_layer("padding", inputs[0], sizes.d_ff, workload) | {"real": int(real.sum()), "layers": layers}
+    return rows.measured(shared, calls, inputs[0].device, sizes.seconds)
 
 
 class Proportion(NamedTuple):
-    """The distance of the time without padding from one that is proportional to the real tokens, by the device's time.
-
-    fitted: how far measured times are at most from the proportional time c * share that fits them best, as a share of
-    it. beside_dense: the same with the dense layers' time for all tokens as c: negative where the worst is sooner. own:
-    how far the layers are there on as many tokens alone; None where that was not recorded."""
+    """How far the device's time without padding is from one that is proportional to the real tokens. fitted: at most,
+    from the proportional time that fits best, as a share of it. beside_dense: from the dense layers' time for all
+    tokens times that share, where it is furthest; negative where it is sooner. own: as many tokens alone, there."""
 
     layers: int
     fitted: float
@@ -205,8 +200,7 @@ class Proportion(NamedTuple):
 
 
 def proportions(table: Iterable[dict]) -> list[Proportion]:
-    """Return them for each number of layers in rows of kind "padding", of one device and size. Records made before rows
-    said `layers` had one."""
+    """Return them for each number of layers in rows of kind "padding", of one device and size."""
     by: dict[int, dict[str, dict[float, float]]] = {}
     for row in table:
         if row["kind"] == "padding" and row["real"]:
@@ -246,28 +240,26 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
     gate, up = (part.flatten(0, 1) for part in layer.experts.gate_up_proj.chunk(2, 1))
     down = layer.experts.down_proj.transpose(0, 1).flatten(1)
 
-    def by(way: str) -> Callable[[tuple], Tensor]:
-        def call(given: tuple) -> Tensor:
-            layer.experts.way = way
-            return layer.experts(*given)
-
-        return call
+    def by(way: str, given: tuple) -> Tensor:
+        layer.experts.way = way
+        return layer.experts(*given)
 
     def whole(x: Tensor) -> Tensor:
         return F.linear(layer.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down)
 
-    calls = {rows.DENSE: rows.over(by("loop"), routed)}
-    for way in WAYS:
-        if way != "loop":
-            check_close(way, by(way)(routed[0]), by("loop")(routed[0]))
-            calls[way] = rows.over(by(way), routed)
+    ways = {way: functools.partial(by, way) for way in WAYS}
+    loop = ways.pop("loop")
+    calls = {rows.DENSE: rows.over(loop, routed)}
+    for way, call in ways.items():
+        check_close(way, call(routed[0]), loop(routed[0]))
+        calls[way] = rows.over(call, routed)
     few = xs[0][:CHECKED]
     everybody = torch.arange(experts, device=few.device).expand(len(few), -1)
-    check_close(WHOLE, whole(few), by("loop")((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
+    check_close(WHOLE, whole(few), loop((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
     calls[WHOLE] = rows.over(whole, xs)
-    samples, bursts = clocked(calls, few.device, sizes.seconds)
-    shared = about("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
-    return rows.table(shared | {"experts": experts, "density": TOP_K / experts}, samples, None, bursts)
+    shared = rows.of_layer("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
+    shared |= {"experts": experts, "density": TOP_K / experts}
+    return rows.measured(shared, calls, few.device, sizes.seconds)
 
 
 def sections(sizes: Sizes = Sizes()) -> rows.Sections:

@@ -1,47 +1,48 @@
-"""Any causal language model, dense beside sparse: `model` looks it over, plans its layers, and has it measured
-(twell_lab.bench.workloads). `Bench` is the same in steps, of which recordings are made."""
+"""Any causal language model, dense beside sparse: `model` looks it over and has it measured. `Bench` is the same in
+steps, of which recordings are made; what a step does not need is not made before it."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import os
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..analysis import costs, planner
 from ..analysis.plan import Plan
-from ..analysis.profile import FiringProfile
+from ..analysis.profile import FiringProfile, captured, profile
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
-from ..layers.choice import Choice
+from ..layers.activations import is_threshold
+from ..layers.choice import LOSSY, Choice, LayerPlan
 from ..layers.find import check_model, feed_forwards, survey
 from ..layers.paths import PATHS
 from ..layers.probe import raise_all
 from ..layers.sparse_ffn import SparseFFN
+from ..models.swap import sparsify
 from ..models.tiny import ModelConfig
 from ..ops import clock as timing
 from ..records import Record
-from . import drawn, rows
+from . import drawn, rows, training, workloads
 from .causal import Causal
-from .rows import COMPILED, DENSE
-from .workloads import (
-    COMPILED_TOO,
-    FOR_GRAPHS,
-    FORCED,
-    PLANNED,
-    Clocks,
-    Models,
-    Tokens,
-    Workload,
-    decode,
-    forward,
-    training_rows,
-    workload_rows,
-)
+from .rows import COMPILED, DENSE, Calls
+from .workloads import Clocks, Tokens, Workload, compared_part, layer_errors
 
+PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
+FORCED = "forced "  # what comes before the name of a path that all layers take
+COMPILED_TOO = " compiled"  # what follows the name of a sparse model that is compiled
 CACHED = 512  # tokens of each sequence, the new one among them, in a step of decoding
 LONGEST = 2048  # tokens of a sequence at most
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes of token ids
@@ -68,8 +69,8 @@ def model(
     """Time a causal language model, dense beside sparse: forwards and steps of decoding with a cache, each with the LM
     head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
 
-    The model itself stays as it is; copies are swapped. Before any clock starts, logits are compared with those of a
-    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared, too.
+    The model itself stays as it is; copies are swapped. Before any clock starts, results are compared with those of a
+    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
@@ -101,12 +102,11 @@ def model(
     Returns:
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of logits, or without the head of states, against a float32 run), `error_over_allowed`, of
-        thresholds `layer_over_allowed`, `layer_error` (of a layer's output against the dense one's, on average, where
-        `paths` were named), `loss` (of forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and
-        `mj_per_token` with `mj_spread` (of graphs where there are any, since plain calls wait for the host). Its notes
-        say under "energy" why there is none, and under "left_out" what does not run here. An interruption (Ctrl-C) ends
-        it with the rows that there are by then, if there are any, and the notes name the others.
+        run), `error` (of results against a float32 run), `error_over_allowed`, of thresholds `layer_over_allowed`,
+        `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
+        forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and `mj_per_token` with `mj_spread`
+        (of graphs where there are any). Its notes say under "energy" why there is none, and under "left_out" what does
+        not run here. An interruption (Ctrl-C) ends it with the rows that there are, and the notes name the others.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -114,92 +114,77 @@ def model(
         DeviceError, StackError: for a device that is not there, or where transformers is missing.
         WrongResult: where logits are wrong; then there are no rows.
     """
+    how = {key: value for key, value in locals().items() if key != "model"}
     rows.check_seconds(seconds)
-    how = {"tokens": tokens, "batches": batches, "text": text, "firing": firing, "plan": plan, "paths": paths}
-    how |= {"compiled": compiled, "graphs": graphs, "cached": cached, "seconds": seconds, "dtype": dtype}
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     place = timing.present_device(device) if first is None else first.device
-    on_gpu, made = place.type == "cuda", list[dict]()
+    on_gpu, table = place.type == "cuda", list[dict]()
     gpus = range(torch.cuda.device_count()) if on_gpu else ()
     with torch.random.fork_rng(devices=gpus), torch.cuda.device(place) if on_gpu else nullcontext():
-        bench = Bench(model, device=device, **how)
-        steps = [
-            (work.label + " without the LM head" * (not work.head), functools.partial(bench.rows, *key))
-            for key, work in bench.works.items()
-        ]
+        bench = Bench(model, **how)
+        steps = [(bench.label(*key), functools.partial(bench.rows, *key)) for key in bench.works]
         steps += [("training", bench.train)] if training else []
         with tqdm(steps, unit="workload", leave=False, disable=None if progress else True) as bar:
             for done, (label, step) in enumerate(bar):
                 bar.set_postfix_str(label, refresh=False)
                 try:
-                    with _if_it_fits(label, bench.left_out):
-                        made += step()
+                    table += step()
                 except KeyboardInterrupt:
-                    if not made:
+                    if not table:
                         raise
                     bench.left_out |= {label: "interrupted" for label, _ in steps[done:]}
                     break
     notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
     if bench.clocks.no_energy or not bench.clocks.seconds:
         notes["energy"] = bench.clocks.no_energy or "it was not asked for"
-    return Record.new("bench-model", "a whole model, dense beside sparse", made, notes)
+    return Record.new("bench-model", "a whole model, dense beside sparse", table, notes)
 
 
 class Bench:
-    """A causal language model, its swapped copies, and what they are measured on. Arguments are those of `model`, and
+    """A causal language model, and swapped copies of it, which are made when rows of them are asked for. Arguments are
+    those of `model`, and
 
         about: what rows call the model, by default the name of its type.
         left_out: a dict that takes what does not run, and why.
 
     Attributes:
-        works: the forwards and steps of decoding by kind, tokens and whether they have the LM head.
+        works: kind, tokens and whether they have the LM head, of all forwards and steps of decoding.
+        sparse: the models that follow plans, by path.
     """
 
     def __init__(
-        self,
-        model: nn.Module | ModelConfig | str,
-        *,
-        tokens: Iterable[int] | None = None,
-        batches: Iterable[int] = (1, 8, 64),
-        text: Tensor | None = None,
-        firing: FiringProfile | str | os.PathLike | None = None,
-        plan: Plan | Choice | str | os.PathLike | None = None,
-        paths: Iterable[str] = (),
-        compiled: bool = False,
-        graphs: bool = False,
-        cached: int | None = None,
-        seconds: float | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        about: str = "",
-        left_out: dict[str, str] | None = None,
+        self, subject: nn.Module | ModelConfig | str, *, about: str = "", left_out: dict | None = None, **how: Any
     ) -> None:
+        bound = inspect.signature(model).bind(subject, **how)
+        bound.apply_defaults()
+        asked = SimpleNamespace(**bound.arguments)
+        text, firing, plan, graphs = asked.text, asked.firing, asked.plan, asked.graphs
         self.left_out: dict[str, str] = {} if left_out is None else left_out
-        asked, steps = _paths(paths), _counts("batches", batches)
-        sizes = None
-        if _is_drawn(model):
-            place = timing.present_device(device)
-            dtype = dtype or timing.dtype_for(place)
+        forced, steps, sizes = _paths(asked.paths), _counts("batches", asked.batches), None
+        if _is_drawn(subject):
+            place = timing.present_device(asked.device)
+            dtype = asked.dtype or timing.dtype_for(place)
             if dtype not in VALUE_DTYPES:
                 raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
             firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
             if not isinstance(firing, FiringProfile | None):
                 raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
-            sizes = drawn.sizes_of(model)
-            drawn.check_room(sizes, place, dtype, (3 if graphs else 2) + len(asked))
-            name = f"{model} " if isinstance(model, str) else ""
+            sizes = drawn.sizes_of(subject)
+            if place.type == "cpu":  # a GPU says what does not fit
+                drawn.check_room(sizes, dtype, 2 + len(forced))
+            name = f"{subject} " if isinstance(subject, str) else ""
             about = about or f"drawn {name}Llama{' firing as profiled' * (firing is not None)}"
             vocabulary, length = sizes.vocabulary, min(sizes.context, LONGEST)
         else:
             if firing is not None:
                 raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
-            causal = Causal(_checked(model, device, dtype))
-            place, about = next(model.parameters()).device, about or type(model).__name__
-            vocabulary, length = causal.vocabulary, min(causal.context, LONGEST)
-        counts = [length] if tokens is None else _counts("tokens", tokens)
+            dense = Causal(_checked(subject, asked.device, asked.dtype))
+            place, about = next(subject.parameters()).device, about or type(subject).__name__
+            vocabulary, length = dense.vocabulary, min(dense.context, LONGEST)
+        counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         if wrong := [count for count in counts if count > length and count % length]:
             raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
-        cached = min(CACHED, length) if cached is None else cached
+        cached = min(CACHED, length) if asked.cached is None else asked.cached
         if isinstance(cached, bool) or not isinstance(cached, int) or not 2 <= cached <= length:
             raise InputError(f"cached is {cached!r:.80}; a whole number from 2 to {length}, the context, is accepted")
         if not counts + steps:
@@ -207,95 +192,245 @@ class Bench:
         longest = min(length, max([*counts, *([cached] if steps else [])]))
         _check_text(text, vocabulary, max([*counts, *(batch * cached for batch in steps)]), longest)
         on_gpu = place.type == "cuda"
-        self.clocks = Clocks(
-            place, (3.0 if on_gpu else 1.0) if seconds is None else seconds, graphs=graphs, watched=True
-        )
+        seconds = (3.0 if on_gpu else 1.0) if asked.seconds is None else asked.seconds
+        self.clocks = Clocks(place, seconds, graphs=graphs)
         if graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.compiled, self.fewest, self.classes = (
-            compiled,
-            min((n for n in (*counts, longest) if n > 1), default=1),
-            {*counts, *steps},
-        )
+        self.compiled, self.cached, self.length, self.about = asked.compiled, cached, longest, about
+        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (graphs and on_gpu)]
+        by_name = isinstance(plan, str) and plan in PATHS.names()
+        self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
+        if plan is not None and not by_name:
+            self.given[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = plan
+        for path in [plan] * by_name + forced:
+            self.given[f"{FORCED}{path if PATHS[path].splits else Choice(path)}"] = path
+        self.fewest = min((n for n in (*counts, longest) if n > 1), default=1)
+        self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
-        dense = causal if sizes is None else Causal(drawn.fired(sizes, place, dtype, firing))
-        self.models = Models(dense, Tokens(vocabulary, place, None if text is None else text.long()), about, longest)
-        self.works: dict[tuple[str, int, bool], Workload] = {}
-        self._expect(counts, steps, cached)
-        if plan is None:
-            self.models.plan(self.classes)
-            if graphs and on_gpu:
-                self.models.plan(self.classes, for_graphs=True)
-        elif isinstance(plan, str) and plan in PATHS.names():
-            self.models.force(plan, self.classes)
-        else:
-            self.models.follow(f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED, plan)
-        for name in asked:
-            self.models.force(name, self.classes)
+        self.dense = dense if sizes is None else Causal(drawn.fired(sizes, place, dtype, firing))
+        self.tokens = Tokens(vocabulary, place, None if text is None else text.long())
+        self.layers = feed_forwards(self.dense.model)
+        self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
+        works = [("model_forward", count) for count in counts] + [("model_decode", batch) for batch in steps]
+        self.works = [(*work, head) for work in works for head in (True, False)]
+        self.sparse: dict[str, Causal] = {}
+        self.covered: dict[str, list[int]] = {}  # the numbers of tokens that planned models were planned for
 
-    def _expect(self, counts: list[int], batches: list[int], cached: int) -> None:
-        """Make the workloads, with what the model in float32 gives, which is dropped then."""
-        models = self.models
-        for count in counts:
-            for head in (True, False):
-                with _if_it_fits(f"{count:,} tokens", self.left_out):
-                    length = min(count, models.length)
-                    self._add(forward(models.tokens, count // length, length, head))
-        for batch in batches:
-            with _if_it_fits(label := f"decode step, batch {batch}", self.left_out):
-                try:
-                    for work in decode(models.tokens, models.dense, batch, cached):
-                        self._add(work)
-                except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
-                    self.left_out[label] = f"no step with a static cache: {error}"
-        models.exact = None
+    # ---- the models ----
 
-    def _add(self, work: Workload) -> None:
-        self.works[work.kind, work.tokens, work.head] = work.expect(self.models.exact)
+    @functools.cached_property
+    def firing(self) -> FiringProfile:
+        """What the dense layers do."""
+        windows = self.tokens.windows(Tokens.PROFILED, drawn.windows_of(self.length), self.length)
+        return profile(self.dense.model, [windows])
 
-    def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
-        """Return the rows of a workload, [] where it was left out. compiled: as for `model`, by default as asked for
-        there."""
-        if (work := self.works.get((kind, tokens, head))) is None:
-            return []
-        few = tokens <= rows.LARGE
-        sparse = [name for name in self.models.sparse if few or name != FOR_GRAPHS]
-        ways = [DENSE, *sparse]
-        if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
-            ways += [
-                COMPILED,
-                *(f"{name}{COMPILED_TOO}" for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse),
-            ]
-        return workload_rows(self.models, work, ways, self.clocks, self.left_out)
+    @functools.cached_property
+    def inputs(self) -> workloads.Inputs:
+        """What enters the dense layers."""
+        windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
+        return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
+
+    def ready(self, tokens: int, alone: bool = False) -> list[str]:
+        """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
+        made. alone: plan for these tokens alone, not for all that there will be, where no plan covers them yet."""
+        planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
+        for name in planners:
+            if tokens not in self.covered.get(name, ()):
+                self.covered[name] = [tokens] if alone else self.classes
+                self.sparse.pop(name, None)  # its memory, before there is another
+                self._follow(name, self.planned(self.covered[name], name)[0])
+        for name, plan in self.given.items():
+            if name not in self.sparse:
+                splits = isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits
+                self._follow(name, self._split(plan) if splits else plan)
+        return [*planners, *self.given]
+
+    def planned(self, classes: list[int], name: str = PLANNED) -> tuple[Plan, float]:
+        """Plan the layers for these token counts; returns the plan, and how many seconds it took from a profile on."""
+        windows = self.tokens.windows(Tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
+        firing, batches = self.firing, list(windows.split(max(1, len(windows) // 2)))
+        rows.drain()
+        start, calls = time.perf_counter(), "captured" if name == FOR_GRAPHS else "eager"
+        how = {"tokens": classes, "batches": batches, "calls": calls, "progress": False}
+        plan = planner.plan(firing, self.dense.model, **how)
+        rows.drain()
+        return plan, time.perf_counter() - start
+
+    def _split(self, path: str) -> Plan:
+        """Return a plan of a path that splits neurons, with as many hot ones as should be fastest for most tokens."""
+        weight = self.layers[0].up.weight
+        rates, layers = costs.measure_rates(weight.device, weight.dtype), []
+        for layer in self.firing.layers:
+            args = costs.Firing.of(layer), rates, self.classes[-1], weight.itemsize
+            choices = [Choice(path, hot) for hot in PATHS[path].sizes(layer.d_ff)]
+            if not choices:
+                raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
+            best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
+            layers.append(LayerPlan.forced(layer, best))
+        return Plan(layers, rates.device, rates.dtype, rates.as_dict())
+
+    def _follow(self, name: str, plan: Plan | Choice | str | os.PathLike) -> None:
+        """Swap the layers of a copy by this plan and call it so."""
+        self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
+
+    def model_of(self, path: str) -> Causal:
+        """Return the model that runs on this path, compiled or not."""
+        return self.dense if path in (DENSE, COMPILED) else self.sparse[path.removesuffix(COMPILED_TOO)]
+
+    # ---- the rows ----
+
+    def label(self, kind: str, tokens: int, head: bool = True) -> str:
+        """Return what a workload is called before it is made."""
+        length = min(tokens, self.length)
+        name = f"{tokens // length} x {length:,} tokens" if kind == "model_forward" else f"decode step, batch {tokens}"
+        return name + " without the LM head" * (not head)
+
+    def work(self, kind: str, tokens: int, head: bool = True) -> Workload | None:
+        """Return a workload, with the result of a copy of the model in float32, which is dropped then; a model in
+        float32 is its own. None where the model has no such step."""
+        try:
+            if kind == "model_forward":
+                length = min(tokens, self.length)
+                work = workloads.forward(self.tokens, tokens // length, length, head)
+            else:
+                work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
+            same = next(self.dense.model.parameters()).dtype == torch.float32
+            return work.expect(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+        except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
+            if kind == "model_forward":
+                raise
+            self.left_out[self.label(kind, tokens)] = f"no step with a static cache: {error}"
+            return None
+
+    def rows(
+        self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None, alone: bool = False
+    ) -> list[dict]:
+        """Return the rows of a workload, [] where it is left out. compiled: as for `model`, by default as asked for
+        there. alone: as for `ready`."""
+        with self._if_it_fits(self.label(kind, tokens, head)):
+            if (work := self.work(kind, tokens, head)) is None:
+                return []
+            ways = [DENSE, *(sparse := self.ready(tokens, alone))]
+            if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
+                few = [name for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse]
+                ways += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
+            return self.measure(work, ways, self.clocks)
+        return []
+
+    @torch.no_grad()
+    def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
+        """Return a row for each path of a workload, and each way in which it was timed. Raises timing.WrongResult,
+        before anything is timed, where a result is wrong."""
+        calls: Calls = {}
+        for path in paths:
+            compiled = path == COMPILED or path.endswith(COMPILED_TOO)
+            calls[path] = work.makes(self.model_of(path), compiled)
+        facts = self._facts(work, calls)
+        shared = self.shared(work.kind, work.tokens, work.label) | {"head": work.head, **work.says}
+        return clocks.measure(calls, shared, facts, work.label, self.left_out)
+
+    def shared(self, kind: str, tokens: int, workload: str) -> dict:
+        """Return what all rows of one comparison say."""
+        up, nnzs = self.layers[0].up.weight, [layer.mean_nnz for layer in self.firing.layers]
+        sizes = {"tokens": tokens, "d_model": up.shape[1], "d_ff": up.shape[0], "layers": len(self.layers)}
+        sizes |= {"gated": self.layers[0].gate is not None, "nnz": round(fmean(nnzs), 2)}
+        sizes |= {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
+        sizes |= {"parameters": sum(weight.numel() for weight in self.dense.model.parameters())}
+        return rows.about(kind, up, f"{self.about}, {workload}", **sizes)
+
+    def _facts(self, work: Workload, calls: Calls) -> dict[str, dict]:
+        """Return what the rows of each path say of its weights, of what each layer does, of its error and loss. The
+        results of all calls are compared with float32; what cannot be compiled is taken out of `calls`. Raises
+        timing.WrongResult where a path that is not lossy exceeds what is allowed, and where one that is gives what is
+        no number."""
+        right, facts, results = work.right, {}, {}
+        assert right is not None
+        for name, result in workloads.first_results(calls, work.label, self.left_out):
+            results[name] = compared_part(result)
+            facts[name] = self._of_path(name, work.tokens)
+            if work.read is not None:
+                facts[name]["loss"] = round(workloads.next_token_loss(result, work.read), 6)
+        slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
+        allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
+        for name, result in results.items():
+            off = (result - right).norm()
+            facts[name]["error"] = round(float(off / right.norm()), 9)
+            if name == DENSE:
+                continue
+            ratio, lossy = float(off / allowed), LOSSY in name or LOSSY in facts[name].get("choice", "")
+            if name in self.sparse and (self.cut or name.startswith(FORCED)):
+                errors = layer_errors(self.layers, self.sparse[name].model, self.inputs, work.tokens)
+                if self.cut and not lossy:
+                    facts[name]["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
+                elif errors:
+                    facts[name]["layer_error"] = round(fmean(errors), 9)
+            if not ratio <= (sys.float_info.max if lossy else 1.0):
+                raise timing.WrongResult(
+                    f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
+                    "what is allowed: nothing was timed"
+                )
+            facts[name]["error_over_allowed"] = round(ratio, 4)
+        return facts
+
+    def _of_path(self, path: str, tokens: int) -> dict:
+        """Return what the rows of a path say of its weights, and of what each layer does with so many tokens."""
+        model = self.model_of(path).model
+        said = {} if "compiled" in path else {"weight_bytes": workloads.weight_bytes(model)}
+        if path in (DENSE, COMPILED):
+            return said
+        plans = [layer.plan for layer in model.modules() if isinstance(layer, SparseFFN)]
+        choices = [plan if isinstance(plan, Choice) else plan.choice(tokens) for plan in plans]
+        taken = Counter(choice.path if choice.hot else str(choice) for choice in choices)
+        if len(choices) < len(self.layers):
+            taken["dense"] += len(self.layers) - len(choices)  # not swapped: nothing is faster
+        return said | {"choice": training.counted(taken)}
 
     def train(self, tokens: int | None = None) -> list[dict]:
-        """Return the rows of a training step on so many tokens, by default the fewest of the forwards."""
+        """Return the rows of whole training steps on so many tokens, by default the fewest of the forwards: dense and
+        on the paths that the trainer would choose for the layers."""
         count = self.fewest if tokens is None else tokens
         if count < 2:
             self.left_out["training"] = "a step needs windows of two tokens or more"
             return []
-        return training_rows(self.models, count, self.clocks, self.left_out, compiled=self.compiled)
+        with self._if_it_fits("training"):
+            length = min(count, self.length)
+            ids = self.tokens.inputs(count // length, length)
+            dense = copy.deepcopy(self.dense.model).train().requires_grad_(True)
+            twin = sparsify(copy.deepcopy(dense), "twell")
+            choice = training.switch_layers(twin, Causal(twin).reader(), ids[0])
+            calls: Calls = {}
+            for how in (False, True) if self.compiled else (False,):
+                for name, model in {COMPILED if how else DENSE: dense, PLANNED + COMPILED_TOO * how: twin}.items():
+                    calls[name] = training.whole_step(model, Causal(model).reader(compiled=how), ids)
+            losses = {name: float(loss) for name, loss in workloads.first_results(calls, "training", self.left_out)}
+            facts = training.checked_losses(losses)
+            for name in losses.keys() - {DENSE, COMPILED}:
+                facts[name]["choice"] = choice
+            label = f"training step, {len(ids[0])} x {length:,} tokens"
+            shared = self.shared("model_training", ids[0].numel(), label) | {"head": True}
+            return self.clocks.measure(calls, shared, facts, "training", self.left_out, captured=False)
+        return []
 
     def plan_rows(self) -> list[dict]:
-        """Return how long plans of the model take from a profile on: made once more, when all kernels are compiled."""
-        classes, made = sorted(self.classes), []
-        shared = self.models.shared("model_plan", classes[-1], f"plan of {len(classes)} token classes")
-        for name in (name for name in (PLANNED, FOR_GRAPHS) if name in self.models.sparse):
-            _, seconds = self.models.planned(classes, name == FOR_GRAPHS)
-            made.append(rows.row(shared, "plan" + name.removeprefix(PLANNED), [1e3 * seconds], classes=classes))
-        return made
+        """Return how long plans of the model take from a profile on, when all kernels are compiled."""
+        shared = self.shared("model_plan", self.classes[-1], f"plan of {len(self.classes)} token classes")
+        table = []
+        for name in self.planners:
+            seconds = self.planned(self.classes, name)[1]
+            path = "plan" + name.removeprefix(PLANNED)
+            table.append(rows.row(shared, path, [1e3 * seconds], classes=self.classes))
+        return table
 
-
-@contextmanager
-def _if_it_fits(label: str, left_out: dict[str, str]) -> Iterator[None]:
-    """Leave out what does not fit into the GPU's memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        left_out[label] = f"it does not fit into the GPU's memory: {str(error).partition('. ')[0]}"
-    finally:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    @contextmanager
+    def _if_it_fits(self, label: str) -> Iterator[None]:
+        """Leave out what does not fit into the GPU's memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.left_out[label] = f"it does not fit into the GPU's memory: {str(error).partition('. ')[0]}"
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 # ---- what is refused ----
@@ -309,9 +444,9 @@ def _checked(model, device, dtype) -> nn.Module:
     """Return the model, if it can be measured as it is. InputError otherwise."""
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        sizes = ", ".join(drawn.NAMES)
         raise InputError(
-            f"{name!r:.200} is a name; accepted: a model, such as tl.load({name!r:.200}), or one of the sizes {sizes}"
+            f"{name!r:.200} is a name; accepted: a model, such as tl.load({name!r:.200}), or one of the sizes "
+            f"{', '.join(drawn.NAMES)}"
         )
     check_model(model)
     kind = type(model).__name__
@@ -320,13 +455,11 @@ def _checked(model, device, dtype) -> nn.Module:
             f"{swapped} feed-forward layers of {kind} are swapped already, and it is to be compared with a dense "
             "model; accepted: tl.densify(model), with plan=... for what the layers did"
         )
-    kinds = {f"{weight.dtype} on {weight.device}" for weight in model.parameters()}
-    sound = all(weight.dtype in VALUE_DTYPES and not weight.is_meta for weight in model.parameters())
-    if not sound or len({weight.device for weight in model.parameters()}) != 1:
-        raise InputError(
-            f"{kind} has parameters of {', '.join(sorted(kinds)) or 'no kind'}; accepted: bfloat16, float16 and "
-            "float32, all on one device"
-        )
+    kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
+    places = {place for _, place in kinds}
+    if len(places) != 1 or any(of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds):
+        names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
+        raise InputError(f"{kind} has parameters of {names}; accepted: {VALUE_DTYPES}, all on one device")
     Causal(model)
     first = next(model.parameters())
     place = first.device if device is None else timing.present_device(device)
@@ -358,7 +491,7 @@ def _counts(name: str, values) -> list[int]:
 
 
 def _check_text(text, vocabulary: int, most: int, length: int) -> None:
-    """InputError for a text that is none, or too short for the largest workload."""
+    """Raise InputError for a text that is none, or too short for the largest workload."""
     if text is None:
         return
     if not isinstance(text, Tensor) or text.dim() != 1 or text.is_meta or text.dtype not in _WHOLE:

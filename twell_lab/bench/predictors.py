@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,6 @@ QUIET, LOSSLESS = "trained with L1, dense", "trained with L1, forced twell"
 Apply = Callable[[nn.Module], nn.Module]
 
 
-def _config() -> TrainConfig:
-    sizes = {"d_model": 1024, "layers": 4, "heads": 16, "d_ff": 4096, "context": 256}
-    return TrainConfig(**sizes, batch=32, steps=600, lr=6e-4, dtype="bfloat16")
-
-
 @dataclass(frozen=True)
 class Shape:
     """The models and what is made of them.
@@ -48,7 +44,9 @@ class Shape:
     config: of the training without L1; l1: of the other. windows: of held-out text. recalls: of predictors, of this
     rank. shares: of core neurons. sparsities: of thresholds. seconds: that a CPU is timed."""
 
-    config: TrainConfig = field(default_factory=_config)
+    config: TrainConfig = TrainConfig(
+        d_model=1024, layers=4, heads=16, d_ff=4096, context=256, batch=32, steps=600, lr=6e-4, dtype="bfloat16"
+    )
     l1: float = 3e-4
     windows: int = 32
     rank: int = 64
@@ -66,9 +64,8 @@ def small() -> Shape:
 
 @torch.no_grad()
 def second_halves(model: nn.Module, windows: Tensor, at: Callable[[Tensor], object] | None = None) -> Tensor:
-    """Return the mean loss of the second half of each window, in nats a token, float64 [n], given the first half.
-
-    at: called with the first half [1, length] of each window before the model reads it."""
+    """Return the mean loss of the second half of each window, in nats a token, float64 [n]. at: called with the first
+    half [1, length] of each window before the model reads it."""
     losses = []
     for window in windows.split(1):
         half = window.shape[1] // 2
@@ -96,13 +93,13 @@ def _lossy(
         calibration = calibrate(model, batches, method=method)
         for sparsity in shape.sparsities:
             chosen, name = calibration.at(sparsity), f"{method.upper()} {sparsity:.0%}"
+            spared = chosen.spared
             if method == "cats":
-                fired = [layer.density["activation"] for layer in chosen.layers]
-                yield f"{name}, computed densely", 1 - sum(fired) / len(fired), chosen.apply, None
-            else:
+                spared = 1 - fmean(layer.density["activation"] for layer in chosen.layers)
+            yield f"{name}, computed densely", spared, chosen.apply, None
+            if method == "teal":
                 swapped = lambda own, chosen=chosen: sparsify(chosen.apply(own), "kept_inputs")
-                yield f"{name}, computed densely", chosen.spared, chosen.apply, None
-                yield f"{name}, forced kept_inputs", chosen.spared, swapped, None
+                yield f"{name}, forced kept_inputs", spared, swapped, None
 
 
 def chosen_rows(shape: Shape) -> list[dict]:
@@ -127,7 +124,8 @@ def chosen_rows(shape: Shape) -> list[dict]:
         model = apply(copy.deepcopy(plain))
         losses = second_halves(model, windows, None if at is None else functools.partial(at, model))
         facts[f"lossy: {path}"], models[f"lossy: {path}"] = says(losses, sparsity), apply(copy.deepcopy(models[DENSE]))
-    density, quiet_density = (_density(model, batches) for model in (plain, quiet))
+    profiles = [profile(model, batches).layers for model in (plain, quiet)]
+    density, quiet_density = (fmean(layer.density for layer in layers) for layers in profiles)
     facts[QUIET] = facts[LOSSLESS] = says(second_halves(quiet, windows), 1 - quiet_density)
     models[QUIET] = quiet.to(dtype)
     models[LOSSLESS] = sparsify(copy.deepcopy(quiet), "twell")
@@ -138,11 +136,6 @@ def chosen_rows(shape: Shape) -> list[dict]:
     tokens = Tokens(plain.config.vocabulary, device, held_out.long())
     how = {"cached": context, "nnz": plain.config.d_ff * density, "seconds": shape.seconds}
     return variant_rows(KIND, f"{{}}, ReLU trained on {text.name}", causal, facts, tokens, 1, **how)
-
-
-def _density(model: nn.Module, batches: tuple[Tensor, ...]) -> float:
-    layers = profile(model, batches).layers
-    return sum(layer.density for layer in layers) / len(layers)
 
 
 def sections(shape: Shape) -> rows.Sections:

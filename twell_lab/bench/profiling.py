@@ -1,4 +1,4 @@
-"""What it takes to see who fires: a profile of a random model of the paper's 2B shape beside a plain forward of the
+"""What it takes to count who fires: a profile of a random model of the paper's 2B shape beside a plain forward of the
 same tokens."""
 
 from __future__ import annotations
@@ -24,34 +24,22 @@ def profiling_rows(sizes: ModelConfig | None = None, sequences: int = 8) -> list
     sizes: of the model, by default LARGE on a GPU and SMALL without one."""
     device = clock.present_device(None)
     on_gpu = device.type == "cuda"
-    sizes, dtype = sizes or (LARGE if on_gpu else SMALL), torch.bfloat16 if on_gpu else torch.float32
+    sizes = sizes or (LARGE if on_gpu else SMALL)
     torch.manual_seed(0)
     with torch.device(device):
-        model = LanguageModel(sizes).to(dtype).eval().requires_grad_(False)
+        model = LanguageModel(sizes).to(torch.bfloat16 if on_gpu else torch.float32).eval().requires_grad_(False)
         batches = list(torch.randint(sizes.vocabulary, (2, sequences, sizes.context)))
-
-    def plain_forward(turn: int) -> None:
-        for ids in batches:
-            model(ids)
-
-    calls = {"plain forward": plain_forward, "profile": lambda turn: profile(model, batches)}
+    calls: rows.Calls = {
+        "plain forward": lambda turn: [model(ids) for ids in batches],
+        "profile": lambda turn: profile(model, batches),
+    }
     timed = clock.time_bursts(calls, rows.drain, rounds=5, count=1)
     peaks = {path: clock.peak_bytes(call) for path, call in calls.items()} if on_gpu else {}
-    layers = profile(model, batches).layers
-    shared = {
-        "kind": PROFILING,
-        "device": clock.device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokens": 2 * sequences * sizes.context,
-        "d_model": sizes.d_model,
-        "d_ff": sizes.d_ff,
-        "gated": sizes.gated,
-        "layers": sizes.layers,
-        "nnz": round(sum(layer.mean_nnz for layer in layers) / len(layers), 2),
-        "workload": f"2 x {sequences} x {sizes.context:,} random tokens, random weights",
-    }
-    plain = clock.quartiles(timed["plain forward"][1])[0]
-    made = []
+    nnzs = [layer.mean_nnz for layer in profile(model, batches).layers]
+    said = {"tokens": 2 * sequences * sizes.context, "nnz": round(sum(nnzs) / len(nnzs), 2), **rows.sizes_of(sizes)}
+    workload = f"2 x {sequences} x {sizes.context:,} random tokens, random weights"
+    shared = rows.about(PROFILING, model.head.weight, workload, **said)
+    plain, made = clock.quartiles(timed["plain forward"][1])[0], []
     for path, (_, wall) in timed.items():
         facts = {"times_plain": round(clock.quartiles(wall)[0] / plain, 4)}
         if peaks:

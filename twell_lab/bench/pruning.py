@@ -10,12 +10,11 @@ import copy
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
 from ..sparsities.magnitude import magnitude_mask
 from ..sparsities.prune import proximal_step, prune
@@ -66,10 +65,8 @@ class Shape:
     """The model and how it is trained (config, whose seed is each of `seeds`), and for how many steps, from 3 up, each
     way is trained on, at what learning rate. windows: of held-out text, on which bits are measured."""
 
-    config: TrainConfig = field(
-        default_factory=lambda: TrainConfig(
-            d_model=512, layers=6, heads=8, d_ff=1408, context=256, batch=32, steps=500, lr=1e-3, dtype="bfloat16"
-        )
+    config: TrainConfig = TrainConfig(
+        d_model=512, layers=6, heads=8, d_ff=1408, context=256, batch=32, steps=500, lr=1e-3, dtype="bfloat16"
     )
     steps: int = 150
     lr: float = 5e-4
@@ -84,13 +81,12 @@ def small() -> Shape:
 
 
 class Trained:
-    """A model trained with one seed, and the text: what it has seen, and `held_out` windows."""
+    """A model trained with one seed, and the text: what it has read, and `held_out` windows."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self.shape, self.config = shape, replace(shape.config, seed=seed)
         self.model = train(self.config, progress=False).model
-        self.device = next(self.model.parameters()).device
-        self.text = load_any(self.config.text)
+        self.device, self.text = next(self.model.parameters()).device, load_any(self.config.text)
         self.seen, held_out = (part.tokens for part in self.text.split())
         self.held_out = source.spread_windows(held_out, shape.windows, self.config.context).to(self.device)
 
@@ -107,25 +103,51 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
 
     Of a gradual way bits_before is that of as many zeros put in at once, of one with L1 that when the zeros are in
     place, half of the steps being done."""
+    shape, steps, samples, config = trained.shape, trained.shape.steps, [], trained.config
     model = copy.deepcopy(trained.model).train().requires_grad_(True)
     pruned = copy.deepcopy(model) if way.gradual else model
     if way.mask is not None:
         _prune(pruned, lambda weight: way.mask(weight, way.sparsity))
     before = trained.bits(pruned)
-    samples, halfway = _train_on(trained, model, way)
-    weights = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _layers(model)]
-    sizes = trained.config
-    shared = {"kind": "pruning", "device": clock.device_name(trained.device), "tokens": sizes.batch * sizes.context}
-    shared |= {name: getattr(sizes, name) for name in ("dtype", "d_model", "d_ff", "layers")}
-    shared |= {"workload": f"training step, trained on {trained.text.name}"}
+    draw, ramp, half = torch.Generator().manual_seed(1_000_000 + config.seed), 2 * steps // 3, steps // 2
+    make = functools.partial(torch.optim.AdamW, lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer, weights = make(model.parameters()), [layer.weight for layer in _layers(model)]
+    for step in range(steps):
+        windows = source.random_windows(trained.seen, config.batch, config.context, draw).to(trained.device)
+        start = time.perf_counter()
+        if way.gradual and (step == ramp or step < ramp and step % max(1, ramp // 8) == 0):
+            share = way.sparsity * (1 - (1 - step / ramp) ** 3)  # Zhu and Gupta, arXiv 1710.01878
+            _prune(model, lambda weight: way.mask(weight, share), gradient="dense")
+            optimizer = optimizer if step else make(model.parameters())  # its parameters are others from then on
+        if way.l1 and step == half:
+            before = trained.bits(model)
+            _prune(model, lambda weight: weight != 0)
+            optimizer = make(model.parameters())
+        for group in optimizer.param_groups:
+            group["lr"] = shape.lr * (1 - 0.9 * step / steps)
+        with autocast(config.dtype, trained.device):
+            loss = cross_entropy(model, windows)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if way.l1 and step < half:
+            proximal_step(optimizer, way.l1, weights)
+        else:
+            optimizer.step()
+        rows.drain()
+        samples.append(1e3 * (time.perf_counter() - start))
+    masks = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _layers(model)]
+    workload = f"training step, trained on {trained.text.name}"
+    shared = rows.about("pruning", weights[0], workload, tokens=config.batch * config.context, **rows.sizes_of(config))
     facts = {
-        "seed": sizes.seed,
-        "steps": trained.shape.steps,
-        "sparsity": round(1 - sum(int(w.sum()) for w in weights) / sum(w.numel() for w in weights), 6),
-        "bits_before": round(halfway or before, 5),
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "steps": steps,
+        "sparsity": round(1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks), 6),
+        "bits_before": round(before, 5),
         "bits_after": round(trained.bits(model), 5),
     }
-    return [rows.row(shared, way.name, samples, **facts)]
+    return [rows.row(shared | facts, way.name, samples)]
 
 
 def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
@@ -137,44 +159,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for name, layer in model.named_modules() if isinstance(layer, linear) and name != "head"]
 
 
-def _train_on(trained: Trained, model: nn.Module, way: Way) -> tuple[list[float], float | None]:
-    """Train the model on; return the milliseconds of each step, and with L1 the bits when the zeros are in place."""
-    shape, steps, samples, halfway = trained.shape, trained.shape.steps, [], None
-    draw, ramp, half = torch.Generator().manual_seed(1_000_000 + trained.config.seed), 2 * steps // 3, steps // 2
-    make = functools.partial(torch.optim.AdamW, lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizer = make(model.parameters())
-    weights = [layer.weight for layer in _layers(model)]
-    for step in range(steps):
-        windows = source.random_windows(trained.seen, trained.config.batch, trained.config.context, draw)
-        windows = windows.to(trained.device)
-        start = time.perf_counter()
-        if way.gradual and (step == ramp or step < ramp and step % max(1, ramp // 8) == 0):
-            share = way.sparsity * (1 - (1 - step / ramp) ** 3)  # Zhu and Gupta, arXiv 1710.01878
-            _prune(model, lambda weight: way.mask(weight, share), gradient="dense")
-            optimizer = optimizer if step else make(model.parameters())  # its parameters are others from then on
-        if way.l1 and step == half:
-            halfway = trained.bits(model)
-            _prune(model, lambda weight: weight != 0)
-            optimizer = make(model.parameters())
-        for group in optimizer.param_groups:
-            group["lr"] = shape.lr * (1 - 0.9 * step / steps)
-        with autocast(trained.config.dtype, trained.device):
-            loss = cross_entropy(model, windows)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if way.l1 and step < half:
-            proximal_step(optimizer, way.l1, weights)
-        else:
-            optimizer.step()
-        rows.drain()
-        samples.append(1e3 * (time.perf_counter() - start))
-    return samples, halfway
-
-
 def sections(shape: Shape) -> rows.Sections:
-    """Return the steps of the record, as in bench.comparison: one for each seed and way. A model is trained when its
-    first way needs it."""
+    """Return the steps of the record, one for each seed and way. A model is trained when its first way needs it."""
 
     def steps(seed: int) -> list[Callable[[], list[dict]]]:
         trained = functools.cache(lambda: Trained(shape, seed))

@@ -29,30 +29,37 @@ LARGE = 2**14  # for more tokens only one input is captured: the graphs of sever
 # Calls of a burst at most. The driver's queue holds about a thousand launches, and the host waits once it is full.
 MOST = 50
 
-Calls = dict[str, Callable[[int], object]]
+Calls = dict[str, Callable[[int], object]]  # each takes the number of its turn
 Sections = dict[str, list[Callable[[], list[dict]]]]  # of a record: steps, each of which returns rows
+Samples = dict[str, list[float]]  # milliseconds of the device, by the name of the call
 Bursts = dict[str, tuple[list[float], list[float]]]  # milliseconds a call, of the host and on the wall
 
 
-def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: Tensor | None = None) -> dict:
-    """Return what all rows of one comparison share: device, dtype and sizes, and how many neurons fire at a token on
-    average.
+# ---- what rows say ----
 
-    inputs: [tokens, d_model] each. first, bias: weight [d_ff, d_model] and bias [d_ff] of the projection that decides
-    which neurons fire. label: the name of the workload."""
-    x = inputs[0]
-    with torch.no_grad():
-        fired = [twell.fires(linear(each, first, bias)).sum(1).double().mean() for each in inputs]
-    return {
-        "kind": kind,
-        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "CPU",
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "tokens": x.shape[0],
-        "d_model": x.shape[1],
-        "d_ff": first.shape[0],
-        "nnz": round(float(sum(fired) / len(fired)), 2),
-        "workload": label,
-    }
+
+def about(kind: str, like: Tensor, workload: str, **sizes) -> dict:
+    """Return what all rows of a comparison say: device and dtype of a tensor, the workload's name, and sizes."""
+    where = {"device": clocks.device_name(like.device), "dtype": str(like.dtype).removeprefix("torch.")}
+    return {"kind": kind, **where, **sizes, "workload": workload}
+
+
+def sizes_of(config: Any) -> dict:
+    """Return the sizes of a model's layers by the names that rows have, of a ModelConfig or a TrainConfig."""
+    return {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers")}
+
+
+def of_layer(kind: str, x: Tensor, d_ff: int, workload: str) -> dict:
+    """Return what all rows of a comparison of layers, or of products, say; x: [tokens, d_model]."""
+    return about(kind, x, workload, tokens=x.shape[0], d_model=x.shape[1], d_ff=d_ff)
+
+
+@torch.no_grad()
+def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: Tensor | None = None) -> dict:
+    """Return what `of_layer` does, with the neurons that fire at a token on average. inputs: [tokens, d_model] each.
+    first, bias: weight [d_ff, d_model] and bias [d_ff] of the projection that decides which neurons fire."""
+    fired = [twell.fires(linear(x, first, bias)).sum(1).double().mean() for x in inputs]
+    return of_layer(kind, inputs[0], len(first), label) | {"nnz": round(float(sum(fired) / len(fired)), 2)}
 
 
 def row(
@@ -63,91 +70,84 @@ def row(
     compiled_ms: float | None = None,
     **facts,
 ) -> dict:
-    """One row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the dense
-    layer and as the compiled one, where their medians are given. facts: what else the row says."""
+    """Return one row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the
+    dense layer and as the compiled one, where their medians are given. facts: what else the row says."""
     ms, spread = clocks.quartiles(samples)
     beside = {"dense_ms": dense_ms, "x_dense": None if dense_ms is None else dense_ms / ms}
     if compiled_ms is not None:
         beside["x_compiled"] = compiled_ms / ms
     taken = {"path": path, "ms": ms, "spread": spread, **beside}
-    return {**shared, **taken, **facts, "samples": [round(each, 6) for each in samples]}
+    return {**shared, **taken, **facts, "samples": [round(sample, 6) for sample in samples]}
 
 
 def table(
-    shared: dict,
-    samples: dict[str, list[float]],
-    facts: dict[str, dict] | None = None,
-    bursts: Bursts | None = None,
+    shared: dict, samples: Samples, facts: dict[str, dict] | None = None, bursts: Bursts | None = None
 ) -> list[dict]:
-    """A row for each path, of its samples: milliseconds of the device. A path that was run in another way, as "twell
-    (graph)", is compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with
-    nothing.
+    """Return a row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense
+    layer that was run in the same way; a part of a layer ("part: pack") with nothing.
 
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
     and `host_us`."""
-    medians = {path: clocks.quartiles(values)[0] for path, values in samples.items()}
-    made = []
+    medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
         how = path[len(name) :]
         dense = None if path.startswith("part: ") else medians[DENSE + how]
         compiled = None if how or dense is None else medians.get(COMPILED)
-        said = (facts or {}).get(name, {}) | _walls(bursts or {}, path, DENSE + how)
-        made.append(row(shared, path, values, dense, compiled, **said))
-    return made
+        said = dict((facts or {}).get(name, {}))
+        if bursts and path in bursts:
+            host, wall = bursts[path]
+            said["wall_ms"], said["wall_spread"] = clocks.quartiles(wall)
+            said["dense_wall_ms"] = clocks.quartiles(bursts[DENSE + how][1])[0]
+            said["host_us"] = 1e3 * clocks.quartiles(host)[0]
+            said["wall_samples"] = [round(sample, 6) for sample in wall]
+        lines.append(row(shared, path, values, dense, compiled, **said))
+    return lines
 
 
-def _walls(bursts: Bursts, path: str, dense: str) -> dict:
-    """Return what a row says of plain calls of its path, beside those of the dense layer; {} where none were timed."""
-    if path not in bursts:
-        return {}
-    host, wall = bursts[path]
-    median, spread = clocks.quartiles(wall)
-    return {
-        "wall_ms": median,
-        "wall_spread": spread,
-        "dense_wall_ms": clocks.quartiles(bursts[dense][1])[0],
-        "host_us": 1e3 * clocks.quartiles(host)[0],
-        "wall_samples": [round(each, 6) for each in wall],
-    }
+# ---- the clocks ----
 
 
 def over(call: Callable[[Any], object], inputs: Sequence) -> Callable[[int], object]:
-    """The call as the clocks take it: the inputs in turn."""
+    """Return the call as the clocks take it: the inputs in turn."""
     return lambda turn: call(inputs[turn % len(inputs)])
 
 
-def clock_gpu(
+def clocked(
     calls: Calls,
-    tokens: int,
-    parts: Calls | None = None,
+    device: torch.device,
+    seconds: float = 2.0,
     *,
+    tokens: int = clocks.GRAPH_TOKENS + 1,
+    parts: Calls | None = None,
     graphs: bool = False,
     compiled: bool = False,
     rounds: int | None = None,
     most: int = MOST,
-) -> tuple[dict[str, list[float]], Bursts]:
-    """Milliseconds of each call by device events (clocks.time_cuda), and in bursts of plain calls, the calls in turn;
-    both by the name of the call. For few tokens also of "NAME (graph)", the call replayed as a CUDA graph, for all
-    calls but the compiled ones.
+) -> tuple[Samples, Bursts]:
+    """Time the calls in turn: by device events (clocks.time_cuda) and in bursts of plain calls, and for few tokens also
+    "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
 
-    calls: each takes the number of its turn. tokens: what a call computes. parts: calls that are timed beside these,
-    but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled calls too.
-    rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS. most: calls of
-    a burst at most."""
-    samples, bursts = _clock(calls, parts or {}, rounds, most)
+    A CPU has one clock: there for about so many seconds, thirty times at most and five at least, or twice where a turn
+    takes longer than that. tokens: what a call computes; by default too many for graphs. parts: calls that are timed
+    beside these, but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled
+    calls too. rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
+    most: calls of a burst at most."""
+    if device.type == "cpu":
+        return _clock_cpu(calls | (parts or {}), seconds)
+    samples, bursts = _clock_gpu(calls, parts or {}, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
         replays = {
             f"{name} (graph)": capture(call) for name, call in calls.items() if compiled or "compiled" not in name
         }
-        replayed, waited = _clock(replays, {}, rounds, MOST)
+        replayed, waited = _clock_gpu(replays, {}, rounds, MOST)
         samples, bursts = samples | replayed, bursts | waited
     return samples, bursts
 
 
-def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[dict[str, list[float]], Bursts]:
+def _clock_gpu(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[Samples, Bursts]:
     both = {**calls, **parts}
     samples = clocks.time_cuda(both) if rounds is None else clocks.time_cuda(both, rounds=rounds)
     longest = max(clocks.quartiles(samples[name])[0] for name in calls)
@@ -155,9 +155,7 @@ def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[d
     return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
-def clock_cpu(calls: Calls, seconds: float) -> tuple[dict[str, list[float]], Bursts]:
-    """As clock_gpu, for a CPU, which has one clock: the calls in turn for about so many seconds, thirty times at
-    most and five at least, or twice where a turn takes longer than that."""
+def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
     start = time.perf_counter()
     for call in calls.values():
         call(0)
@@ -168,11 +166,34 @@ def clock_cpu(calls: Calls, seconds: float) -> tuple[dict[str, list[float]], Bur
     return {name: wall for name, (_, wall) in bursts.items()}, bursts
 
 
+def measured(
+    shared: dict, calls: Calls, device: torch.device, seconds: float, facts: dict[str, dict] | None = None, **how
+) -> list[dict]:
+    """Return the rows of `table` of these calls, timed as `clocked` does."""
+    samples, bursts = clocked(calls, device, seconds, **how)
+    return table(shared, samples, facts, bursts)
+
+
+def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
+    """Return the rows of `table` of these calls. On a GPU they hold times of the device and of plain calls, and the
+    peak memory of a call; on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in
+    the caches ("NAME (cold)"). how: as for `clocked`."""
+    if shared["device"] == "CPU":
+        samples = clocks.time_cpu(calls, seconds / 2)
+        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
+        return [
+            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
+            for row in table(shared, samples, facts)  # a CPU has one clock
+        ]
+    samples, bursts = clocked(calls, torch.device("cuda"), tokens=shared["tokens"], **how)
+    peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
+    return [row | peaks.get(row["path"], {}) for row in table(shared, samples, facts, bursts)]
+
+
 def check_seconds(seconds: float | None) -> None:
     """Raise InputError for what is no time to measure for."""
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (number and 0 <= seconds < 2**31):
         raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
 
 
@@ -180,6 +201,9 @@ def drain() -> None:
     """Wait until the GPU has finished; a CPU has when a call returns."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+# ---- checking ----
 
 
 @torch.no_grad()
@@ -190,15 +214,13 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
     the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where
     the ratio is above 1, or a row differs from the dense layer's by more than 5% of its norm."""
     found = feed_forwards(layer)[0]
-    worst = max(clocks.check(layer, found, each, call=call) for each in inputs)
+    worst = max(clocks.check(layer, found, x, call=call) for x in inputs)
     if every_row:
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
         off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
         if not off <= 0.05:
-            raise clocks.WrongResult(
-                f"a row differs from the dense layer's by {off:.3g} of its norm: nothing was timed"
-            )
+            raise clocks.WrongResult(f"a row differs from the dense layer's by {off:.3g} of it: nothing was timed")
     return worst
 
 
@@ -229,27 +251,11 @@ def compare(
         return timed(shared, calls, facts, **how)
 
 
-def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
-    """Return the rows of `table` of these calls. On a GPU they hold times of the device and of plain calls, and the
-    peak memory of a call; on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in
-    the caches ("NAME (cold)"). how: as for `clock_gpu`."""
-    if shared["device"] == "CPU":
-        samples = clocks.time_cpu(calls, seconds / 2)
-        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-        return [
-            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
-            for row in table(shared, samples, facts)  # a CPU has one clock
-        ]
-    samples, bursts = clock_gpu(calls, shared["tokens"], **how)
-    peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
-    return [row | peaks.get(row["path"], {}) for row in table(shared, samples, facts, bursts)]
-
-
-# ---- a layer and its gradients, by torch ----
+# ---- a layer by torch ----
 
 
 def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
+    """Return weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
     return (up, up_bias) if gate is None else (gate, gate_bias)
 
 
@@ -266,32 +272,3 @@ def dense_hidden(
     first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
     fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
     return fired if gate is None else fired * linear(x, up, up_bias)
-
-
-def gradients(
-    step: Callable, tensors: Sequence[Tensor | None], dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y, and the gradients of all tensors, None for what is not there.
-
-    step: tensors -> (y [tokens, d_model], sums of |h| [tokens], ...). dy, dl1: the gradients of these two."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    with torch.enable_grad():
-        y, l1, *_ = step(*leaves)
-        found = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
-    return y.detach(), [None if t is None else next(found) for t in leaves]
-
-
-def exact_gradients(
-    tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y and the gradients of all tensors, in float64.
-
-    tensors: x [tokens, d_model], gate, up, down and their biases, None for what is not there. keep: boolean [tokens,
-    d_ff], which neurons fire. dy: [tokens, d_model], the gradient of y. dl1: [tokens], the gradient of each token's sum
-    of |h|."""
-
-    def step(x, gate, up, down, gate_bias, up_bias, down_bias):
-        h = dense_hidden(x, gate, up, gate_bias, up_bias, keep)
-        return linear(h, down, down_bias), h.abs().sum(1)
-
-    return gradients(step, [None if t is None else t.double() for t in tensors], dy.double(), dl1.double())

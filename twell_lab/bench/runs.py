@@ -1,7 +1,6 @@
-"""Whole trainings, from the first step on, by one process and by several: dense and through the kernels, replicated and
-sharded. bench.training times steps of models that do not change; here the model starts dense, L1 silences it, and each
-layer changes to the kernels once few enough neurons fire. A step includes the reading of windows, clipping, AdamW and
-the rows of the history."""
+"""Whole trainings, by one process and by several: dense and through the kernels, replicated and sharded. The model
+starts dense, L1 silences it, and each layer changes to the kernels once few enough neurons fire. A step includes the
+reading of windows, clipping, AdamW and the rows of the history."""
 
 from __future__ import annotations
 
@@ -21,40 +20,42 @@ from ..training.config import TrainConfig
 from ..training.loop import train
 from ..training.parallel import joined
 from ..training.presets import named
-from .rows import row
+from . import rows as tables
 
 LATE = 0.25  # the last share of a run's rows is timed: by then layers have changed to the kernels and are compiled
 # The paper's 0.5B model, with bytes as tokens. L1 is fifteen times the paper's: there are 10 million tokens, not 10
 # billion, to silence the model.
 HALF = {**named("0.5B"), "tokenizer": None, "batch": 16, "accumulate": 1, "steps": 280, "warmup": 40, "l1": 3e-4}
 HALF |= {"log_every": 10, "eval_every": 280, "eval_windows": 32, "checkpoint_every": 0}
+HOWS = (1, "ddp"), (2, "ddp"), (2, "fsdp")  # in how many processes, and how these are joined
 
 
 class RunFailed(TwellError, RuntimeError):
     """A training that was to be timed ended with an error; the message holds the end of its output."""
 
 
-HOWS = (1, "ddp"), (2, "ddp"), (2, "fsdp")  # in how many processes, and how these are joined
-
-
 def rows(
     config: dict = HALF, hows: Iterable[tuple[int, str]] = HOWS, kernels: str = "auto", device: str = "cuda"
 ) -> list[dict]:
-    """Train twice in each way, dense and with `kernels`; a row for each run.
-
-    A row holds milliseconds a step (median and spread over the last rows of the history), how that compares with the
-    dense run by as many processes joined in the same way, and what the model had become. config: fields of TrainConfig.
-    Raises RunFailed where a run fails."""
-    made = []
+    """Train twice in each way, dense and with `kernels`; a row for each run: milliseconds a step over the last rows of
+    the history, how that compares with the dense run in the same way, and what the model had become. config: fields of
+    TrainConfig. Raises RunFailed where a run fails."""
+    made, here = list[dict](), torch.empty(0, device=device)
     for processes, parallel in hows:
-        where = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}"
-        dense = None
+        where, dense = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}", None
         for kind in ("off", kernels):
             path = f"{where}, {'dense' if kind == 'off' else kind}"
             fields = {**config, "parallel": parallel, "kernels": kind, "device": device}
-            history = _history(fields, processes, path)
-            made.append(_row(fields, processes, path, history[-max(1, round(LATE * len(history))) :], dense))
-            dense = made[-1]["ms"] if dense is None else dense
+            history, own = _history(fields, processes, path), TrainConfig(**fields)
+            late, tokens = history[-max(1, round(LATE * len(history))) :], own.batch * own.context
+            samples = [1e3 * tokens / line["tokens_per_s"] for line in late]
+            mean = {key: round(sum(line[key] for line in late) / len(late), 4) for key in ("nnz", "ce")}
+            said = {"parallel": parallel, "kernels": kind, "compiled": own.compile, "context": own.context}
+            said |= {"processes": processes, "tokens": tokens, "l1": own.l1, "steps": own.steps, **mean}
+            shared = tables.about("training run", here, "a whole training", **tables.sizes_of(own), **said)
+            last = {key: late[-1][key] for key in ("val_bits_per_byte", "seconds", "peak_bytes") if key in late[-1]}
+            dense = clock.quartiles(samples)[0] if dense is None else dense
+            made.append(tables.row(shared | {"dtype": own.dtype}, path, samples, dense, **last))
     return made
 
 
@@ -78,33 +79,6 @@ def _train(fields: str, out: str) -> None:
         result = train(TrainConfig(**json.loads(fields)), progress=False)
         if world.lead:
             Path(out).write_text(json.dumps(result.history))
-
-
-def _row(fields: dict, processes: int, path: str, late: list[dict], dense_ms: float | None) -> dict:
-    """Return one row, of the last rows of a run's history; dense_ms: of the dense run, None for that itself."""
-    config, last, device = TrainConfig(**fields), late[-1], fields["device"]
-    tokens = config.batch * config.context
-    samples = [1e3 * tokens / line["tokens_per_s"] for line in late]
-    ms = clock.quartiles(samples)[0]
-    names = ("dtype", "parallel", "kernels", "context", "d_model", "d_ff", "layers", "gated", "l1", "steps")
-    shared = {
-        "kind": "training run",
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "processes": processes,
-        "tokens": tokens,
-        **{name: getattr(config, name) for name in names},
-        "compiled": config.compile,
-    }
-    facts = {
-        "tokens_per_s": round(1e3 * tokens / ms),
-        "nnz": round(sum(line["nnz"] for line in late) / len(late), 2),
-        "nnz_layers": [round(nnz, 1) for nnz in last["nnz_layers"]],
-        "ce": round(sum(line["ce"] for line in late) / len(late), 4),
-        "val_bits_per_byte": round(last["val_bits_per_byte"], 4),
-        "seconds": round(last["seconds"], 1),
-        **({"peak_bytes": last["peak_bytes"]} if "peak_bytes" in last else {}),
-    }
-    return row(shared, path, samples, ms if dense_ms is None else dense_ms, **facts)
 
 
 if __name__ == "__main__":

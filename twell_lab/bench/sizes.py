@@ -26,12 +26,12 @@ def sections(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **
     defaults = {"tokens": (context, many), "batches": BATCHES, "compiled": True, "graphs": True}
     bench = functools.cache(lambda: Bench(size, left_out=left_out, **{**defaults, **how}))
 
-    def step(kind: str, tokens: int, head: bool = True, compiled: bool | None = None) -> list[dict]:
-        return bench().rows(kind, tokens, head, compiled=compiled if head else False)
+    def step(kind: str, tokens: int, head: bool = True, **how) -> list[dict]:
+        return bench().rows(kind, tokens, head, **{"compiled": None if head else False, **how})
 
     forward, decode = part(step, "model_forward"), part(step, "model_decode")
     return {
-        "many sequences": [part(forward, many, compiled=False)],
+        "many sequences": [part(forward, many, compiled=False, alone=True)],  # planned for them alone: they come soon
         "decode, one sequence": [part(decode, 1)],
         "one sequence": [part(forward, context)],
         "decode": [part(decode, batch) for batch in BATCHES[1:]],

@@ -1,6 +1,6 @@
-"""The record of thresholds: a model with SiLU layers, trained here for as long as a record may take, and cut by CATS
-and by TEAL (twell_lab.models.thresholds). What the cuts cost in loss on text that was held out, and what a step of
-decoding takes: the model as it was trained, with thresholds and computed densely, and with them through the kernels."""
+"""The record of thresholds: a model with SiLU layers, trained here, and cut by CATS and by TEAL (models.thresholds).
+What the cuts cost in loss on held-out text, and what a step of decoding takes: the model as it was trained, with
+thresholds and computed densely, and with them through the kernels."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ import copy
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ..analysis.profile import captured
 from ..layers.find import feed_forwards
 from ..models.swap import sparsify
-from ..models.thresholds import Calibration, LossChange, calibrate
+from ..models.thresholds import LossChange, calibrate
 from ..models.tiny import LanguageModel, ModelConfig
-from ..ops import clock
+from ..training.objective import cross_entropy
 from ..training.text import source
 from . import rows
 from .causal import Causal
-from .cut_checks import worst_layer
 from .rows import DENSE
-from .workloads import Tokens, variant_rows
+from .workloads import PLACES, Tokens, check_cut, layer_errors, variant_rows
 
 PATHS = {"cats": "twell", "teal": "kept_inputs"}
 CUT, SPARSE = "thresholds, dense", {method: f"thresholds, forced {path}" for method, path in PATHS.items()}
 KIND = "thresholds"
-LOSS = 0.01  # nats, by which that of the kernels may differ from that of the dense layers
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ class Shape:
     method cuts. held_out: windows on which losses are measured. cached: bytes of a sequence in a step of decoding, of
     `batches` sequences."""
 
-    model: ModelConfig = field(
-        default_factory=lambda: ModelConfig(d_model=2048, layers=4, heads=16, d_ff=5632, context=512)
-    )
+    model: ModelConfig = ModelConfig(d_model=2048, layers=4, heads=16, d_ff=5632, context=512)
     batch: int = 32
     steps: int = 400
     lr: float = 4e-4
@@ -63,9 +59,7 @@ class Trained:
         self.windows = source.spread_windows(self.held_out, shape.held_out, context)[:, :-1]
         self.model = _train(shape, seen)
         batches = source.spread_windows(seen, max(1, shape.held_out // 8), context)[:, :-1].split(8)
-        self.calibration: dict[str, Calibration] = {
-            method: calibrate(self.model, batches, method=method) for method in PATHS
-        }
+        self.calibration = {method: calibrate(self.model, batches, method=method) for method in PATHS}
 
 
 def _train(shape: Shape, text: Tensor) -> LanguageModel:
@@ -79,14 +73,13 @@ def _train(shape: Shape, text: Tensor) -> LanguageModel:
     optimizer = torch.optim.AdamW(model.parameters(), lr=shape.lr, betas=(0.9, 0.95))
     rise = lambda step: min(10 * (step + 1) / shape.steps, 0.5 + 0.5 * math.cos(math.pi * step / shape.steps))  # noqa: E731
     slope = torch.optim.lr_scheduler.LambdaLR(optimizer, rise)
-    within = torch.arange(shape.model.context + 1, device=text.device)
+    draw = torch.Generator().manual_seed(0)
     for _ in range(shape.steps):
-        at = torch.randint(0, len(text) - len(within), (shape.batch, 1), device=text.device)
-        windows = text[at + within].long()
+        windows = source.random_windows(text, shape.batch, shape.model.context, draw).to(shape.device)
         with torch.autocast(shape.device, torch.bfloat16):
-            logits = model(windows[:, :-1])
+            loss = cross_entropy(model, windows)
         optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten()).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         slope.step()
@@ -97,19 +90,13 @@ def _train(shape: Shape, text: Tensor) -> LanguageModel:
 def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
     """Return a step of decoding in bfloat16 for each batch size, the model with thresholds of this sparsity beside the
     one without; each row of the former says what they cost, and with "teal" the density of hidden values. Raises
-    clock.WrongResult where the kernels compute something else than the dense layers (bench.cut_checks)."""
+    WrongResult where the kernels compute something else than the dense layers."""
     shape, path = trained.shape, SPARSE[method]
     chosen = trained.calibration[method].at(sparsity)
     cost = chosen.loss(trained.model, trained.windows, bytes_per_token=1.0)
     plain = copy.deepcopy(trained.model).bfloat16()
     cut = chosen.apply(copy.deepcopy(plain))
     sparse = sparsify(copy.deepcopy(cut), PATHS[method])
-    ids = trained.windows[:8]
-    losses = [
-        F.cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()) for model in (cut, sparse)
-    ]
-    if not abs(losses[0] - losses[1]) <= LOSS:
-        raise clock.WrongResult(f"{path}: the losses of {ids.numel():,} tokens are {losses}; {LOSS} apart is allowed")
     models = {DENSE: Causal(plain), CUT: Causal(cut), path: Causal(sparse)}
     tokens = Tokens(shape.model.vocabulary, trained.windows.device, trained.held_out.long())
     density = [layer.density["activation" if method == "cats" else "hidden"] for layer in chosen.layers]
@@ -118,11 +105,11 @@ def cut_rows(trained: Trained, method: str, sparsity: float) -> list[dict]:
     how = {"cached": shape.cached, "nnz": shape.model.d_ff * sum(density) / len(density), "seconds": 1.0}
     label = f"{method.upper()} {sparsity:.0%}, {{}}, SiLU trained on {trained.text.name}"
     made = []
+    layers = feed_forwards(cut)
+    inputs = captured(cut, trained.windows.split(8), [layer.name for layer in layers], PLACES)
     for batch in shape.batches:
-        ids = tokens.windows(tokens.MEASURED, batch, shape.cached)
-        step, kept = models[CUT].stepper(), models[CUT].keep(ids[:, :-1])
-        worst = worst_layer(feed_forwards(cut), sparse, lambda: step(ids[:, -1:], kept))
-        facts = {CUT: says, path: says | {"layer_over_allowed": round(worst or 0.0, 4)}}
+        worst = check_cut(layer_errors(layers, sparse, inputs, batch), path)
+        facts = {CUT: says, path: says | {"layer_over_allowed": worst}}
         made += variant_rows(KIND, label, models, facts, tokens, batch, **how)
     return made
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..core import finite
-from ..ops import clock
 from ..training import sweep
 from ..training.config import TrainConfig
 from ..training.presets import named
@@ -26,8 +25,7 @@ from .models import Bench
 
 RUN = "trained"  # the kind of a training's row
 L1, TWIN = "trained with L1", "dense twin"  # what rows call the two
-_LAST = 0.2  # of the steps, in which the neurons that fire are to move by less than _SETTLED
-_SETTLED = 0.05
+_LAST = 0.2  # of the steps: `nnz_moved` says by how much the neurons that fire moved in them
 _LATE = 0.25  # the last share of a run's rows: its median time of a step
 
 
@@ -62,8 +60,8 @@ def small() -> Shape:
 
 def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> list[dict]:
     """Train a model, and put it into `models` as it is measured: in evaluation mode, bfloat16 on a GPU. Returns a row:
-    what sweep.run returns, with the history's `ms` a step, `nnz_moved` (by how much the neurons firing moved over the
-    last fifth) and `total_seconds` (from the drawing of weights to the count of who fires)."""
+    what sweep.run returns, with the history's `ms` a step, `nnz_moved`, and `total_seconds`, from the drawing of
+    weights to the count of who fires."""
     start, text = time.perf_counter(), source.standard_library()
     facts, result = sweep.run(name, replace(config, text=text))
     dtype = torch.bfloat16 if config.device == "cuda" else torch.float32
@@ -74,20 +72,11 @@ def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> li
     history, tokens = facts["history"], config.batch * config.context
     history["ms"] = [float(f"{1e3 * tokens / rate:.5g}") for rate in history["tokens_per_s"]]
     late = history["ms"][-max(1, round(_LATE * len(history["ms"]))) :]
-    moved = sweep.settled(facts, _LAST)
-    shared = {
-        "kind": RUN,
-        "device": clock.device_name(torch.device(config.device or "cpu")),
-        "dtype": config.dtype,
-        "d_model": config.d_model,
-        "d_ff": config.d_ff,
-        "gated": config.gated,
-        "layers": config.layers,
-        "nnz": facts["mean_nnz"],
-        "workload": f"training step, {config.batch} x {config.context:,} tokens, {text.name}",
-    }
-    facts |= {"read": facts["tokens"], "tokens": tokens, "firing": facts.pop("layers")}
-    facts |= {"steps": config.steps, "nnz_moved": round(moved, 5), "settled": abs(moved) < _SETTLED}
+    sizes = {"tokens": tokens, "read": facts.pop("tokens"), "nnz": facts["mean_nnz"], **rows.sizes_of(config)}
+    workload = f"training step, {config.batch} x {config.context:,} tokens, {text.name}"
+    shared = rows.about(RUN, next(models[name].parameters()), workload, **sizes) | {"dtype": config.dtype}
+    facts |= {"firing": facts.pop("layers"), "steps": config.steps}
+    facts |= {"nnz_moved": round(sweep.settled(facts, _LAST), 5)}
     facts["total_seconds"] = round(time.perf_counter() - start, 2)
     return [finite(rows.row(facts | shared, f"{name}, kernels {config.kernels}", late))]
 
@@ -122,8 +111,4 @@ def notes() -> dict:
     text = source.standard_library()
     return {
         "text": text.describe(),
-        "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
-        "layers",
-        "settled": f"nnz_moved is sweep.settled of the last {_LAST:.0%} of the steps; settled where it is below "
-        f"{_SETTLED:.0%}",
     }

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..analysis import switching
+from ..analysis.profile import profile
 from ..layers.find import feed_forwards
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
@@ -24,7 +28,8 @@ from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock as clocks
 from ..ops import train
 from . import forward, rows
-from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case, steps
+from .drawn import fire
+from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case
 from .rows import COMPILED, DENSE
 
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
@@ -88,15 +93,16 @@ def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L
     """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
     the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
     are computed at a time, since float64 needs four times the memory."""
-    gate, up, down = weights[:3]
-    with torch.no_grad():
-        keep = linear(x, *rows.first_projection(gate, up)) > 0
-    dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    parts = zip(*(t.split(TOKENS) for t in (x, keep, dy, dl1)), strict=True)
-    found = [rows.exact_gradients((part, gate, up, down, None, None, None), *more) for part, *more in parts]
-    dx, *of_weights = zip(*(gradients[:4] for _, gradients in found), strict=True)
-    summed = [sum(of_parts) for of_parts in of_weights if of_parts[0] is not None]
-    return [torch.cat([y for y, _ in found]), torch.cat(dx), *summed]
+    wide = [None if w is None else w.detach().double().requires_grad_() for w in weights]
+    keep, ys, dxs = linear(x, *rows.first_projection(*weights[:2])) > 0, [], []
+    for part, some, grad in zip(*(t.split(TOKENS) for t in (x, keep, dy)), strict=True):
+        part = part.detach().double().requires_grad_()
+        h = rows.dense_hidden(part, *wide[:2], keep=some)
+        y = linear(h, wide[2])
+        torch.autograd.backward([y, l1 / len(x) * h.abs().sum()], [grad.double(), None])
+        ys.append(y.detach())
+        dxs.append(part.grad)
+    return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide if w is not None)]
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
@@ -120,7 +126,7 @@ def step_rows(case: Case) -> list[dict]:
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     first, _ = rows.first_projection(*weights[:2])
-    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated} | case.facts
+    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated}
     with torch.no_grad():
         path = planned((linear(inputs[0], first) > 0).sum(1), first, case.gated)
     layers = {
@@ -145,87 +151,67 @@ def step_rows(case: Case) -> list[dict]:
 
 
 def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
-    """Whole training steps of a model on `batch` windows, optimizer included: all layers dense, each as planned, and
-    all sparse. name: of the workload, after "whole step".
-
-    The gates' thresholds are set so that about `nnz` neurons fire at a token (`_quiet`). The learning rate is zero, so
-    that every step is the same step; AdamW does its work nevertheless."""
+    """Return rows of whole training steps of a model on `batch` windows: all layers dense, each as the trainer would
+    choose, and all sparse. name: of the workload, after "whole step". The gates have biases with which about `nnz`
+    neurons fire at a token."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = clocks.present_device(None)
     with device:
         dense = LanguageModel(config).to(torch.bfloat16)
-        tokens = torch.randint(0, config.vocabulary, (3, batch, config.context + 1))
-    fired = _quiet(dense, tokens[0, :2, :-1], nnz)
+        ids = torch.randint(0, config.vocabulary, (3, batch, config.context))
+    fire(dense, lambda: dense(ids[0, :2]), [nnz] * config.layers)
+    fired = fmean(layer.mean_nnz for layer in profile(dense.eval(), [ids[0, :2]]).layers)
+    dense.train()
     twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
-    choice = plan(twin, tokens[0, :, :-1])
+    choice = switch_layers(twin, twin, ids[0])
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
+    compiled = partial(torch.compile, dynamic=False)
     calls = {
-        COMPILED: _model_step(dense, tokens, True),
-        "planned compiled": _model_step(twin, tokens, True),
-        "planned, compiled by layer": _model_step(by_layer, tokens, False),
-        "forced twell compiled": _model_step(sparse, tokens, True),
-        DENSE: _model_step(dense, tokens, False),
-        "planned": _model_step(twin, tokens, False),
+        COMPILED: whole_step(dense, compiled(dense), ids),
+        "planned compiled": whole_step(twin, compiled(twin), ids),
+        "planned, compiled by layer": whole_step(by_layer, by_layer, ids),
+        "forced twell compiled": whole_step(sparse, compiled(sparse), ids),
+        DENSE: whole_step(dense, dense, ids),
+        "planned": whole_step(twin, twin, ids),
     }
-    losses = {name: float(call(0)) for name, call in calls.items()}
-    if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
-        raise clocks.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    notes: dict[str, dict] = {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
+    facts = checked_losses({name: float(call(0)) for name, call in calls.items()})
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
-        notes[path]["choice"] = choice
-    notes["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
-    compiled = torch.compile(dense, dynamic=False)  # the same layers: how far apart gradients are anyway
-    notes[COMPILED]["gradients_apart"] = gradients_apart(compiled, dense, tokens[0])
-    shared = {name: getattr(config, name) for name in ("d_model", "d_ff", "gated", "layers", "context")}
-    shared |= {
-        "kind": "training",
-        "device": clocks.device_name(device),
-        "dtype": "bfloat16",
-        "tokens": batch * config.context,
-        "nnz": round(fired, 2),
-        "parameters": sum(p.numel() for p in dense.parameters()),
-        "workload": f"whole step, {name}",
-    }
-    return rows.timed(shared, calls, notes, rounds=10)
+        facts[path]["choice"] = choice
+    sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
+    sizes["parameters"] = sum(p.numel() for p in dense.parameters())
+    shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
+    return rows.timed(shared, calls, facts, rounds=10)
 
 
-def plan(model: nn.Module, tokens: Tensor) -> str:
-    """Have each sparse layer take the path that `switching` chooses for it; returns a sentence with how many of them
-    are sparse then."""
+def switch_layers(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> str:
+    """Have each sparse layer take the path that the trainer would choose for it; returns how many take which. read:
+    runs the model on token ids [sequences, length]."""
     with layer_terms(model) as terms:
-        model(tokens)
-    found = [layer.module for layer in feed_forwards(model)]
-    d_ff, d_model = found[0].up.weight.shape
-    limit = switching.break_even(forward.rates_here(), d_model, d_ff, found[0].gate is not None)
-    switching.switch(model, terms, below=limit)
-    return f"{sum(layer.learning != LEARNS_DENSE for layer in found)} of {len(found)} layers sparse"
+        read(ids)
+    switching.Switch(model).see(terms)
+    layers = [layer.module for layer in feed_forwards(model)]
+    return counted(Counter(LEARNS_DENSE if layer.learning == LEARNS_DENSE else SPARSE for layer in layers))
 
 
-def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
-    """Return how far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all
-    parameters."""
-    a, b = (torch.autograd.grad(_loss(each, each, windows), [*each.parameters()]) for each in (model, other))
-    norm = lambda t: t.double().norm()  # noqa: E731
-    return max(float(norm(x.double() - y) / norm(y).clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
+def counted(taken: Counter[str]) -> str:
+    """Return how many layers take which path, as rows say it."""
+    return ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
 
 
-def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
-    with layer_terms(model) as terms:
-        scores = call(windows[:, :-1])
-    loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
-    return loss + L1 * sum(term.l1 for term in terms) / len(terms)
-
-
-def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
-    """A call of one step: the loss with L1, backward, AdamW with learning rate 0. turn -> the loss, a tensor."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    call = torch.compile(model, dynamic=False) if compiled else model
+def whole_step(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[int], Tensor]:
+    """Return a call of one step on token ids [inputs, sequences, length], turn -> its loss: the loss with L1, backward,
+    and AdamW with a learning rate of zero, so that every step is the same. read: from ids to logits, by this model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
 
     def step(turn: int) -> Tensor:
-        loss = _loss(model, call, tokens[turn % len(tokens)])
+        windows = ids[turn % len(ids)]
+        with layer_terms(model) as terms:
+            logits = read(windows)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss = loss + L1 * sum(term.l1 for term in terms) / len(terms)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -234,61 +220,27 @@ def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
     return step
 
 
-@torch.no_grad()
-def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
-    """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
-
-    Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
-    gate row gets the weight with which its neuron fires at its rate (`thresholds`)."""
-    model.embedding.weight[:, 0] = 8.0
-    fired = []
-
-    def before(gate: nn.Linear, args: tuple) -> None:
-        x, weight = args[0].flatten(0, -2), gate.weight
-        weight[:, 0] = 0
-        threshold = thresholds((x @ weight.t()).float(), nnz, seed=len(fired))
-        weight[:, 0] = (-threshold / x[:, 0].float().mean()).to(weight.dtype)
-        fired.append(float((x @ weight.t() > 0).sum(1).double().mean()))
-
-    for block in model.layers:
-        block.attention.out_proj.weight[0] = 0
-        block.mlp.down_proj.weight[0] = 0
-    hooks = [found.gate.register_forward_pre_hook(before) for found in feed_forwards(model)]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
-    return sum(fired) / len(fired)
-
-
-def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
-    """Return what to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token,
-    float32 [d_ff]: quantiles of the products, at drawn rates that are lognormal (clocks.firing_rates), or at the given
-    rates [d_ff] of the neurons."""
-    rates = nnz if isinstance(nnz, Tensor) else clocks.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
-    rates = rates.to(products.device)
-    place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
-    found = products.sort(0).values.gather(0, place[None])[0]
-    return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
+def checked_losses(losses: dict[str, float]) -> dict[str, dict]:
+    """Return what the row of each path says of its loss. Raises WrongResult where they differ."""
+    if not max(losses.values()) - min(losses.values()) <= 0.02 * abs(losses[DENSE]):
+        raise clocks.WrongResult(f"training: the losses differ: {losses}; nothing was timed")
+    return {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
 
 
 HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
 SWEPT = ModelConfig(vocabulary=256, d_model=768, layers=8, heads=12, d_ff=2048, context=512)
 # As in bench.forward: sections are lists of steps, the most important and the quick ones first.
 SECTIONS: rows.Sections = {
-    "tokens": steps(step_rows, (Case(tokens, graphs=True) for tokens in COUNTS)),
-    "lognormal": steps(step_rows, (Case(nnz=nnz) for nnz in (8, 60, 120))),
-    "heavy rows": steps(step_rows, HEAVY_CASES),
-    "overflow": steps(
-        step_rows,
-        [
-            Case(heavy=TOKENS // 5, fires=40, in_tile=True, label="overflow: 20% of rows with a tile of 40"),  # pooled
-            Case(heavy=TOKENS // 100, fires=200, in_tile=True, label="overflow: 1% of rows with a tile of 200"),  # lost
-        ],
-    ),
-    "uniform": steps(step_rows, (Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120))),
-    "plain": steps(step_rows, [Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer")]),
-    "whole step": [functools.partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
-    "whole step, the sweep's model": [  # as with L1 1e-4 and 2e-4
-        functools.partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)
+    "tokens": [partial(step_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
+    "lognormal": [partial(step_rows, Case(nnz=nnz)) for nnz in (8, 60, 120)],
+    "heavy rows": [partial(step_rows, case) for case in HEAVY_CASES],
+    "overflow": [  # the first are pooled, the others lost
+        partial(step_rows, Case(heavy=int(TOKENS * share), fires=n, in_tile=True, label=label))
+        for share, n in ((0.2, 40), (0.01, 200))
+        for label in [f"overflow: {share:.0%} of rows with a tile of {n}"]
     ],
-}
+    "uniform": [partial(step_rows, Case(nnz=nnz, kind="uniform")) for nnz in (8, 29, 60, 120)],
+    "plain": [partial(step_rows, Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer"))],
+    "whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
+    "whole step, the sweep's model": [partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)],
+}  # the latter as with L1 1e-4 and 2e-4

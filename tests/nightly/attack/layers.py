@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from twell_lab.bench.rows import dense_hidden, exact_gradients, first_projection, gradients
+from twell_lab.bench.rows import dense_hidden, first_projection
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
@@ -329,6 +329,32 @@ def _late(run, layer: Layer) -> Tensor:
 def steps_of() -> dict[str, Callable]:
     """Every way of training a layer: name -> function of the tensors that returns y and the sums of |h|."""
     return {path: functools.partial(train.train_ffn, path=path) for path in train.PATHS}
+
+
+def gradients(
+    step: Callable, tensors: Sequence[Tensor | None], dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return y, and the gradients of all tensors, None for what is not there.
+
+    step: tensors -> (y [tokens, d_model], sums of |h| [tokens], ...). dy, dl1: the gradients of these two."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    with torch.enable_grad():
+        y, l1, *_ = step(*leaves)
+        found = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
+    return y.detach(), [None if t is None else next(found) for t in leaves]
+
+
+def exact_gradients(
+    tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return y and the gradients of all tensors, in float64: of x [tokens, d_model], gate, up, down and their biases,
+    None for what is not there. keep: which neurons fire, boolean [tokens, d_ff]. dy, dl1: as for `gradients`."""
+
+    def step(x, gate, up, down, gate_bias, up_bias, down_bias):
+        h = dense_hidden(x, gate, up, gate_bias, up_bias, keep)
+        return linear(h, down, down_bias), h.abs().sum(1)
+
+    return gradients(step, [None if t is None else t.double() for t in tensors], dy.double(), dl1.double())
 
 
 def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counter) -> Iterator[str]:

@@ -205,7 +205,7 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
     from ...bench import forward
 
     def rows(nnz: float) -> list[dict]:
-        layer, inputs, _ = forward.drawn(tokens, D_MODEL, D_FF, nnz, dtype=sixteen_bits("cuda"))
+        layer, inputs, _ = forward.Case(tokens, nnz, dtype=sixteen_bits("cuda")).draw()
         return step_rows(layer, inputs, nnz)
 
     return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])

@@ -219,7 +219,7 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
         swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
         methods.check_close(f"hot {hot}", swapped(x), layer(x))
         calls[str(hot)] = bench_rows.over(swapped, [x])
-    took, _ = comparison.clocked(calls, x.device, 1.0, rounds=10)
+    took, _ = bench_rows.clocked(calls, x.device, 1.0, rounds=10)
     shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
     for hot in hots:
         turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]

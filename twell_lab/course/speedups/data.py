@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import records
-from ...bench import drawn, workloads
+from ...bench import models, workloads
 from ...bench import rows as timed
-from ...bench.causal import Causal
+from ...bench.models import PLANNED
 from ...bench.rows import DENSE
 from ...bench.sizes import model_name
-from ...bench.workloads import PLANNED
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
-from ...ops.clock import dtype_for
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
@@ -427,17 +425,14 @@ def yours(device: str) -> tuple[list[dict], list[dict]]:
 def measured(config: ModelConfig, device: str, seconds: float = 1.5) -> tuple[list[dict], list[dict]]:
     """As `yours`, for a model of these sizes: a forward of its context, and a step of decoding behind as many tokens.
     seconds: for how long each is timed on a CPU."""
-    length, place = config.context, torch.device(device)
-    dense = Causal(drawn.fired(config, device, dtype_for(device)))
-    tokens = workloads.Tokens(config.vocabulary, place)
-    models = workloads.Models(dense, tokens, DRAWN, length)
-    models.plan({1, length})
-    works = [workloads.forward(tokens, 1, length, head) for head in (True, False)]
+    length = config.context
+    bench = models.Bench(config, tokens=(length,), batches=(1,), cached=length, device=device, about=DRAWN)
     found: list[dict] = []
     layers: list[dict] = []
-    for work in (*works, *workloads.decode(tokens, dense, 1, length)):
-        clocks = _Beside(models, work, seconds)
-        found += workloads.workload_rows(models, work.expect(models.exact), [DENSE, PLANNED], clocks)
+    for key in bench.works:
+        work, _ = bench.work(*key), bench.ready(key[1])
+        clocks = _Beside(bench, work, seconds)
+        found += bench.measure(work, [DENSE, PLANNED], clocks)
         if work.head:
             layers += clocks.rows({**found[-1], "kind": "inference", "workload": LOGNORMAL})
     where = {"where": f"yours, now, on {found[0]['device']}"}
@@ -448,19 +443,19 @@ class _Beside(workloads.Clocks):
     """Clocks of a model that time its feed-forward layers too, on what enters them, one after another: in the same
     turns, so that what disturbs the one disturbs the other."""
 
-    def __init__(self, models: workloads.Models, work: workloads.Workload, seconds: float) -> None:
-        super().__init__(models.device, seconds, watched=True)
+    def __init__(self, bench: models.Bench, work: workloads.Workload, seconds: float) -> None:
+        super().__init__(bench.tokens.device, seconds)
         entered: list[Tensor] = []
         hooks = [
-            each.module.register_forward_pre_hook(lambda _, given: entered.append(given[0])) for each in models.layers
+            each.module.register_forward_pre_hook(lambda _, given: entered.append(given[0])) for each in bench.layers
         ]
-        work.makes(models.dense, False)(0)
+        work.makes(bench.dense, False)(0)
         for hook in hooks:
             hook.remove()
         self.calls = {
             f"{_LAYERS}{path}": functools.partial(_through, [(each.module, x) for each, x in zip(layers, entered)])
             for path in (DENSE, PLANNED)
-            for layers in [feed_forwards(models.model_of(path).model)]
+            for layers in [feed_forwards(bench.model_of(path).model)]
         }
 
     def time(self, calls, tokens, label, left_out, captured=True):
