@@ -198,8 +198,8 @@ def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, spa
     monkeypatch.setattr(SparseFFN, "forward", forward)
     rows = tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense")).rows  # which takes every layer
     assert all(0 < row["layer_over_allowed"] < 1 for row in rows if row["path"] != "dense eager") and len(rows) == 8
-    factor = 1.3
-    with pytest.raises(clock.WrongResult, match="1 x 16 tokens: forced dense: a layer is off by 1.[0-9]* times"):
+    factor = 1.06
+    with pytest.raises(clock.WrongResult, match="1 x 16 tokens: forced dense: a layer is off by [23].*times"):
         tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense"))
 
 

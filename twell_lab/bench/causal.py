@@ -3,55 +3,31 @@ and one token at a time with keys and values that lie where they are. Each with 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..core import InputError
-from ..models.tiny import LanguageModel, Past
+from ..models.generate import Keys, OfLayer, cache_name, read_prompt
+from ..models.tiny import LanguageModel
 
 Called = Callable[..., Tensor]
 
 
-class Kept:
+class Kept(Keys):
     """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
-    a step can be repeated, captured in a graph, and taken by several models in turn. It is what models take as their
-    cache."""
+    a step can be repeated, captured in a graph, and taken by several models in turn."""
 
-    is_compileable = False  # which transformers asks of a cache; a step is compiled by hand
-
-    def __init__(self, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.kept = [tuple(pad(part, (0, 0, 0, 1)) for part in layer) for layer in filled]
-        keys = self.kept[0][0]
-        self.length = keys.shape[2]
-        self.place = torch.tensor([self.length - 1], device=keys.device)
-        self.mask = torch.ones(len(keys), 1, 1, self.length, dtype=torch.bool, device=keys.device)
+    def __init__(self, pasts: list[tuple[Tensor, Tensor]]) -> None:
+        keys, length = pasts[0][0], pasts[0][0].shape[2]
+        super().__init__(pasts, length + 1, torch.tensor([length], device=keys.device))
+        self.fill(pasts)
+        self.mask = torch.ones(len(keys), 1, 1, self.room, dtype=torch.bool, device=keys.device)
 
     def part(self, some: slice, dtype: torch.dtype) -> Kept:
         """Return a copy of some of the sequences, in this dtype."""
-        return Kept((keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.kept)
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Return what the attention of a layer calls: take its new keys and values, and give all."""
-        for kept, new in zip(self.kept[layer], (keys, values)):
-            kept.index_copy_(2, self.place, new)
-        return self.kept[layer]
-
-    def get_seq_length(self, *_) -> int:
-        return self.length - 1
-
-
-class _OfLayer:
-    """One layer's part of a Kept, as a Past."""
-
-    def __init__(self, kept: Kept, layer: int) -> None:
-        self.kept, self.layer = kept, layer
-
-    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kept.update(key, value, self.layer)
+        return Kept([(keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.layers])
 
 
 class Causal:
@@ -92,12 +68,12 @@ class Causal:
         if self.ours:
 
             def own(ids: Tensor, kept: Kept) -> Tensor:
-                pasts = [_OfLayer(kept, number) for number in range(len(kept.kept))]
+                pasts = [OfLayer(kept, number, kept.mask) for number in range(len(kept.layers))]
                 return _through(self.model, ids, head, kept.place, pasts)
 
             return _compiled(own, compiled)
         model = self.model if head else self.model.base_model
-        body, cache = _compiled(model, compiled), _cache(model)
+        body, cache = _compiled(model, compiled), cache_name(model)
 
         def step(ids: Tensor, kept: Kept) -> Tensor:
             earlier = {cache: kept}
@@ -109,27 +85,7 @@ class Causal:
     @torch.no_grad()
     def keep(self, ids: Tensor) -> Kept:
         """Return the keys and values of these tokens [batch, tokens], with a place for one more."""
-        if self.ours:
-            pasts = [Past(ids.shape[1]) for _ in self.model.layers]
-            _through(self.model, ids, False, pasts=pasts)
-        else:
-            body = self.model.base_model
-            pasts = getattr(body(ids, use_cache=True), _cache(body)).layers
-        return Kept(_emptied(pasts))
-
-
-def _cache(model: nn.Module) -> str:
-    """Return what a model calls the keys and values of earlier tokens, as argument and in its output: transformers 5.24
-    gave that another name, and warns of the old one."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the keys and values of each layer, taken off the list: all together may be half of a GPU's memory, and what
-    was copied is not needed any more."""
-    while pasts:
-        past = pasts.pop(0)
-        yield past.keys, past.values
+        return Kept(read_prompt(self.model, ids, None)[1])
 
 
 def _check_causal(model: nn.Module) -> None:
@@ -149,10 +105,6 @@ def _compiled(call, compiled: bool):
 def _through(model: LanguageModel, ids: Tensor, head: bool, place: Tensor | None = None, pasts: list | None = None):
     """Return what the model gives for ids [batch, tokens], or what its head would take. place: of all the tokens, int64
     [1], where they are one each; by default they are the first ones."""
-    tables = model.cosine, model.sine
-    cosine, sine = (t[: ids.shape[1]] if place is None else t.index_select(0, place) for t in tables)
-    x = model.embedding(ids)
-    for layer, past in zip(model.layers, pasts or [None] * len(model.layers), strict=True):
-        x = layer(x, cosine, sine, past)
-    x = model.norm(x)
+    places = slice(ids.shape[1]) if place is None else place
+    x = model.read(ids, places, pasts or [None] * len(model.layers))
     return model.head(x) if head else x

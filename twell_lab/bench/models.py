@@ -363,7 +363,7 @@ class Bench:
                 if self.cut and not lossy:
                     facts[name]["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
                 elif errors:
-                    facts[name]["layer_error"] = round(fmean(errors), 9)
+                    facts[name]["layer_error"] = round(fmean(error for error, _ in errors), 9)
             if not ratio <= (sys.float_info.max if lossy else 1.0):
                 raise timing.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "

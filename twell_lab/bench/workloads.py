@@ -32,8 +32,9 @@ from .causal import Causal
 from .rows import DENSE, Calls
 
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
-# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values.
-MARGIN, SLACK, CUT_SLACK = 1.05, 1e-3, 0.25
+# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values; and
+# how far the factor between such a layer's output and the dense one's may be from 1.
+MARGIN, SLACK, CUT_SLACK, CUT_FACTOR = 1.05, 1e-3, 0.25, 0.02
 _CHECKED = 4  # sequences of a batch whose results are compared
 PLACES = 64  # and tokens of each sequence, and inputs of a layer
 
@@ -167,22 +168,26 @@ Inputs = dict[str, Tensor]  # what enters a model's layers, [n, d_model] by name
 
 
 @torch.no_grad()
-def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, tokens: int) -> list[float]:
-    """Return how far the output of each swapped layer of `model` is from the dense one's, as a share of its norm, for
-    so many tokens at a time; of those that can be called by themselves. layers: of the dense model."""
+def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, tokens: int) -> list[tuple[float, float]]:
+    """Compare the output of each swapped layer of `model` with the dense one's, for so many tokens at a time; of those
+    that can be called by themselves. Return for each the norm of the difference as a share of the dense one's norm, and
+    how far the factor between both, by least squares, is from 1. layers: of the dense model."""
     errors = []
     for dense, sparse in zip(layers, feed_forwards(model), strict=True):
         if isinstance(sparse.module, SparseFFN) and sparse.module.registered:
             x = inputs[dense.name]
             right = dense.module(x).double()
-            y = torch.cat([sparse.module(part) for part in x.split(tokens)])
-            errors.append(float((y.double() - right).norm() / right.norm().clamp(min=1e-30)))
+            y = torch.cat([sparse.module(part) for part in x.split(tokens)]).double()
+            norm = right.norm().clamp(min=1e-30)
+            errors.append((float((y - right).norm() / norm), abs(float((y * right).sum() / norm**2) - 1)))
     return errors
 
 
-def check_cut(errors: list[float], label: str) -> float:
-    """Return the largest of `layer_errors` over what is allowed of layers with thresholds; WrongResult above 1."""
-    worst = float(torch.tensor([0.0, *errors]).max()) / CUT_SLACK
+def check_cut(errors: list[tuple[float, float]], label: str) -> float:
+    """Return the largest of `layer_errors` over what is allowed of layers with thresholds; WrongResult above 1. Values
+    near a threshold fall on either side of it, by rounding: each adds to the difference, and hardly to the factor."""
+    off = [max(error / CUT_SLACK, factor / CUT_FACTOR) for error, factor in errors]
+    worst = float(torch.tensor([0.0, *off]).max())
     if not worst <= 1.0:
         raise timing.WrongResult(f"{label}: a layer is off by {worst:.3g} times what is allowed: nothing was timed")
     return round(worst, 4)

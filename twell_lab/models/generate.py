@@ -386,12 +386,12 @@ def read_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, l
     for begin in range(0, end, _PIECE):
         piece = slice(begin, min(end, begin + _PIECE))
         seen = None if mask is None else mask[:, : piece.stop]
-        places = {"attention_mask": seen, "position_ids": positions[:, piece], _cache_name(model): cache}
+        places = {"attention_mask": seen, "position_ids": positions[:, piece], cache_name(model): cache}
         scores = model(ids[:, piece], use_cache=True, **places, **more).logits[:, -1]
     return scores, [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _cache_name(model: nn.Module) -> str:
+def cache_name(model: nn.Module) -> str:
     """Return what a model calls the keys and values of earlier tokens: transformers 5.24 gave that another name."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -426,7 +426,7 @@ class Keys:
         return self.room - 1
 
 
-class _OfLayer:
+class OfLayer:
     """One layer's part of Keys, as a LanguageModel takes it."""
 
     def __init__(self, keys: Keys, layer: int, mask: Tensor) -> None:
@@ -561,11 +561,11 @@ def _step(model: Any, step: Step) -> None:
     """Compute the scores behind the last token, and choose the next one. Nothing here waits for the device."""
     ids = step.token[:, None]
     if isinstance(model, LanguageModel):
-        pasts = [_OfLayer(step.keys, number, step.masks(None, torch.float32)) for number in range(len(model.layers))]
+        pasts = [OfLayer(step.keys, number, step.masks(None, torch.float32)) for number in range(len(model.layers))]
         scores = model.head(model.read(ids, step.place, pasts)[:, -1])
     else:
         masks = step.masks(model.config.get_text_config(), model.dtype)
-        earlier = {"attention_mask": masks, "position_ids": step.position, _cache_name(model): step.keys}
+        earlier = {"attention_mask": masks, "position_ids": step.position, cache_name(model): step.keys}
         scores = model(ids, use_cache=True, **earlier).logits[:, -1]
     step.place += 1
     step.position += 1
