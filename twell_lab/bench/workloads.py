@@ -32,8 +32,8 @@ from .causal import Causal
 from .rows import DENSE, Calls
 
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
-# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values; and
-# how far the factor between such a layer's output and the dense one's may be from 1.
+# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values;
+# and how far the factor between such a layer's output and the dense one's may be from 1.
 MARGIN, SLACK, CUT_SLACK, CUT_FACTOR = 1.05, 1e-3, 0.25, 0.02
 _CHECKED = 4  # sequences of a batch whose results are compared
 PLACES = 64  # and tokens of each sequence, and inputs of a layer
