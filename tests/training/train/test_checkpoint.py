@@ -208,7 +208,7 @@ class Planted:
         return print, ("run",)
 
 
-@pytest.mark.parametrize("damage", [None, {"planted": Planted()}, [1], {"step": 4}], ids=str)
+@pytest.mark.parametrize("damage", [None, {"planted": Planted()}, [1], {"step": 4}])
 def test_a_damaged_checkpoint_is_refused_by_name(unbroken, tmp_path, damage, capsys):
     path = shutil.copy(unbroken[1] / checkpoint.STATE, tmp_path)
     if damage is None:
