@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..core import InputError
 from .inputs import ours
@@ -49,11 +49,11 @@ def sample(options: argparse.Namespace) -> Answer:
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": seed}
 
-    generate(model, prompt, 1, **how)  # torch sets things up in its first call
+    speak(model, prompt, options.tokens if device.type == "cuda" else 1, how)  # what the first call sets up
     said, speed = speak(model, prompt, options.tokens, how)
     value = {
         "prompt": options.prompt,
-        "text": words.decode(prompt, said.cpu()),
+        "text": words.decode(prompt, said),
         "tokens": said.tolist(),
         **how,
         "tokens_per_s": speed,
@@ -61,7 +61,7 @@ def sample(options: argparse.Namespace) -> Answer:
     spoken = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
     lines = []
     if options.sparse:
-        swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
+        swapped, rows = planned(model, torch.cat([prompt, said]).to(device))
         value |= in_turn(swapped, model, prompt, options.tokens, how) | {"layers": rows}
         lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
         lines.append(f"sample: {spoken}; {said_fast(value)}")
@@ -70,60 +70,19 @@ def sample(options: argparse.Namespace) -> Answer:
     return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
-def generate(
-    model: Any, prompt: Tensor, tokens: int, *, temperature: float, seed: int | None, top_k: int | None = None
-) -> Tensor:
-    """Return what LanguageModel.generate says, or a model of transformers: that may end its text before it has said so
-    many tokens. InputError, too, where those are more than it reads."""
-    import torch
-
-    from ..models.tiny import LanguageModel, check_generation
-
-    if isinstance(model, LanguageModel):
-        return model.generate(prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    from transformers import GenerationConfig, LogitsProcessorList
-
-    check_generation(prompt, tokens, temperature, top_k, seed, model.get_input_embeddings().weight.shape[0])
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest and len(prompt) + tokens > longest:
-        raise InputError(
-            f"tokens is {tokens} after a prompt of {len(prompt)}; the model reads up to {longest} together"
-        )
-    ids, own = prompt[None].to(model.device), model.generation_config
-    drawn = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0} if temperature else {}
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    pad = ends[0] if own.pad_token_id is None else own.pad_token_id
-    how = GenerationConfig(max_new_tokens=tokens, do_sample=temperature > 0, pad_token_id=pad, **drawn)
-    with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else []):
-        if seed is not None:
-            torch.manual_seed(seed)
-        said = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=how,
-            logits_processor=LogitsProcessorList([_defined]),
-        )
-    return said[0, len(prompt) :]
-
-
-def _defined(ids: Tensor, scores: Tensor) -> Tensor:
-    """The scores, as transformers asks before it takes a token."""
-    if scores.isnan().any():
-        raise InputError("the model's scores are not finite; accepted: a model whose weights are")
-    return scores
-
-
 def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
-    """Return what `generate` says, and how many tokens a second that was."""
+    """Return what `tl.generate` adds to a prompt, and how many tokens a second that was."""
+    from ..models.generate import generate
+
     start = time.perf_counter()
-    said = generate(model, prompt, tokens, **how)
+    said = generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
     return said, len(said) / (time.perf_counter() - start)
 
 
 def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS) -> dict:
-    """Let two models speak in turn; return {tokens_per_s, dense_tokens_per_s: medians, ratios: of each turn, same:
-    whether all they said is the same}."""
-    turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds)]
+    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return {tokens_per_s,
+    dense_tokens_per_s: medians, ratios: of each turn, same: whether all they said is the same}."""
+    turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds + 1)][1:]
     said = [text.tolist() for turn in turns for text, _ in turn]
     speeds = [[speed for _, speed in side] for side in zip(*turns, strict=True)]
     return {
@@ -148,7 +107,8 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
     first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
     firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
     swapped = copy.deepcopy(model).eval().requires_grad_(False)
-    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, progress=False))
+    calls = "captured" if text.is_cuda else "eager"
+    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
     return swapped, report(swapped).rows
 
 

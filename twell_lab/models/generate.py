@@ -35,6 +35,7 @@ _RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps 
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 _WARPERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", _PENALTY)  # what a step does, too
+_BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
 _LENGTH_AND_END = ("MaxLengthCriteria", "EosTokenCriteria")  # what the loop stops for by itself
 _READ = ("attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position", "logits_to_keep")
 
@@ -136,7 +137,8 @@ def _of_ours(model: LanguageModel, ids: Tensor, given: dict, draw: dict) -> Tens
         return _loop(model, ids, tokens, rule, given["seed"], streamer)
     if given["top_p"] is not None:
         raise InputError(f"top_p is given for a text beyond the context of {context}; accepted: within it")
-    _say_once(model, f"prompt and text are longer than its context of {context}")
+    if ids.device.type == _ON:
+        _say_once(model, f"prompt and text are longer than its context of {context}")
     new = model.generate(ids, tokens, **draw)
     for token in new.t() if streamer else ():
         streamer.put(token.cpu())
@@ -202,7 +204,8 @@ def _decode(
             if seed is not None:
                 torch.manual_seed(seed)
             more = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer}
-            return model._sample(input_ids, logits_processor, stopping_criteria, **more, **prepared)
+            checked = type(logits_processor)([_check_scores, *logits_processor])
+            return model._sample(input_ids, checked, stopping_criteria, **more, **prepared)
     config = generation_config
     drawn = (config.temperature or 1.0, config.top_k or 0, config.top_p or 1.0) if config.do_sample else ()
     rule, seen = _Rule(*drawn), None
@@ -224,6 +227,13 @@ def _decode(
         filler=0 if filler is None else int(filler),
         criteria=[one for one in stopping_criteria if type(one).__name__ not in _LENGTH_AND_END],
     )
+
+
+def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores, as transformers asks before it takes a token."""
+    if scores.isnan().any():
+        raise InputError(_BROKEN)
+    return scores
 
 
 # ---- where the step cannot be captured
@@ -342,7 +352,7 @@ def _loop(
         if over.all():
             break
     if step.broken:
-        raise InputError("the model's scores are not numbers; accepted: a model whose weights are finite")
+        raise InputError(_BROKEN)
     if streamer is not None:
         streamer.end()
     _steps[model] = step

@@ -222,7 +222,10 @@ def test_nothing_is_added_where_nothing_is_asked_for(loop):
         assert torch.equal(tl.generate(model, IDS, max_new_tokens=0), IDS)
 
 
-def test_scores_that_are_not_numbers_say_so(loop):
+@pytest.mark.parametrize("captured", [True, False])
+def test_scores_that_are_not_numbers_say_so(request, captured):
+    if captured:
+        request.getfixturevalue("loop")
     for model in (decoders.build("Llama"), tiny()):
         next(model.parameters()).data.fill_(torch.nan)
         with pytest.raises(InputError, match="not numbers"):
