@@ -297,6 +297,7 @@ _SECTIONS = [
     Recording("predictors", "decoding with chosen neurons: time beside loss", "predictors", gpu=False),
     Recording("experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments", 600.0, gpu=False),
     Recording("host-time", "host and wall time of plain calls of one layer", "host"),
+    Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding", 570.0),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
 

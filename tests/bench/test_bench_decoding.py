@@ -1,0 +1,31 @@
+"""The record of decoding, tiny and on the CPU: each way says what it took, and tokens are compared before any clock."""
+
+import pytest
+import torch
+
+from twell_lab.bench import decoding
+from twell_lab.ops import clock
+
+pytest.importorskip("transformers")
+
+
+def test_each_way_says_what_it_took_of_both_models():
+    steps = decoding.sections(decoding.small())
+    assert [*steps] == ["tl.generate", "generate", "generate, static cache"]
+    for way, (one, two) in steps.items():
+        if way.endswith("cache"):
+            continue  # compiles for minutes
+        made = one() + two()
+        assert [row["path"] for row in made] == [f"{way}, dense", f"{way}, planned"] * 2
+        for row in made:
+            assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"], rel=1e-6)
+            assert row["same"] == 1 and row["first_ms"] > 0 and row["workload"].endswith(f"batch {row['batch']}")
+
+
+def test_other_tokens_are_not_timed(monkeypatch):
+    shape = decoding.small()
+    said = iter([torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)])
+    monkeypatch.setitem(decoding.WAYS, "wrong", lambda *_: next(said))
+    monkeypatch.setattr(decoding, "_seconds", lambda call: 1.0)
+    with pytest.raises(clock.WrongResult, match="planned, batch 1: not even the first"):
+        decoding.decoding_rows(lambda: decoding.models(shape), shape, "wrong", 1)
