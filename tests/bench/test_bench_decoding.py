@@ -27,5 +27,5 @@ def test_other_tokens_are_not_timed(monkeypatch):
     said = iter([torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)])
     monkeypatch.setitem(decoding.WAYS, "wrong", lambda *_: next(said))
     monkeypatch.setattr(decoding, "_seconds", lambda call: 1.0)
-    with pytest.raises(clock.WrongResult, match="planned, batch 1: not even the first"):
-        decoding.decoding_rows(lambda: decoding.models(shape), shape, "wrong", 1)
+    with pytest.raises(clock.WrongResult, match="planned, batch 8: not even the first"):
+        decoding.decoding_rows(lambda: decoding.models(shape), shape, "wrong", 8)

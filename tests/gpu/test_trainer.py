@@ -107,7 +107,7 @@ def test_a_gradient_that_is_no_number_is_found_at_the_next_row(tiny, monkeypatch
 
     def poisoned(*arguments, **options):
         calls.append(1)
-        return clip(*arguments, **options) * (float("nan") if len(calls) == 6 else 1)
+        return clip(*arguments, **options) * (float("nan") if len(calls) >= 6 else 1)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
     with pytest.raises(InputError, match="the norm of its gradient.* at step 8"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..analysis.planner import plan
 from ..analysis.profile import profile
-from ..models.generate import generate
+from ..models.generate import forget, generate
 from ..models.swap import sparsify
 from ..models.tiny import ModelConfig
 from ..ops import clock
@@ -22,6 +22,7 @@ from . import drawn, rows
 
 KIND = "decoding"
 DENSE, PLANNED = "dense", "planned"
+_TOLD = 8  # sequences from which not all can have parted at the first token by chance
 
 
 class Shape(NamedTuple):
@@ -70,7 +71,7 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
         model.generation_config.eos_token_id = None  # a drawn model would end anywhere
         said[name] = call(model, ids, shape.new)[:, shape.prompt :]  # compiles and captures
         same = float((said[name] == said[DENSE]).float().mean())
-        if same < 1 / shape.new:
+        if batch >= _TOLD and same < 1 / shape.new:
             raise clock.WrongResult(f"{way}, {name}, batch {batch}: not even the first tokens are the dense model's")
         first = [_seconds(lambda: call(model, ids, 1)) for _ in range(shape.rounds + 1)][1:]
         whole = [_seconds(lambda: call(model, ids, shape.new)) for _ in range(shape.rounds)]
@@ -88,7 +89,8 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
             "same": round(same, 4),
         }
         if shape.device != "cpu":
-            facts["peak_bytes"] = clock.peak_bytes(lambda: call(model, ids, shape.new))
+            forget(model)  # or what it keeps would not count
+            facts["peak_bytes"] = clock.peak_bytes(lambda _: call(model, ids, shape.new))
         dense = made[0]["ms"] if made else None
         made.append(rows.row(about, f"{way}, {name}", [1e3 * each / shape.new for each in whole], dense, **facts))
     return made

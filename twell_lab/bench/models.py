@@ -235,10 +235,10 @@ class Bench:
         made. alone: plan for these tokens alone, not for all that there will be, where no plan covers them yet."""
         planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
         for name in planners:
-            if tokens not in self.covered.get(name, ()):
-                self.covered[name] = [tokens] if alone else self.classes
+            if name not in self.sparse or tokens not in self.covered[name]:
                 self.sparse.pop(name, None)  # its memory, before there is another
-                self._follow(name, self.planned(self.covered[name], name)[0])
+                self.covered[name] = [tokens] if alone else self.classes
+                self._follow(name, self.planned(self.covered[name], name)[0])  # which may not fit
         for name, plan in self.given.items():
             if name not in self.sparse:
                 splits = isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits

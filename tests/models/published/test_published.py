@@ -151,7 +151,7 @@ DAMAGE = {
     ),
     "no number of heads": (lambda f: said(f, num_attention_heads="many"), "num_attention_heads"),
     "a contradiction": (lambda f: said(f, num_attention_heads=3), "attention heads"),
-    "a dtype that torch has not": (lambda f: said(f, torch_dtype="float7"), "torch_dtype 'float7'"),
+    "a dtype that torch has not": (lambda f: said(f, torch_dtype="float7"), "float7"),
     "qwen2 without gates": (
         lambda f: said(f, model_type="qwen2_sparse_relu", sparsity_gated_mlp=False),
         "has no model in transformers",

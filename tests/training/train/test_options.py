@@ -19,6 +19,7 @@ from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
 from twell_lab.core import InputError
+from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
@@ -98,10 +99,15 @@ def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs
     close(result.history, train(tiny(**config), progress=False).history, 1e-5)
 
 
+def switch_at(below):
+    """What makes a Switch whose layers all change over at so many neurons."""
+    return lambda model: switching.Switch(model, {layer.name: below for layer in feed_forwards(model)})
+
+
 def test_layers_change_over_when_they_fire_little_enough(tiny, dense, monkeypatch):
     """From the dense path to the kernels, each layer by its own nnz, at the rows of the history."""
     taken, follow = [], running.Run.follow
-    monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=8.0))
+    monkeypatch.setattr(running, "Switch", switch_at(8.0))
 
     def watched(run, nnz, *others):
         follow(run, nnz, *others)
@@ -128,7 +134,7 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
         return y, l1, kept, lost if path == "twell" else None
 
     monkeypatch.setattr(operator, "train", losing)
-    monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
+    monkeypatch.setattr(running, "Switch", switch_at(1000.0))
     monkeypatch.setattr(switching, "LOST", 1e4)
     result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), progress=False)
     lost = [row["lost_layers"] for row in result.history]
