@@ -34,9 +34,10 @@ _WORTH = 16  # from so many steps on, compiling and capturing are tried
 _RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps the step for
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
-_WARPERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", _PENALTY)  # what a step does, too
+_WARPERS = (_PENALTY, "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")  # what a step does, too
 _BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
-_LENGTH_AND_END = ("MaxLengthCriteria", "EosTokenCriteria")  # what the loop stops for by itself
+_LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
+_SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "scaling")  # what a step is made for
 _READ = ("attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position", "logits_to_keep")
 
 
@@ -76,7 +77,7 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
 
     Returns prompts and new tokens, int64 [batch, tokens + new], filled up where a sequence ended before the others.
     transformers takes the function, too, and then prepares everything: model.generate(ids, custom_generate=tl.generate,
-    max_new_tokens=100). Raises InputError for wrong arguments, and where scores are not numbers."""
+    max_new_tokens=100); it does not hand on a streamer, a tokenizer or a seed, which this function takes itself. Raises InputError for wrong arguments, and where scores are not numbers."""
     prepared: dict[str, Any] = {**options}
     if "logits_processor" in prepared:
         return _decode(model, input_ids, **prepared)
@@ -87,7 +88,8 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
     vocabulary = _vocabulary(model)
     check_generation(input_ids, given["max_new_tokens"], draw["temperature"], draw["top_k"], draw["seed"], vocabulary)
     _check(given, input_ids)
-    ids = torch.atleast_2d(input_ids).to(_device(model))
+    ids = torch.atleast_2d(input_ids)
+    ids = ids if _device(model).type == "meta" else ids.to(_device(model))  # accelerate keeps weights elsewhere then
     if streamer := given["streamer"]:
         streamer.put(ids.cpu())
     made = _of_ours(model, ids, given, draw) if ours else _of_theirs(model, ids, given)
@@ -157,6 +159,8 @@ def _of_theirs(model: Any, ids: Tensor, given: dict) -> Tensor:
             f"max_new_tokens is {tokens} after a prompt of {ids.shape[1]}; the model reads up to {longest} together"
         )
     if not tokens:
+        if given["streamer"]:
+            given["streamer"].end()
         return ids
     own = model.generation_config
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
@@ -164,15 +168,18 @@ def _of_theirs(model: Any, ids: Tensor, given: dict) -> Tensor:
     config = GenerationConfig(
         max_new_tokens=tokens,
         do_sample=temperature > 0,
+        num_beams=1,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
         pad_token_id=(ends[0] or 0) if own.pad_token_id is None else own.pad_token_id,
         **(how if temperature else {}),
     )
     stop = given["stop"]
     criteria = [] if stop is None else [StopStringCriteria(given["tokenizer"], stop)]
-    mask = torch.ones_like(ids) if given["attention_mask"] is None else given["attention_mask"].to(ids.device)
+    mask = torch.ones_like(ids) if given["attention_mask"] is None else torch.atleast_2d(given["attention_mask"])
     return model.generate(
         ids,
-        attention_mask=mask,
+        attention_mask=mask.to(ids.device),
         generation_config=config,
         stopping_criteria=StoppingCriteriaList(criteria),
         custom_generate=partial(_decode, streamer=given["streamer"], seed=given["seed"]),
@@ -195,8 +202,14 @@ def _decode(
     mode = generation_config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"the generation configuration asks for {mode.value}; accepted: greedy search and sampling")
-    others = [type(one).__name__ for one in logits_processor if type(one).__name__ not in _WARPERS]
+    named = {type(one).__name__: one for one in logits_processor}
+    others = [name for name in named if name not in _WARPERS]
+    if len(named) < len(logits_processor) or [*named] != [name for name in _WARPERS if name in named]:
+        others = others or [*named]  # in another order, or twice, as somebody may pass them
     why = _why_plain(model) or _why_plain_call(generation_config, others, prepared)
+    changes = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
+    if not why and changes and input_ids.shape[1] <= changes < stopping_criteria.max_length:
+        why = f"it reads all anew at token {changes + 1}"  # as Phi-3, where positions change their scale
     if why:
         _say_once(model, why)
         devices = [input_ids.device] if input_ids.is_cuda else []
@@ -206,26 +219,29 @@ def _decode(
             more = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer}
             checked = type(logits_processor)([_check_scores, *logits_processor])
             return model._sample(input_ids, checked, stopping_criteria, **more, **prepared)
-    config = generation_config
-    drawn = (config.temperature or 1.0, config.top_k or 0, config.top_p or 1.0) if config.do_sample else ()
-    rule, seen = _Rule(*drawn), None
-    for one in logits_processor:
-        if type(one).__name__ == _PENALTY:  # which knows what of the prompt counts
-            rule = rule._replace(penalty=one.penalty)
-            seen = one(input_ids, input_ids.new_ones(len(input_ids), _vocabulary(model), dtype=torch.float32)) != 1
-    ends, filler = config._eos_token_tensor, config._pad_token_tensor
+    # Read off the processors and criteria: those that somebody passes take the place of the configuration's.
+    draws = generation_config.do_sample
+    penalty, *warpers = (named.get(name) for name in _WARPERS)
+    how = zip(warpers, ("temperature", "top_k", "top_p"), (1.0 if draws else 0.0, 0, 1.0))
+    rule = _Rule(*(getattr(one, name) if draws and one else other for one, name, other in how))
+    seen = None
+    if penalty:  # which knows what of the prompt counts
+        rule = rule._replace(penalty=penalty.penalty)
+        seen = penalty(input_ids, input_ids.new_ones(len(input_ids), _vocabulary(model), dtype=torch.float32)) != 1
+    stops = {type(one).__name__: one for one in stopping_criteria}
+    filler = generation_config._pad_token_tensor
     return _loop(
         model,
         input_ids,
-        config.max_length - input_ids.shape[1],
+        max(1, stopping_criteria.max_length - input_ids.shape[1]),
         rule,
         seed,
         streamer,
         prepared.get("attention_mask"),
         seen,
-        ends=() if ends is None else tuple(ends.reshape(-1).tolist()),
+        ends=tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else (),
         filler=0 if filler is None else int(filler),
-        criteria=[one for one in stopping_criteria if type(one).__name__ not in _LENGTH_AND_END],
+        criteria=[one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)],
     )
 
 
@@ -247,8 +263,15 @@ def _why_plain(model: Any) -> str:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         return "it has an encoder"
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+    takes = inspect.signature(model.forward).parameters
+    if "position_ids" not in takes or getattr(config, "alibi", False):
         return "it takes no positions of tokens"
+    if not {"cache", "past_key_values"} & takes.keys():
+        return "it keeps no keys and values"
+    if any(buffer.dim() == 4 and buffer.dtype == torch.bool for buffer in model.buffers()):
+        return "its layers have masks of their own"  # by how many keys there are, as GPT-Neo's
+    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
+        return "another module prepares its inputs"  # as PEFT's prompt tuning
     if strange := set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}:
         return f"it has layers of {sorted(strange)[0]!r}"
     if config._attn_implementation not in ("sdpa", "eager"):
@@ -263,8 +286,8 @@ def _why_plain_call(config: Any, processors: list[str], prepared: dict) -> str:
         return f"scores pass through a {processors[0]}"
     if more := [name for name, value in prepared.items() if name not in _READ and value is not None]:
         return f"its forward is given {more[0]!r}"
-    if past is not None and past.get_seq_length():
-        return "it goes on from earlier keys and values"
+    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+        return "it is given keys and values"
     if config.return_dict_in_generate or not prepared.get("use_cache", True):
         return "more than its tokens is asked for, or it may keep no keys and values"
     return ""
@@ -371,9 +394,16 @@ def _send(token: Tensor) -> tuple[Tensor, Any]:
 
 
 def _state(model: nn.Module) -> int:
-    """Return a number that changes when a module of the model, its hooks, its path or where a weight lies does."""
+    """Return a number that changes when a module of the model, its hooks, its path, its threshold, whether an adapter
+    of PEFT is on, or where a weight lies does."""
     modules = [
-        (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), *getattr(m, "choices", ()))
+        (
+            id(m),
+            *m._forward_hooks,
+            *m._forward_pre_hooks,
+            *getattr(m, "choices", ()),
+            *(str(vars(m).get(name)) for name in _SETTINGS),
+        )
         for m in model.modules()
     ]
     weights = [(t.data_ptr(), t.dtype, t.stride()) for t in (*model.parameters(), *model.buffers())]
@@ -413,7 +443,7 @@ class Keys:
     """The keys and values of all layers in memory of a fixed size: what models take as their cache. What a step adds
     goes to `place`, int64 [1] on the device."""
 
-    is_compileable = False  # which transformers asks of a cache that it would compile itself for
+    is_compileable, is_initialized = False, True  # whether transformers may compile for it; and whether it holds some
     mask: Tensor | None = None
 
     def __init__(self, pasts: list, room: int, place: Tensor) -> None:
@@ -596,3 +626,8 @@ def _no_waiting() -> Iterator[None]:
 
 
 _steps: WeakKeyDictionary[nn.Module, Step] = WeakKeyDictionary()
+
+
+def forget(model: nn.Module) -> None:
+    """Free what is kept for the next generation of a model: its step's graph, with room for keys and values."""
+    _steps.pop(model, None)

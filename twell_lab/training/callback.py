@@ -80,12 +80,21 @@ class SparsityCallback:
                 f"label_smoothing_factor is {args.label_smoothing_factor}; accepted: 0, since the Trainer does not "
                 "minimise the model's own loss with it, to which the penalty is added"
             )
+        if args.n_gpu > 1:
+            raise InputError(
+                f"one process trains on {args.n_gpu} GPUs, whose layers would report together; accepted: a process for "
+                "each (torchrun), or one GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
         self._hooks.close()  # of a training that was interrupted
         self._step, self._parts, self._dead = state.global_step, args.gradient_accumulation_steps, None
+        if args.average_tokens_across_devices:  # which has the Trainer multiply what each process adds to the mean
+            self._parts *= args.world_size
         self._logged.clear()
         self._layers = firing_layers(model)
         self._width = sum(layer.up.weight.shape[0] for layer in self._layers) / len(self._layers)
         self._terms = self._hooks.enter_context(layer_terms(model))
+        # Under gradient checkpointing layers report once more in the backward pass.
+        self._hooks.callback(model.register_forward_pre_hook(self._forget).remove)
         self._hooks.callback(model.register_forward_hook(self._penalise, with_kwargs=True).remove)
         if self.reinit:
             if swapped := [layer.name for layer in self._layers if hasattr(layer.module, "told")]:
@@ -97,11 +106,14 @@ class SparsityCallback:
             for layer, fired in zip(self._layers, self._fired):
                 self._hooks.callback(layer.down.register_forward_pre_hook(_noting(fired)).remove)
 
+    def _forget(self, model: nn.Module, args: tuple) -> None:
+        self._terms.clear()
+
     def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Add the penalty to the loss of a forward pass that is learned from."""
         terms = [*self._terms]
         self._terms.clear()
-        if not model.training or not terms or output.get("loss") is None:
+        if not model.training or not terms or not isinstance(output, dict) or output.get("loss") is None:
             return None
         penalty = self.coefficient(self._step + 1) * sum(term.l1 for term in terms) / len(terms)
         # Where the loss is divided by the tokens of all parts of a step, the Trainer adds the parts up.
@@ -113,6 +125,11 @@ class SparsityCallback:
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and move the rows of dead neurons where a window ends."""
+        if not self._logged:
+            raise InputError(
+                "no forward pass of the step had a loss to add the penalty to; accepted: a model that is given labels "
+                "and returns its loss by name, and a Trainer without compute_loss_func"
+            )
         self._step = state.global_step
         if not self._fired or state.global_step % self.window:
             return

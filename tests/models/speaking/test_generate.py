@@ -80,6 +80,68 @@ def test_transformers_takes_it_with_all_that_it_prepares(loop):
         model.generate(IDS, custom_generate=tl.generate, num_beams=2)
 
 
+def test_what_somebody_passes_takes_the_place_of_the_configurations(loop):
+    transformers = pytest.importorskip("transformers")
+    model, said = decoders.build("Llama"), own(decoders.build("Llama"))
+    cold, end = transformers.TemperatureLogitsWarper(1e-4), int(said[0, IDS.shape[1] + 5])
+    asked = [
+        dict(do_sample=True, top_k=0, logits_processor=transformers.LogitsProcessorList([cold])),
+        dict(stopping_criteria=transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(12)])),
+        dict(stopping_criteria=transformers.StoppingCriteriaList([transformers.EosTokenCriteria(end)])),
+    ]
+    for how in asked:
+        assert torch.equal(own(model, **how), own(model, custom_generate=tl.generate, **how)), how
+    given = transformers.DynamicCache()
+    assert torch.equal(own(model, custom_generate=tl.generate, past_key_values=given), said)
+    assert given.get_seq_length() == said.shape[1] - 1  # a cache of the caller's is filled
+
+
+def test_a_models_configuration_changes_neither_what_is_returned_nor_its_shape(loop):
+    model = decoders.build("Llama")
+    wanted = own(model)
+    for name, value in dict(return_dict_in_generate=True, output_scores=True, num_return_sequences=2).items():
+        setattr(model.generation_config, name, value)
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+    model.generation_config = decoders.build("Llama").generation_config
+    alone = tl.generate(model, IDS[1], max_new_tokens=20, attention_mask=MASK[1])
+    assert torch.equal(alone, own(model, IDS[1:2], MASK[1:2])[0])
+
+
+def test_layers_with_masks_of_their_own_and_positions_that_change_are_left_to_transformers(loop):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=97, hidden_size=32, num_layers=4, num_heads=4, intermediate_size=48, window_size=6)
+    config = transformers.GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 2]], pad_token_id=0)
+    torch.manual_seed(1)
+    neo = transformers.GPTNeoForCausalLM(config).eval()
+    for weight in neo.parameters():
+        weight.data.mul_(8 if weight.dim() > 1 else 1)
+    scales = dict(rope_type="longrope", rope_theta=100.0, short_factor=[1.0] * 4, long_factor=[3.0] * 4, factor=8.0)
+    rope = scales | dict(original_max_position_embeddings=16)
+    phi = decoders.build("Phi-3", rope_parameters=rope, original_max_position_embeddings=16, sliding_window=None)
+    for model in (neo, phi):
+        assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), own(model))
+
+
+def test_a_model_whose_weights_accelerate_keeps_elsewhere_speaks():
+    accelerate, model = pytest.importorskip("accelerate"), decoders.build("Llama")
+    wanted = own(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+
+
+def test_a_step_is_made_anew_where_an_adapter_or_a_threshold_changes(loop):
+    model = decoders.build("Llama")
+    layer, states = model.model.layers[0].mlp.up_proj, [module._state(model)]
+    for name, value in (("_disable_adapters", True), ("_active_adapter", ["a"]), ("threshold", 0.1)):
+        setattr(layer, name, value)
+        states.append(module._state(model))
+    for _ in range(2):  # one hook in the place of another
+        hook = layer.register_forward_pre_hook(lambda *_: None)
+        states.append(module._state(model))
+        hook.remove()
+    assert len({*states}) == 6
+
+
 def test_a_sequence_ends_at_an_end_token_and_is_filled_up(loop):
     model = decoders.build("Llama")
     said = own(model)[:, IDS.shape[1] :]
@@ -219,7 +281,8 @@ def test_wrong_arguments_are_named(how, words):
 
 def test_nothing_is_added_where_nothing_is_asked_for(loop):
     for model in (decoders.build("Llama"), tiny()):
-        assert torch.equal(tl.generate(model, IDS, max_new_tokens=0), IDS)
+        streamer = Letters()
+        assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=0, streamer=streamer), IDS[0]) and streamer.ended
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -1,6 +1,7 @@
 """`tl.SparsityCallback` in transformers' Trainer: the recipe runs, and the penalty is what it says."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +24,14 @@ def texts(many: int = 64, tokens: int = 16) -> list[dict]:
     return made
 
 
-def trained(folder, *callbacks, model=None, **how):
+def trained(folder, *callbacks, model=None, loss=None, **how):
     model = tl.relufy(decoders.build("Llama", hidden_act="silu")) if model is None else model
     how = dict(max_steps=40, logging_steps=10, learning_rate=2e-3, per_device_train_batch_size=8) | how
     args = transformers.TrainingArguments(
         folder, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **how
     )
-    trainer = transformers.Trainer(model, args, train_dataset=texts(), callbacks=[*callbacks])
+    more = dict(train_dataset=texts(), callbacks=[*callbacks], compute_loss_func=loss)
+    trainer = transformers.Trainer(model, args, **more)
     trainer.train()
     return trainer
 
@@ -82,6 +84,30 @@ def test_a_step_is_that_of_the_loss_and_the_penalty(tmp_path, parts, swapped):
         torch.testing.assert_close(moved, weight.grad, atol=1e-4, rtol=1e-3)
 
 
+def test_layers_that_run_again_in_the_backward_pass_count_once(tmp_path):
+    logs = [
+        trained(tmp_path, SparsityCallback(l1=0.5), max_steps=4, logging_steps=1, gradient_checkpointing=again)
+        for again in (False, True)
+    ]
+    first, second = ([(row["loss"], row["l1_penalty"]) for row in one.state.log_history[:4]] for one in logs)
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize(("averaged", "share"), [(True, 8), (False, 2)])
+def test_processes_that_average_tokens_share_the_penalty(averaged, share):
+    """The Trainer multiplies the loss by the number of processes then, four here, over which gradients are averaged."""
+    model = tl.relufy(decoders.build("Llama", hidden_act="silu")).train()
+    rows = torch.stack([row["input_ids"] for row in texts(8)])
+    how = dict(gradient_accumulation_steps=2, world_size=4, average_tokens_across_devices=averaged)
+    callback, losses = SparsityCallback(l1=0.5), []
+    for args in (None, SimpleNamespace(label_smoothing_factor=0, n_gpu=1, **how)):
+        if args:
+            callback.on_train_begin(args, SimpleNamespace(global_step=0), None, model=model)
+        losses.append(model(rows, labels=rows, num_items_in_batch=torch.tensor(240)).loss.detach())
+    callback.on_train_end()
+    assert float(losses[1] - losses[0]) == pytest.approx(float(callback._logged[0][0]) / share, rel=1e-4)
+
+
 def test_the_coefficient_waits_and_grows():
     callback = SparsityCallback(l1=0.4, delay=2, warmup=4)
     assert [callback.coefficient(step) for step in range(1, 9)] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
@@ -104,10 +130,16 @@ def test_wrong_arguments_are_named(how, words):
 
 
 def test_what_it_cannot_penalise_is_refused(tmp_path):
+    with pytest.raises(InputError, match="on 2 GPUs"):
+        SparsityCallback(l1=1).on_train_begin(
+            SimpleNamespace(label_smoothing_factor=0, n_gpu=2), None, None, model=None
+        )
     with pytest.raises(InputError, match="label_smoothing_factor is 0.1"):
         trained(tmp_path, SparsityCallback(l1=1), label_smoothing_factor=0.1)
     with pytest.raises(InputError, match="relufy"):
         trained(tmp_path, SparsityCallback(l1=1), model=decoders.build("Llama"))
+    with pytest.raises(InputError, match="compute_loss_func"):
+        trained(tmp_path, SparsityCallback(l1=1), loss=lambda outputs, labels, **_: outputs.logits.mean())
     with pytest.raises(InputError, match="reinit is 0.1"):
         model = tl.sparsify(tl.relufy(decoders.build("Llama")), "twell")
         trained(tmp_path, SparsityCallback(l1=1, reinit=0.1), model=model)
