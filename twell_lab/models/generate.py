@@ -77,7 +77,8 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
 
     Returns prompts and new tokens, int64 [batch, tokens + new], filled up where a sequence ended before the others.
     transformers takes the function, too, and then prepares everything: model.generate(ids, custom_generate=tl.generate,
-    max_new_tokens=100); it does not hand on a streamer, a tokenizer or a seed, which this function takes itself. Raises InputError for wrong arguments, and where scores are not numbers."""
+    max_new_tokens=100); it does not hand on a streamer, a tokenizer or a seed, which this function takes by itself.
+    Raises InputError for wrong arguments, and where scores are not numbers."""
     prepared: dict[str, Any] = {**options}
     if "logits_processor" in prepared:
         return _decode(model, input_ids, **prepared)
