@@ -22,7 +22,7 @@ from . import drawn, rows
 
 KIND = "decoding"
 DENSE, PLANNED = "dense", "planned"
-_TOLD = 8  # sequences from which not all can have parted at the first token by chance
+_SURE = 8  # sequences from which not all can have parted at the first token by chance
 
 
 class Shape(NamedTuple):
@@ -63,15 +63,15 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
     """Return a row for each model of one way to decode a batch: milliseconds a step, over whole generations; tokens a
     second; the time to the first token; the peak of memory beyond the weights; and the share of tokens that are those
     of the dense model's (of 16 bits, sequences part where two scores are nearly the same)."""
-    call, made, said = WAYS[way], list[dict](), dict[str, Tensor]()
+    call, lines, texts = WAYS[way], list[dict](), dict[str, Tensor]()
     for name, model in models().items():
         vocabulary = model.config.vocab_size
         ids = torch.randint(0, vocabulary, (batch, shape.prompt), generator=torch.Generator().manual_seed(batch))
         ids = ids.to(shape.device)
         model.generation_config.eos_token_id = None  # a drawn model would end anywhere
-        said[name] = call(model, ids, shape.new)[:, shape.prompt :]  # compiles and captures
-        same = float((said[name] == said[DENSE]).float().mean())
-        if batch >= _TOLD and same < 1 / shape.new:
+        texts[name] = call(model, ids, shape.new)[:, shape.prompt :]  # compiles and captures
+        same = float((texts[name] == texts[DENSE]).float().mean())
+        if batch >= _SURE and same < 1 / shape.new:
             raise clock.WrongResult(f"{way}, {name}, batch {batch}: not even the first tokens are the dense model's")
         first = [_seconds(lambda: call(model, ids, 1)) for _ in range(shape.rounds + 1)][1:]
         whole = [_seconds(lambda: call(model, ids, shape.new)) for _ in range(shape.rounds)]
@@ -91,9 +91,11 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
         if shape.device != "cpu":
             forget(model)  # or what it keeps would not count
             facts["peak_bytes"] = clock.peak_bytes(lambda _: call(model, ids, shape.new))
-        dense = made[0]["ms"] if made else None
-        made.append(rows.row(about, f"{way}, {name}", [1e3 * each / shape.new for each in whole], dense, **facts))
-    return made
+        dense = lines[0]["ms"] if lines else None
+        lines.append(
+            rows.row(about, f"{way}, {name}", [1e3 * seconds / shape.new for seconds in whole], dense, **facts)
+        )
+    return lines
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -38,7 +38,15 @@ _WARPERS = (_PENALTY, "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogits
 _BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
 _LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
 _SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "scaling")  # what a step is made for
-_READ = ("attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position", "logits_to_keep")
+_PREPARED = (
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "past_key_values",
+    "cache",
+    "cache_position",
+    "logits_to_keep",
+)
 
 
 class Options(TypedDict, total=False):
@@ -93,8 +101,8 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
     ids = ids if _device(model).type == "meta" else ids.to(_device(model))  # accelerate keeps weights elsewhere then
     if streamer := given["streamer"]:
         streamer.put(ids.cpu())
-    made = _of_ours(model, ids, given, draw) if ours else _of_theirs(model, ids, given)
-    return made.reshape(*input_ids.shape[:-1], -1)
+    text = _of_ours(model, ids, given, draw) if ours else _of_theirs(model, ids, given)
+    return text.reshape(*input_ids.shape[:-1], -1)
 
 
 def _check(given: dict, ids: Tensor) -> None:
@@ -225,10 +233,10 @@ def _decode(
     penalty, *warpers = (named.get(name) for name in _WARPERS)
     how = zip(warpers, ("temperature", "top_k", "top_p"), (1.0 if draws else 0.0, 0, 1.0))
     rule = _Rule(*(getattr(one, name) if draws and one else other for one, name, other in how))
-    seen = None
+    repeated = None
     if penalty:  # which knows what of the prompt counts
         rule = rule._replace(penalty=penalty.penalty)
-        seen = penalty(input_ids, input_ids.new_ones(len(input_ids), _vocabulary(model), dtype=torch.float32)) != 1
+        repeated = penalty(input_ids, input_ids.new_ones(len(input_ids), _vocabulary(model), dtype=torch.float32)) != 1
     stops = {type(one).__name__: one for one in stopping_criteria}
     filler = generation_config._pad_token_tensor
     return _loop(
@@ -239,7 +247,7 @@ def _decode(
         seed,
         streamer,
         prepared.get("attention_mask"),
-        seen,
+        repeated,
         ends=tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else (),
         filler=0 if filler is None else int(filler),
         criteria=[one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)],
@@ -285,7 +293,7 @@ def _why_plain_call(config: Any, processors: list[str], prepared: dict) -> str:
     past = prepared.get("past_key_values", prepared.get("cache"))
     if processors:
         return f"scores pass through a {processors[0]}"
-    if more := [name for name, value in prepared.items() if name not in _READ and value is not None]:
+    if more := [name for name, value in prepared.items() if name not in _PREPARED and value is not None]:
         return f"its forward is given {more[0]!r}"
     if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
         return "it is given keys and values"
@@ -333,7 +341,7 @@ def _loop(
     seed: int | None,
     streamer: BaseStreamer | None,
     mask: Tensor | None = None,
-    seen: Tensor | None = None,
+    repeated: Tensor | None = None,
     ends: tuple[int, ...] = (),
     filler: int = 0,
     criteria: Sequence[Any] = (),
@@ -343,15 +351,15 @@ def _loop(
     (batch, length), late, done = ids.shape, 0 if criteria else 1, 0
     generator = torch.Generator(ids.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
-    made = pad(ids, (0, tokens), value=filler)
+    text = pad(ids, (0, tokens), value=filler)
     scores, pasts = read_prompt(model, ids, mask)
-    room = -(-made.shape[1] // _ROUNDED) * _ROUNDED
+    room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
     form = (batch, room, rule.kind, ends, filler, _state(model))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
     if step is None or step.form != form:
         step = None  # before the next one is made, since its memory is needed
         step = Step(form, scores, pasts)
-    step.load(length, mask, pasts, rule, seen)
+    step.load(length, mask, pasts, rule, repeated)
     sent: list[tuple[Tensor, Any]] = []
     over = torch.zeros(batch, dtype=torch.bool)
     for number in range(tokens + late):
@@ -359,7 +367,7 @@ def _loop(
             if step.noise is not None:
                 step.noise.exponential_(generator=generator)
             step.choose(scores) if number == 0 else step.advance(model, tokens - number)
-            made[:, length + number] = step.token
+            text[:, length + number] = step.token
             sent.append(_send(step.token))
         if number < late:
             continue
@@ -371,7 +379,7 @@ def _loop(
         if streamer is not None:
             streamer.put(token)
         for criterion in criteria:
-            step.finished |= criterion(made[:, : length + done], None)
+            step.finished |= criterion(text[:, : length + done], None)
             over |= step.finished.cpu()
         if over.all():
             break
@@ -380,18 +388,18 @@ def _loop(
     if streamer is not None:
         streamer.end()
     _steps[model] = step
-    return made[:, : length + done]
+    return text[:, : length + done]
 
 
 def _send(token: Tensor) -> tuple[Tensor, Any]:
     """Send tokens [batch] to the host; return where they will be, and the event that says when."""
     if not token.is_cuda:
         return token.clone(), None
-    there = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-    there.copy_(token, non_blocking=True)
+    landing = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+    landing.copy_(token, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return there, arrived
+    return landing, arrived
 
 
 def _state(model: nn.Module) -> int:
@@ -426,8 +434,8 @@ def read_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, l
     positions = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(1).sub(1).clamp(min=0)
     for begin in range(0, end, _PIECE):
         piece = slice(begin, min(end, begin + _PIECE))
-        seen = None if mask is None else mask[:, : piece.stop]
-        places = {"attention_mask": seen, "position_ids": positions[:, piece], cache_name(model): cache}
+        part = None if mask is None else mask[:, : piece.stop]
+        places = {"attention_mask": part, "position_ids": positions[:, piece], cache_name(model): cache}
         scores = model(ids[:, piece], use_cache=True, **places, **more).logits[:, -1]
     return scores, [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -492,7 +500,7 @@ class Step:
         self.token, self.finished = new(batch, dtype=torch.int64), new(batch, dtype=torch.bool)
         self.ends, self.filler = torch.tensor(ends, dtype=torch.int64, device=scores.device), filler
         self.noise = new(wide) if draws else None
-        self.seen = new(wide, dtype=torch.bool) if penalised else None
+        self.repeated = new(wide, dtype=torch.bool) if penalised else None
         self.numbers = new(4)  # temperature, top_k, top_p, penalty
         self.ranks = torch.arange(wide[1], device=scores.device)
         self.broken = new((), dtype=torch.bool)
@@ -500,8 +508,8 @@ class Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tried, self.plain = False, False
 
-    def load(self, length: int, mask: Tensor | None, pasts: list, rule: _Rule, seen: Tensor | None = None) -> None:
-        """Begin anew behind a prompt of so many tokens. seen: the tokens that count as repeated, bool [batch,
+    def load(self, length: int, mask: Tensor | None, pasts: list, rule: _Rule, repeated: Tensor | None = None) -> None:
+        """Begin anew behind a prompt of so many tokens. repeated: the tokens that count as such, bool [batch,
         vocabulary]."""
         self.keys.fill(pasts)
         self.place.fill_(length)
@@ -514,8 +522,8 @@ class Step:
         self.finished.zero_()
         self.broken.zero_()
         self.numbers.copy_(torch.tensor([rule.temperature, rule.top_k or len(self.ranks), rule.top_p, rule.penalty]))
-        if self.seen is not None:
-            self.seen.copy_(seen)
+        if self.repeated is not None:
+            self.repeated.copy_(repeated)
 
     def advance(self, model: Any, left: int) -> None:
         """Take a step: once plainly, while nothing may wait for the GPU; then compiled, and captured; then replayed.
@@ -568,11 +576,11 @@ class Step:
         ways = {_FULL: there}
         if _SLIDING in kinds:
             ways[_SLIDING] = there & (self.slots > self.place - window)
-        made = {kind: ways[kind][:, None, None] for kind in kinds}
+        masks = {kind: ways[kind][:, None, None] for kind in kinds}
         if getattr(config, "_attn_implementation", "sdpa") == "eager":
             least = torch.finfo(dtype).min
-            made = {kind: torch.zeros_like(m, dtype=dtype).masked_fill(~m, least) for kind, m in made.items()}
-        return made if len(made) > 1 else made[kinds[0]]
+            masks = {kind: torch.zeros_like(m, dtype=dtype).masked_fill(~m, least) for kind, m in masks.items()}
+        return masks if len(masks) > 1 else masks[kinds[0]]
 
     def choose(self, scores: Tensor) -> None:
         """Choose the next tokens from scores [batch, vocabulary]."""
@@ -581,7 +589,7 @@ class Step:
         scores = scores.float()
         self.broken |= scores.isnan().any()
         if penalised:
-            scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+            scores = torch.where(self.repeated, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if not draws:
             token = scores.argmax(1)
         elif not filters:
@@ -594,8 +602,8 @@ class Step:
         token = token.masked_fill(self.finished, self.filler)
         self.token.copy_(token)
         self.finished |= (token[:, None] == self.ends).any(1)
-        if self.seen is not None:
-            self.seen.scatter_(1, token[:, None], True)
+        if self.repeated is not None:
+            self.repeated.scatter_(1, token[:, None], True)
 
 
 def _step(model: Any, step: Step) -> None:

@@ -61,11 +61,15 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
     cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
     taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
-    Raises InputError for another sparse, x or bias, and where one of them needs a gradient."""
+    Raises InputError for another sparse, x or bias, where one of them needs a gradient, and under autocast to another
+    dtype."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
     if checks.needs_gradient(x, bias):
         raise InputError("x or bias needs a gradient, which this product does not have; torch.no_grad() is accepted")
+    device = sparse.device.type
+    if torch.is_autocast_enabled(device) and (cast := torch.get_autocast_dtype(device)) != sparse.dtype:
+        raise InputError(f"autocast is to {cast}, and the weight holds {sparse.dtype}; autocast to that is accepted")
     watched = checks.watched(x, bias) or not checks.plain_eager()
     if watched or type(sparse) is not _CUSPARSELT or sparse.packed_t is not None:
         return F.linear(x, sparse, bias)

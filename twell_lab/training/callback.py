@@ -58,7 +58,7 @@ class SparsityCallback:
         self.delay, self.warmup, self.window = delay, warmup, window
         self._hooks = ExitStack()
         self._step, self._parts = 0, 1
-        self._logged: list[Tensor] = []  # penalty and nnz of each forward pass since the last log
+        self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
         self._fired: list[Tensor] = []  # of each layer, whether a neuron did within the window
         self._dead: int | None = None
 
@@ -89,7 +89,7 @@ class SparsityCallback:
         self._step, self._parts, self._dead = state.global_step, args.gradient_accumulation_steps, None
         if args.average_tokens_across_devices:  # which has the Trainer multiply what each process adds to the mean
             self._parts *= args.world_size
-        self._logged.clear()
+        self._sums = None
         self._layers = firing_layers(model)
         self._width = sum(layer.up.weight.shape[0] for layer in self._layers) / len(self._layers)
         self._terms = self._hooks.enter_context(layer_terms(model))
@@ -120,12 +120,13 @@ class SparsityCallback:
         share = 1 / self._parts if kwargs.get("num_items_in_batch") is not None else 1.0
         output["loss"] = output["loss"] + share * penalty.to(output["loss"].dtype)
         nnz = sum(term.nnz for term in terms) / len(terms)
-        self._logged.append(torch.stack([penalty.detach(), nnz]))
+        numbers = torch.stack([penalty.detach(), nnz, torch.ones_like(nnz)])
+        self._sums = numbers if self._sums is None else self._sums + numbers
         return output
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and move the rows of dead neurons where a window ends."""
-        if not self._logged:
+        if self._sums is None:
             raise InputError(
                 "no forward pass of the step had a loss to add the penalty to; accepted: a model that is given labels "
                 "and returns its loss by name, and a Trainer without compute_loss_func"
@@ -144,10 +145,10 @@ class SparsityCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict | None = None, **_: Any) -> None:
         """Add what fires to what the Trainer logs."""
-        if not self._logged or logs is None or "loss" not in logs:
+        if self._sums is None or logs is None or "loss" not in logs:
             return
-        penalty, nnz = torch.stack(self._logged).mean(0).tolist()
-        self._logged.clear()
+        penalty, nnz, _ = (self._sums / self._sums[2]).tolist()
+        self._sums = None
         more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width}
         more |= {} if self._dead is None else {"dead": self._dead}
         logs.update(more)
