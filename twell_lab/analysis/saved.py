@@ -1,5 +1,5 @@
-"""How profiles, plans and thresholds are written and read: as JSON with a format and a version, field by field. What
-they hold say their classes: FiringProfile (profile.py), Plan (plan.py), Thresholds (models/thresholds.py)."""
+"""Write and read profiles, plans and thresholds: as JSON with a format and a version, field by field. Their classes say
+what they hold: FiringProfile (profile.py), Plan (plan.py), Thresholds (models/thresholds.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What somebody waits for who has a model decode: transformers' own `generate`, with a cache that grows and with one of
-a fixed size, beside `tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned."""
+"""Time whole generations: transformers' own `generate`, with a cache that grows and with one of a fixed size, beside
+`tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SURE = 8  # sequences from which not all can have parted at the first token by 
 
 
 class Shape(NamedTuple):
-    """What is decoded: prompts of so many tokens, and so many new ones, for each batch; `rounds` times."""
+    """Say what is decoded: prompts of so many tokens, and so many new ones, for each batch; `rounds` times."""
 
     model: str | ModelConfig = "2B"
     prompt: int = 128

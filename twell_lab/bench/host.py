@@ -1,4 +1,4 @@
-"""What a plain call costs the host: the time until it returns, beside the time until its result is there.
+"""Time what a plain call costs the host: the time until it returns, beside the time until its result is there.
 
 The GPU is idle before each call, so that a call waits for nothing but its own work. The host time (`ms`) holds what
 Python, torch's dispatcher, the allocator and the driver take; the kernels count only in `wall_ms`. Where the two are

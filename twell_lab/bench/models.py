@@ -220,13 +220,13 @@ class Bench:
 
     @functools.cached_property
     def firing(self) -> FiringProfile:
-        """What the dense layers do."""
+        """Return what the dense layers do."""
         windows = self.tokens.windows(Tokens.PROFILED, drawn.windows_of(self.length), self.length)
         return profile(self.dense.model, [windows])
 
     @functools.cached_property
     def inputs(self) -> workloads.Inputs:
-        """What enters the dense layers."""
+        """Return what enters the dense layers."""
         windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
         return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
 

@@ -1,5 +1,5 @@
-"""What it takes to count who fires: a profile of a random model of the paper's 2B shape beside a plain forward of the
-same tokens."""
+"""Time what it takes to count who fires: a profile of a random model of the paper's 2B shape beside a plain forward of
+the same tokens."""
 
 from __future__ import annotations
 

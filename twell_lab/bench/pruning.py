@@ -1,5 +1,5 @@
-"""What pruning costs: a small language model of the course, its weights pruned in each way that twell_lab.sparsities
-has, in bits a byte of held-out text before and after the model is trained on.
+"""Measure what pruning costs: a small language model of the course, its weights pruned in each way that
+twell_lab.sparsities has, in bits a byte of held-out text before and after the model is trained on.
 
 All linear layers but the head are pruned. Each way begins with the same trained weights and is trained on for as many
 steps on the same windows; so is the dense model, which is what the others are held against."""

@@ -50,7 +50,7 @@ _PREPARED = (
 
 
 class Options(TypedDict, total=False):
-    """What `generate` takes by name."""
+    """Name the options of `generate`."""
 
     max_new_tokens: int
     temperature: float
@@ -320,7 +320,7 @@ _said: set[tuple[str, str, str]] = set()
 
 
 class _Rule(NamedTuple):
-    """How a token is chosen from scores; temperature 0: the most likely one."""
+    """Say by which rule a token is chosen from scores; temperature 0: the most likely one."""
 
     temperature: float = 0.0
     top_k: int = 0

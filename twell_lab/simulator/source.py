@@ -170,7 +170,7 @@ class OwnText:
 
     @cached_property
     def types(self) -> Types:
-        """What the text says of types and constants."""
+        """Return what the text says of types and constants."""
         return Types(self)
 
     @property
@@ -239,7 +239,7 @@ class Types:
         return int(value) if 0 <= value < 2**40 else -1
 
     def _constant(self, name: re.Match) -> str:
-        """What a constant is, in brackets; "?" where that is not said once."""
+        """Return what a constant is, in brackets; "?" where that is not said once."""
         said = set(re.findall(rf"\bconst(?:expr)?\s+[\w\s]*\b{name[0]}\s*=\s*([^;,]+)[;,]", self._code))
         return f"({said.pop()})" if len(said) == 1 else "?"
 

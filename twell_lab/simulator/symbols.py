@@ -63,7 +63,7 @@ class Variable:
 
     @property
     def described(self) -> tuple[str, int, int, int, str]:
-        """What report.Memory takes of a shared array."""
+        """Return what report.Memory takes of a shared array."""
         element = self.size // max(1, math.prod(self.extents)) or 1
         return self.name, self.offset, self.size, element, f"shared {self.type} {list(self.extents)}"
 

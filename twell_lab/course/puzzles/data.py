@@ -25,7 +25,7 @@ SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a kernel is right, and what is said about it."""
+    """A verdict on a kernel: is it right, and what is said about it?"""
 
     right: bool
     said: str

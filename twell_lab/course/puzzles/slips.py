@@ -1,4 +1,4 @@
-"""What typical mistakes give: a wrong result that is just that names its mistake.
+"""Name the mistake behind a wrong result: it is compared with what typical mistakes give.
 
 A guess is what an output would hold, as float64; NaN stands where it may hold anything.
 """
@@ -186,7 +186,7 @@ def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") ->
 
 
 def _end(empty: Tensor) -> str:
-    """What is said of places at the end that were not written: of all, or of every row."""
+    """Return what is said of places at the end that were not written: of all, or of every row."""
     for name, places in {"": empty.reshape(1, -1), " of a row": empty.reshape(-1, empty.shape[-1])}.items():
         first = int(places[0].int().argmax())
         if places[0].any() and (places == (torch.arange(places.shape[1]) >= first)).all():
