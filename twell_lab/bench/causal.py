@@ -1,6 +1,6 @@
 """Call a causal language model so that it can be timed, be it this project's or one of transformers: on whole
-sequences, and one token at a time with keys and values that lie where they are. Each
-with the LM head and without it."""
+sequences, and one token at a time with keys and values that lie where they are. Each with the LM head and without
+it."""
 
 from __future__ import annotations
 
