@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..models.generate import Keys, OfLayer, cache_name, read_prompt
+from ..models.generate import Keys, cache_name, read_prompt
 from ..models.tiny import LanguageModel
 
 Called = Callable[..., Tensor]
@@ -20,15 +20,17 @@ class Kept(Keys):
     """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
     a step can be repeated, captured in a graph, and taken by several models in turn."""
 
-    def __init__(self, pasts: list[tuple[Tensor, Tensor]]) -> None:
-        keys, length = pasts[0][0], pasts[0][0].shape[2]
-        super().__init__(pasts, length + 1, torch.tensor([length], device=keys.device))
-        self.fill(pasts)
+    def decode(self) -> Kept:
+        """Be ready for steps, once a prompt was read."""
+        keys = self.layers[0][0]
+        self.take(torch.tensor([self.room - 1], device=keys.device), self.room)
         self.mask = torch.ones(len(keys), 1, 1, self.room, dtype=torch.bool, device=keys.device)
+        return self
 
     def part(self, some: slice, dtype: torch.dtype) -> Kept:
         """Return a copy of some of the sequences, in this dtype."""
-        return Kept([(keys[some, :, :-1].to(dtype), values[some, :, :-1].to(dtype)) for keys, values in self.layers])
+        layers = [(keys[some].to(dtype, copy=True), values[some].to(dtype, copy=True)) for keys, values in self.layers]
+        return Kept(self.room, layers).decode()
 
 
 class Causal:
@@ -69,8 +71,7 @@ class Causal:
         if self.ours:
 
             def own(ids: Tensor, kept: Kept) -> Tensor:
-                pasts = [OfLayer(kept, number, kept.mask) for number in range(len(kept.layers))]
-                return _through(self.model, ids, head, kept.place, pasts)
+                return _through(self.model, ids, head, kept.places, kept.parts(len(kept.layers), kept.mask))
 
             return _compiled(own, compiled)
         model = self.model if head else self.model.base_model
@@ -78,7 +79,7 @@ class Causal:
 
         def step(ids: Tensor, kept: Kept) -> Tensor:
             earlier = {cache: kept}
-            result = body(ids, attention_mask=kept.mask, position_ids=kept.place[None], use_cache=True, **earlier)
+            result = body(ids, attention_mask=kept.mask, position_ids=kept.places[None], use_cache=True, **earlier)
             return result.logits if head else result.last_hidden_state
 
         return step
@@ -86,7 +87,9 @@ class Causal:
     @torch.no_grad()
     def keep(self, ids: Tensor) -> Kept:
         """Return the keys and values of these tokens [batch, tokens], with a place for one more."""
-        return Kept(read_prompt(self.model, ids, None)[1])
+        kept = Kept(ids.shape[1] + 1)
+        read_prompt(self.model, ids, None, kept)
+        return kept.decode()
 
 
 def _check_causal(model: nn.Module) -> None:

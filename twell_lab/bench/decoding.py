@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +54,8 @@ def _ours(model: nn.Module, ids: Tensor, new: int) -> Tensor:
 
 WAYS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "tl.generate": _ours,
-    "generate": _theirs,
     "generate, static cache": functools.partial(_theirs, cache_implementation="static"),
+    "generate": _theirs,
 }
 
 
@@ -121,6 +121,11 @@ def models(shape: Shape) -> dict[str, Any]:
 
 
 def sections(shape: Shape) -> rows.Sections:
-    """Return the steps of the record: what says most, and takes least time, first."""
+    """Return the steps of the record: the smallest batch by all ways, then the others, way by way."""
     both = functools.cache(lambda: models(shape))
-    return {way: [functools.partial(decoding_rows, both, shape, way, batch) for batch in shape.batches] for way in WAYS}
+    first, *others = shape.batches
+
+    def steps(ways: Iterable[str], *batches: int) -> list[Callable[[], list[dict]]]:
+        return [functools.partial(decoding_rows, both, shape, way, batch) for way in ways for batch in batches]
+
+    return {f"batch {first}": steps(WAYS, first)} | {way: steps([way], *others) for way in WAYS}

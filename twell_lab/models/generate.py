@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..core import InputError
-from .tiny import LanguageModel, Past, check_generation
+from .tiny import LanguageModel, check_generation
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -352,14 +352,15 @@ def _loop(
     generator = torch.Generator(ids.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     text = pad(ids, (0, tokens), value=filler)
-    scores, pasts = read_prompt(model, ids, mask)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
     form = (batch, room, rule.kind, ends, filler, _state(model))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
-    if step is None or step.form != form:
+    if step is not None and step.form != form:
         step = None  # before the next one is made, since its memory is needed
-        step = Step(form, scores, pasts)
-    step.load(length, mask, pasts, rule, repeated)
+    keys = Keys(room) if step is None else step.keys
+    scores = read_prompt(model, ids, mask, keys)
+    step = step or Step(form, scores, keys)
+    step.load(length, mask, rule, repeated)
     sent: list[tuple[Tensor, Any]] = []
     over = torch.zeros(batch, dtype=torch.bool)
     for number in range(tokens + late):
@@ -419,25 +420,37 @@ def _state(model: nn.Module) -> int:
     return hash((*modules, *weights))
 
 
-def read_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list]:
-    """Read prompts [batch, tokens] in pieces; return the scores of the next token [batch, vocabulary], and the keys and
-    values of each layer, [batch, heads, tokens, width]. mask: as of `generate`, or None for prompts of one length."""
+def read_prompt(model: Any, ids: Tensor, mask: Tensor | None, keys: Keys) -> Tensor:
+    """Read prompts [batch, tokens] in pieces; return the scores of the next token [batch, vocabulary], and leave the
+    keys and values of each layer in `keys`. mask: as of `generate`, or None for prompts of one length."""
+    end, slots = ids.shape[1], torch.arange(keys.room, device=ids.device)
     if isinstance(model, LanguageModel):
-        pasts = [Past(ids.shape[1]) for _ in model.layers]
-        scores = model.head(model.read(ids, torch.arange(ids.shape[1], device=ids.device), pasts)[:, -1])
-        return scores, [(past.keys, past.values) for past in pasts]
-    from transformers import DynamicCache
-
-    cache, end = DynamicCache(), ids.shape[1]
+        keys.take(slots[:end], end)
+        return model.head(model.read(ids, slots[:end], keys.parts(len(model.layers), None))[:, -1])
     takes = inspect.signature(model.forward).parameters
     more: dict = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    more |= {"use_cache": True, cache_name(model): _cache(keys)}
     positions = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(1).sub(1).clamp(min=0)
     for begin in range(0, end, _PIECE):
         piece = slice(begin, min(end, begin + _PIECE))
+        keys.take(slots[piece], piece.stop)
         part = None if mask is None else mask[:, : piece.stop]
-        places = {"attention_mask": part, "position_ids": positions[:, piece], cache_name(model): cache}
-        scores = model(ids[:, piece], use_cache=True, **places, **more).logits[:, -1]
-    return scores, [(layer.keys, layer.values) for layer in cache.layers]
+        scores = model(ids[:, piece], attention_mask=part, position_ids=positions[:, piece], **more).logits[:, -1]
+    return scores
+
+
+def _cache(keys: Keys) -> Any:
+    """Return a cache of transformers that grows, and whose layers lie in `keys`."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Layer(DynamicLayer):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            self.is_initialized, number = True, cache.layers.index(self)
+            self.keys, self.values = keys.update(key_states, value_states, number)
+            return self.keys, self.values
+
+    cache = Cache(layer_class_to_replicate=Layer)
+    return cache
 
 
 def cache_name(model: nn.Module) -> str:
@@ -449,27 +462,33 @@ def cache_name(model: nn.Module) -> str:
 
 
 class Keys:
-    """The keys and values of all layers in memory of a fixed size: what models take as their cache. What a step adds
-    goes to `place`, int64 [1] on the device."""
+    """The keys and values of all layers, [batch, heads, room, width] each, in memory of a fixed size: what a step gives
+    models as their cache."""
 
     is_compileable, is_initialized = False, True  # whether transformers may compile for it; and whether it holds some
     mask: Tensor | None = None
 
-    def __init__(self, pasts: list, room: int, place: Tensor) -> None:
-        self.layers = [tuple(t.new_zeros(*t.shape[:2], room, t.shape[3]) for t in layer) for layer in pasts]
-        self.room, self.place = room, place
+    def __init__(self, room: int, layers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self.room, self.layers = room, list(layers)
+        self.places, self.end = torch.empty(0), 0
 
-    def fill(self, pasts: list) -> None:
-        """Take the keys and values that a prompt left, off the list: they may be half of a GPU's memory."""
-        for layer in self.layers:
-            for room, read in zip(layer, pasts.pop(0)):
-                room[:, :, : read.shape[2]] = read
+    def take(self, places: Tensor, end: int) -> None:
+        """Put what comes next at these places, int64 [tokens] on the device, and give models what lies before `end`."""
+        self.places, self.end = places, end
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Take the keys and values of a new token, and return all of that layer, also unused ones."""
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of new tokens, and return those of that layer up to `end`."""
+        if layer == len(self.layers):
+            one, other = (t.new_zeros(*t.shape[:2], self.room, t.shape[3]) for t in (keys, values))
+            self.layers.append((one, other))
         for room, new in zip(self.layers[layer], (keys, values)):
-            room.index_copy_(2, self.place, new)
-        return self.layers[layer]
+            room.index_copy_(2, self.places, new)
+        there, those = self.layers[layer]
+        return there[:, :, : self.end], those[:, :, : self.end]
+
+    def parts(self, layers: int, mask: Tensor | None) -> list[OfLayer]:
+        """Return each layer's part, for a LanguageModel."""
+        return [OfLayer(self, layer, mask) for layer in range(layers)]
 
     def get_seq_length(self, *_: Any) -> int:
         return self.room - 1
@@ -478,7 +497,7 @@ class Keys:
 class OfLayer:
     """One layer's part of Keys, as a LanguageModel takes it."""
 
-    def __init__(self, keys: Keys, layer: int, mask: Tensor) -> None:
+    def __init__(self, keys: Keys, layer: int, mask: Tensor | None) -> None:
         self.keys, self.layer, self.mask = keys, layer, mask
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -490,7 +509,7 @@ class Step:
 
     form: batch, room for keys and values, kind of the rule, end tokens, filler, state of the model."""
 
-    def __init__(self, form: tuple, scores: Tensor, pasts: list) -> None:
+    def __init__(self, form: tuple, scores: Tensor, keys: Keys) -> None:
         self.form = form
         batch, room, (draws, _, penalised), ends, filler, _ = form
         new, wide = partial(torch.zeros, device=scores.device), scores.shape
@@ -504,14 +523,16 @@ class Step:
         self.numbers = new(4)  # temperature, top_k, top_p, penalty
         self.ranks = torch.arange(wide[1], device=scores.device)
         self.broken = new((), dtype=torch.bool)
-        self.keys = Keys(pasts, room, self.place)
+        self.keys = keys
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.tried, self.plain = False, False
+        self.stream: torch.cuda.Stream | None = None
+        self.call: Callable[..., None] = _step
+        self.ahead = [Step._compile, Step._try, Step._capture]
 
-    def load(self, length: int, mask: Tensor | None, pasts: list, rule: _Rule, repeated: Tensor | None = None) -> None:
+    def load(self, length: int, mask: Tensor | None, rule: _Rule, repeated: Tensor | None = None) -> None:
         """Begin anew behind a prompt of so many tokens. repeated: the tokens that count as such, bool [batch,
         vocabulary]."""
-        self.keys.fill(pasts)
+        self.keys.take(self.place, self.keys.room)
         self.place.fill_(length)
         self.real.fill_(True)
         if mask is None:
@@ -526,46 +547,58 @@ class Step:
             self.repeated.copy_(repeated)
 
     def advance(self, model: Any, left: int) -> None:
-        """Take a step: once plainly, while nothing may wait for the GPU; then compiled, and captured; then replayed.
-        left: how many steps there are."""
+        """Take a step: the first one is compiled, the second one shows whether it waits for the GPU, the third one is
+        captured, and then the graph is replayed. left: how many steps there are."""
         if self.graph is not None:
             self.graph.replay()
-        elif self.plain or left < _WORTH or not self.token.is_cuda:
-            _step(model, self)
-        elif not self.tried:
-            self.tried = True
-            try:
-                with _no_waiting():
-                    _step(model, self)
-            except RuntimeError as error:
-                self.plain = True
-                _say_once(model, f"a step waits for the GPU: {_first_line(error)}")
-                _step(model, self)
+        elif self.ahead and left >= _WORTH and self.token.is_cuda:
+            self.ahead.pop(0)(self, model)
         else:
-            self._capture(model)
+            self.call(model, self)
+
+    def _compile(self, model: Any) -> None:
+        self.call = torch.compile(_step, fullgraph=True)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
+                self.call(model, self)
+        except Exception as error:  # of many kinds; nothing was computed
+            _say_once(model, f"its step cannot be compiled: {_first_line(error)}", "decodes uncompiled")
+            self.call = _step
+            self.call(model, self)
+
+    def _try(self, model: Any) -> None:
+        moved = [self.place, self.position, self.token, self.finished]
+        moved += [] if self.repeated is None else [self.repeated]
+        before = [t.clone() for t in moved]
+        try:
+            with torch.cuda.stream(self._beside()), _no_waiting():
+                self.call(model, self)
+        except RuntimeError as error:
+            self.ahead.clear()
+            _say_once(model, f"a step waits for the GPU: {_first_line(error)}")
+            torch.cuda.current_stream().wait_stream(self.stream)
+            for t, value in zip(moved, before):
+                t.copy_(value)
+            self.call(model, self)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def _capture(self, model: Any) -> None:
-        """Take a step, compiled where that works, and capture it for those that follow."""
-        step, stream = torch.compile(_step, fullgraph=True), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            try:
-                with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
-                    step(model, self)
-            except Exception as error:  # of many kinds; nothing was computed
-                _say_once(model, f"its step cannot be compiled: {_first_line(error)}", "decodes uncompiled")
-                step = _step
-                step(model, self)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step(model, self)
+            with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
+                self.call(model, self)
         except RuntimeError as error:  # as of too little memory
-            self.plain = True
             _say_once(model, f"its step cannot be captured: {_first_line(error)}")
+            self.call(model, self)
         else:
             self.graph = graph
+            graph.replay()
+
+    def _beside(self) -> torch.cuda.Stream:
+        """Return the stream of captures, after the work of the current one."""
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return self.stream
 
     def masks(self, config: Any, dtype: torch.dtype) -> Any:
         """Return what a model takes as attention_mask, [batch, 1, 1, room]: a mask; or, for layers of two kinds, one
@@ -610,7 +643,7 @@ def _step(model: Any, step: Step) -> None:
     """Compute the scores behind the last token, and choose the next one. Nothing here waits for the device."""
     ids = step.token[:, None]
     if isinstance(model, LanguageModel):
-        pasts = [OfLayer(step.keys, number, step.masks(None, torch.float32)) for number in range(len(model.layers))]
+        pasts = step.keys.parts(len(model.layers), step.masks(None, torch.float32))
         scores = model.head(model.read(ids, step.place, pasts)[:, -1])
     else:
         masks = step.masks(model.config.get_text_config(), model.dtype)
