@@ -325,6 +325,28 @@ def _model_paths(rows: list[dict]) -> Cells:
 model_paths = _table("model-paths", _of(*_MODEL_KINDS), "times as fast as dense, {where}", _model_paths)
 
 
+def _generation(row: dict) -> dict[str, str]:
+    times = f", {row['x_dense']:.2f}x" if row["x_dense"] else ""
+    return {
+        "tokens a second": f"{row['tokens_per_s']:,.0f}{times}",
+        "ms to the first token": _ms(row["first_ms"]),
+        "peak MiB beyond the weights": _mib(row["peak_bytes"]) if "peak_bytes" in row else "",
+    }
+
+
+_generations = _each(lambda row: f"{row['path']}, batch {row['batch']}", _generation)
+generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generations)
+
+
+def _rate(rows: list[dict]) -> Cells:
+    for row in rows:
+        way, _, model_called = row["path"].rpartition(", ")
+        yield way, model_called, f"{row['tokens_per_s']:.0f}"
+
+
+tokens_a_second = _table("decoding", lambda row: row["batch"] == 1, "tokens a second, {where}", _rate)
+
+
 def _trained(rows: list[dict]) -> Cells:
     """Yield steps, speed, firing and loss of a trained model and its dense twin."""
     for row in rows:
