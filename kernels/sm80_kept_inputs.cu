@@ -4,12 +4,13 @@
 // h of gate and up. Weights are [inputs][outputs], so that an input's are a row; 16-bit; sums are fp32; the same bits on
 // every run.
 //
-// What bounds it: device memory; with few tokens each row of a kept input has to come from there once. The list of
-// them comes first, and nothing hides that.
+// What bounds it: device memory; with few tokens each row of a kept input has to come from there once.
 //
 //   kept_inputs_v1  a thread an output: walks all inputs, and the weights are read 2 bytes a thread
 //   kept_inputs_v2  a block lists the kept inputs, then reads 16 bytes a lane of SLAB columns of their rows, AT_ONCE rows
 //                   a lane under way; a row that several tokens keep is read once
+//   kept_inputs_v3  a warp lists its own inputs, 32 at a time, and reads their rows as soon as it has a batch: no barrier
+//                   before the last sums. Slabs of 64 columns, or of 32 (narrow) where those are too few blocks
 // Worklog: docs/kernels/sm80_kept_inputs.md
 #include "activation.cuh"
 #include "ptx_sm80_decode.cuh"
@@ -43,6 +44,8 @@
 #define RESIDENT (SUMS > 4 ? 1 : 16 / BLOCK_WARPS)
 #endif
 #define V1_THREADS 256
+#define V3_WARPS 16
+#define V3_AHEAD 2  // pieces of 32 inputs that a warp has read before it needs them
 static_assert(ACTIVATED || !PAIRED, "what is multiplied goes through the activation");
 static_assert(TOKENS * SLAB <= THREADS, "a thread writes one output");
 
@@ -222,4 +225,129 @@ kept_inputs_v2(const value_t* __restrict__ x, const value_t* __restrict__ first_
         for (int m = 0; m < MATRICES; ++m) all[m] += memory.part[w][token * MATRICES + m][c];
     }
     y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
+}
+
+// ---- v3: a warp its own list ----
+
+template <int LANES>
+struct Own {
+    static constexpr int ROWS = WARP / LANES, BATCH = ROWS * AT_ONCE, LISTED_BY_WARP = BATCH + WARP;
+    Inputs value[LISTED_BY_WARP];
+    int input[LISTED_BY_WARP];
+};
+
+// Adds the rows of up to BATCH entries of a warp's list, from `first` on, to its sums.
+template <int LANES>
+__device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own<LANES>& own, int first, int count,
+                                         const value_t* const (&weights)[2], bool inside, int outputs) {
+    const int row = threadIdx.x % WARP / LANES;
+    Vector w[AT_ONCE][MATRICES];
+    Inputs values[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        const int at = i * Own<LANES>::ROWS + row;
+        const bool there = at < count;
+        values[i] = there ? own.value[first + at] : Inputs{};
+        const long long input = there ? own.input[first + at] : 0;
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            w[i][m].raw = make_uint4(0, 0, 0, 0);
+            if (there && inside) w[i][m].raw = __ldg((const uint4*)(weights[m] + input * outputs));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            float f[VECTOR];
+            w[i][m].to_floats(f);
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                const float v = to_float(value_of_bits(values[i].bits[t]));
+#pragma unroll
+                for (int j = 0; j < VECTOR; ++j) sum[t * MATRICES + m][j] = fmaf(v, f[j], sum[t * MATRICES + m][j]);
+            }
+        }
+    }
+}
+
+template <int LANES>
+__device__ __forceinline__ void product_of_kept(const value_t* x, const value_t* first_t, const value_t* second_t,
+                                                const value_t* first_bias, const value_t* second_bias, value_t* y,
+                                                int tokens, int inputs, int outputs, float threshold) {
+    constexpr int COLUMNS = LANES * VECTOR, BATCH = Own<LANES>::BATCH;
+    static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
+    __shared__ union {
+        Own<LANES> own[V3_WARPS];
+        float part[V3_WARPS][SUMS][COLUMNS];
+    } memory;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int column = blockIdx.x * COLUMNS + lane % LANES * VECTOR;
+    const bool inside = column < outputs;
+    const value_t* const weights[] = {first_t + column, second_t + column};
+    Own<LANES>& own = memory.own[warp];
+    float sum[SUMS][VECTOR] = {};
+    wait_for_previous();
+    let_next_start();
+    int listed = 0;
+    for (int piece = warp; piece * WARP < inputs; piece += V3_WARPS * V3_AHEAD) {
+        Inputs ahead[V3_AHEAD];
+        bool kept[V3_AHEAD];
+#pragma unroll
+        for (int i = 0; i < V3_AHEAD; ++i)
+            kept[i] = read_input(ahead[i], x, tokens, inputs, (piece + i * V3_WARPS) * WARP + lane, threshold);
+#pragma unroll
+        for (int i = 0; i < V3_AHEAD; ++i) {
+            const unsigned found = __ballot_sync(ALL_LANES, kept[i]);
+            if (kept[i]) {
+                const int at = listed + __popc(found & ((1u << lane) - 1));
+                own.value[at] = ahead[i];
+                own.input[at] = (piece + i * V3_WARPS) * WARP + lane;
+            }
+            listed += __popc(found);
+            __syncwarp();
+            while (listed >= BATCH) {  // the last ones first, so that the others stay where they are
+                listed -= BATCH;
+                add_rows<LANES>(sum, own, listed, BATCH, weights, inside, outputs);
+            }
+            __syncwarp();
+        }
+    }
+    add_rows<LANES>(sum, own, 0, listed, weights, inside, outputs);
+    __syncthreads();  // the lists are free
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+#pragma unroll
+            for (int step = WARP / 2; step >= LANES; step /= 2)
+                sum[s][j] += __shfl_xor_sync(ALL_LANES, sum[s][j], step);
+            if (lane < LANES) memory.part[warp][s][lane * VECTOR + j] = sum[s][j];
+        }
+    }
+    __syncthreads();
+    const int token = threadIdx.x / COLUMNS, c = threadIdx.x % COLUMNS, n = blockIdx.x * COLUMNS + c;
+    if (token >= min(TOKENS, tokens) || n >= outputs) return;
+    float all[MATRICES] = {};
+#pragma unroll
+    for (int w = 0; w < V3_WARPS; ++w) {
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) all[m] += memory.part[w][token * MATRICES + m][c];
+    }
+    y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
+}
+
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_t, const value_t* __restrict__ second_t,
+               const value_t* __restrict__ first_bias, const value_t* __restrict__ second_bias, value_t* __restrict__ y,
+               int tokens, int inputs, int outputs, float threshold) {
+    product_of_kept<8>(x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+}
+
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3_narrow(const value_t* __restrict__ x, const value_t* __restrict__ first_t,
+                      const value_t* __restrict__ second_t, const value_t* __restrict__ first_bias,
+                      const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
+                      int outputs, float threshold) {
+    product_of_kept<4>(x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
 }

@@ -17,10 +17,11 @@ from .activation import ACTIVATIONS, CURVES, activation
 
 MOST_TOKENS = 4  # that the kernel takes
 FEW = 2  # up to which a layer takes it: four tokens together keep nearly all inputs
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 KINDS = ("relu", *CURVES)  # activations, without a threshold of their own
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
-_COLUMNS = {1: 256, 2: 32}  # of the result, those of a block, by version
+_COLUMNS = {1: 256, 2: 32, 3: 64}  # of the result, those of a block, by version
+_NARROW = 32  # of version 3, where 64 would leave multiprocessors without a block
 _ROW_LANES = 4  # lanes that share a row of a weight, 8 values each
 
 
@@ -58,6 +59,8 @@ KEPT_INPUTS = Source(
     {
         "kept_inputs_v1": Entry(256, "ppppppiiif"),
         "kept_inputs_v2": Entry(lambda macros: 32 * macros.get("BLOCK_WARPS", 8), "ppppppiiif"),
+        "kept_inputs_v3": Entry(512, "ppppppiiif"),
+        "kept_inputs_v3_narrow": Entry(512, "ppppppiiif"),
     },
     builds=_builds,
     constants=(("ROW_LANES", _ROW_LANES),),
@@ -103,7 +106,7 @@ def product(
     second_t + second_bias -> [tokens, outputs]; x' is x with what is below the threshold in magnitude at zero.
 
     x: bfloat16 or float16 [tokens, inputs], 1 to 4 tokens; first_t, second_t: [inputs, outputs]; biases [outputs]. All
-    contiguous. version: 1, which takes any widths, or 2, which takes outputs that are multiples of 8, and aligned
+    contiguous. version: 1, which takes any widths, or 2 or 3, which take outputs that are multiples of 8, and aligned
     weights; None: the newest that takes them. Raises InputError for another version."""
     (tokens, inputs), outputs = x.shape, first_t.shape[1]
     versions = VERSIONS if outputs % 8 == 0 and aligned(first_t, second_t) else VERSIONS[:1]
@@ -111,11 +114,11 @@ def product(
         raise InputError(f"version is {version}; for {outputs} outputs at this address {versions} are accepted")
     version = version or versions[-1]
     bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
-    kernel = KEPT_INPUTS.kernel(
-        f"kept_inputs_v{version}", _macros(x.dtype, tokens, second_t is not None, kind), early=True
-    )
+    narrow = version == 3 and -(-outputs // _COLUMNS[3]) < call.units
+    name = f"kept_inputs_v{version}" + "_narrow" * narrow
+    kernel = KEPT_INPUTS.kernel(name, _macros(x.dtype, tokens, second_t is not None, kind), early=True)
     y = call.empty(tokens, outputs, dtype=x.dtype)
-    grid = -(-outputs // _COLUMNS[version]), tokens if version == 1 else 1
+    grid = -(-outputs // (_NARROW if narrow else _COLUMNS[version])), tokens if version == 1 else 1
     tensors = (x, first_t, second_t, first_bias, second_bias, y)
     call.launch(kernel, grid, *tensors, tokens, inputs, outputs, bound)
     return y
