@@ -236,6 +236,12 @@ struct Own {
     int input[LISTED_BY_WARP];
 };
 
+template <int LANES>
+union OwnMemory {
+    Own<LANES> own[V3_WARPS];
+    float part[V3_WARPS][SUMS][LANES * VECTOR];
+};
+
 // Adds the rows of up to BATCH entries of a warp's list, from `first` on, to its sums.
 template <int LANES>
 __device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own<LANES>& own, int first, int count,
@@ -272,15 +278,12 @@ __device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own<L
 }
 
 template <int LANES>
-__device__ __forceinline__ void product_of_kept(const value_t* x, const value_t* first_t, const value_t* second_t,
-                                                const value_t* first_bias, const value_t* second_bias, value_t* y,
-                                                int tokens, int inputs, int outputs, float threshold) {
+__device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const value_t* x, const value_t* first_t,
+                                                const value_t* second_t, const value_t* first_bias,
+                                                const value_t* second_bias, value_t* y, int tokens, int inputs,
+                                                int outputs, float threshold) {
     constexpr int COLUMNS = LANES * VECTOR, BATCH = Own<LANES>::BATCH;
     static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
-    __shared__ union {
-        Own<LANES> own[V3_WARPS];
-        float part[V3_WARPS][SUMS][COLUMNS];
-    } memory;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int column = blockIdx.x * COLUMNS + lane % LANES * VECTOR;
     const bool inside = column < outputs;
@@ -341,7 +344,8 @@ extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
 kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_t, const value_t* __restrict__ second_t,
                const value_t* __restrict__ first_bias, const value_t* __restrict__ second_bias, value_t* __restrict__ y,
                int tokens, int inputs, int outputs, float threshold) {
-    product_of_kept<8>(x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+    __shared__ OwnMemory<8> memory;
+    product_of_kept<8>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
 }
 
 extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
@@ -349,5 +353,6 @@ kept_inputs_v3_narrow(const value_t* __restrict__ x, const value_t* __restrict__
                       const value_t* __restrict__ second_t, const value_t* __restrict__ first_bias,
                       const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
                       int outputs, float threshold) {
-    product_of_kept<4>(x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+    __shared__ OwnMemory<4> memory;
+    product_of_kept<4>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
 }
