@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import twell_lab as tl
 from tests.gpu import needed
 from tests.ops.rows import blocks as block_rows
 from tests.ops.rows import microtiles as tile_rows
@@ -16,9 +17,10 @@ from twell_lab.bench import experiments, few_bits, methods
 from twell_lab.formats import COO, CSR, ELL
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.skipping import skip
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
-from twell_lab.ops import accuracy, clock, int8
+from twell_lab.ops import accuracy, clock, int8, kept_inputs
 from twell_lab.ops.blocks import BlockOperand
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 from twell_lab.ops.spmm import SparseOperand
@@ -385,3 +387,25 @@ def test_an_adapter_under_a_swapped_layer_is_that_of_the_dense_one(plan):
     assert (model[0](x) - without).float().norm() <= 0.02 * without.float().norm()
     assert (without - with_it).float().norm() > 0.1 * without.float().norm()
     assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("d_model, d_ff", ((2048, 5632), (264, 400)))
+@pytest.mark.parametrize("tokens", (1, 2, 3))
+def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens):
+    """A layer with thresholds on its inputs, and a projection of an attention behind one, eager and compiled."""
+    torch.manual_seed(tokens)
+    layer = GatedFeedForward(d_model, d_ff, activation="silu").to(gpu, torch.bfloat16).requires_grad_(False)
+    x = torch.randn(tokens, d_model, device=gpu, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, device=gpu, dtype=torch.bfloat16, bias=False))
+    model = tl.thresholds(model.requires_grad_(False), [x], 0.5, method="teal").apply(model)
+    wanted = copy.deepcopy(model).double()(x.double())
+    sparse = tl.sparsify(copy.deepcopy(model), "kept_inputs")
+    assert skip(sparse[1]) == ""
+    with torch.no_grad():
+        for call in (sparse, torch.compile(sparse, fullgraph=True)):
+            y = call(x)
+            assert (y.double() - wanted).norm() <= 0.05 * wanted.norm()  # rounding moves some over a threshold
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled, torch.no_grad():
+        call(x)
+    names = [event.name for event in profiled.events() if "kept_inputs" in event.name]
+    assert len(names) == (3 if tokens <= kept_inputs.FEW else 0)

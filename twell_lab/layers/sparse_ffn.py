@@ -230,7 +230,8 @@ class SparseFFN(nn.Module, StandIn):
             elif order is not None:  # what cannot be put in order can be turned
                 storage.rewrite(self.parts, reads)
         # What compiled code sees of it: (tokens, path, hot), path "" for the dense module.
-        self._compiled = [(n, c.path if PATHS[c.path].packs else "", c.hot) for n, c in choices]
+        seen = {name: name for name in PATHS.names() if PATHS[name].packs or PATHS[name].cuts}
+        self._compiled = [(n, seen.get(c.path, ""), c.hot) for n, c in choices]
         self._renew()
 
     def _check_path(self, name: str) -> None:
@@ -366,6 +367,9 @@ class SparseFFN(nn.Module, StandIn):
                 break
         if not chosen[1] or x.dtype != weights.up.dtype:
             return self.dense(x)
+        if chosen[1] in FOR_CUT:
+            y = functional.infer_kept(x, *weights, self.kept)
+            return self.dense(x) if y is None else y
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
     def _is_plain(self) -> bool:

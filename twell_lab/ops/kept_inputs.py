@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..core import InputError
-from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
+from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, capability, run, value
 from .activation import ACTIVATIONS, CURVES, activation
 
 MOST_TOKENS = 4  # that the kernel takes
@@ -159,3 +159,52 @@ def reference(
     if kind is not None:
         first = CURVES.get(kind, torch.relu)(first)
     return first if second_t is None else first * linear(x, second_t.t(), second_bias)
+
+
+# ---- the operator: what compiled code calls
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_library.define(
+    "kept_inputs(Tensor x, Tensor first, Tensor? second, Tensor? first_bias, Tensor? second_bias, float threshold, "
+    "str? kind) -> Tensor",
+    # Weights [outputs, inputs] are stored by columns, and stay so in compiled code.
+    tags=(getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),),
+)
+
+
+@torch.library.impl(_library, "kept_inputs", "CompositeExplicitAutograd")
+@torch.no_grad()
+def operator(
+    x: Tensor,
+    first: Tensor,
+    second: Tensor | None = None,
+    first_bias: Tensor | None = None,
+    second_bias: Tensor | None = None,
+    threshold: float = 0.0,
+    kind: str | None = None,
+) -> Tensor:
+    """Compute `product` of x [..., inputs] with weights [outputs, inputs], as layers have them: by the kernel on a GPU,
+    for 1 to MOST_TOKENS tokens of 16 bits and weights that are stored by columns, and by torch's operations otherwise.
+    Nothing is checked, and it has no gradient."""
+    weights = [first] if second is None else [first, second]
+    rows = x.reshape(-1, x.shape[-1])
+    fits = 1 <= len(rows) <= MOST_TOKENS and x.dtype.itemsize == 2 and all(w.t().is_contiguous() for w in weights)
+    if x.is_cuda and fits and capability(x.device.index) >= KEPT_INPUTS.oldest:
+        given = (rows.contiguous(), *(w if w is None else w.t() for w in (first, second)), first_bias, second_bias)
+        y = run(product, *given, threshold=threshold, kind=kind)
+    else:
+        bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
+        y = reference(
+            rows,
+            *(w if w is None else w.t() for w in (first, second)),
+            first_bias,
+            second_bias,
+            threshold=bound,
+            kind=kind,
+        )
+    return y.view(*x.shape[:-1], first.shape[0])
+
+
+@torch.library.register_fake("twell_lab::kept_inputs", lib=_library)
+def _(x, first, *_):
+    return x.new_empty(*x.shape[:-1], first.shape[0])

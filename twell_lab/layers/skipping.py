@@ -1,0 +1,56 @@
+"""A linear layer that reads the weights of nonzero inputs alone, for few tokens on a GPU.
+
+It computes what torch.nn.Linear computes, of any input: a zero spares its column of the weight. Zeros come from what
+stands before, such as the thresholds of TEAL (Liu et al., arXiv 2408.14690) on the inputs of an attention's
+projections. The weight stays the model's own parameter, stored by columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.functional import linear
+
+from ..ops import checks, kept_inputs
+from . import storage
+
+
+class SkippingLinear(nn.Linear):
+    """A torch.nn.Linear whose zero inputs cost nothing where the kernel `kept_inputs` runs; made by `skip`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute input [..., in_features] -> [..., out_features]."""
+        if input.is_cuda and 0 < input.shape[:-1].numel() <= kept_inputs.FEW and self._is_usual(input):
+            if is_dynamo_compiling():
+                return torch.ops.twell_lab.kept_inputs(input, self.weight, None, self.bias, None, 0.0, None)
+            return kept_inputs.operator(input, self.weight, None, self.bias)
+        return linear(input, self.weight, self.bias)
+
+    def _is_usual(self, input: Tensor) -> bool:
+        """Return whether this is a plain call without gradients, of tensors of one type."""
+        plain = is_dynamo_compiling() or type(input) is Tensor and checks.plain_eager()
+        return plain and input.dtype == self.weight.dtype and not checks.needs_gradient(input, self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        storage.save_contiguous(self, destination, prefix, {})
+
+
+def skip(module: nn.Linear) -> str:
+    """Have a linear layer skip its zero inputs, in place: it stays the same module with the same parameters. Returns
+    "", or why it was left as it is."""
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}, no plain torch.nn.Linear"
+    if module.in_features % 8 or module.out_features % 8:
+        return f"its weight is {list(module.weight.shape)}; the kernel reads multiples of 8"
+    if why := storage.rewrite([module], {"gate": storage.COLUMNS}):
+        return why
+    module.__class__ = SkippingLinear
+    return ""
+
+
+def stop_skipping(module: nn.Module) -> None:
+    """Take `skip` back; another module is left as it is."""
+    if type(module) is SkippingLinear:
+        module.__class__ = nn.Linear
+        storage.restore([module], None)
