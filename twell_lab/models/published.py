@@ -45,13 +45,12 @@ def load(
 
     name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's, of
     ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"),
-    which is downloaded unless it is in the Hub's cache. Nothing large is fetched of a model whose kind could not be
-    loaded. dtype: of the weights; by default what the checkpoint says. device: where the model goes. revision: of a
-    repository: a branch, tag or commit.
+    which is downloaded unless it is in the Hub's cache. dtype: of the weights; by default what the checkpoint says.
+    device: where the model goes. revision: of a repository: a branch, tag or commit.
 
     Raises InputError for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
-    missing or do not fit the configuration, and a model that needs code of its own; DeviceError for a device that is
-    not there; StackError where transformers is missing."""
+    missing or do not fit, and a model that needs code of its own; DeviceError for a device that is not there;
+    StackError where transformers is missing."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
     place = clock.present_device(device)
@@ -64,9 +63,6 @@ def load(
         except RecordError as error:
             raise InputError(str(error)) from error
     return model.to(place, dtype).eval()
-
-
-# ---- where it is ----
 
 
 def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
@@ -120,9 +116,6 @@ def tokenizer_of(folder: Path):
             f"{str(folder)!r} has no tokenizer that transformers can read ({why:.200}); accepted: a folder with the "
             "tokenizer.json that belongs to its model"
         ) from error
-
-
-# ---- what it is ----
 
 
 def _kind(entries: dict) -> str:

@@ -67,7 +67,7 @@ def test_the_threshold_of_a_histogram_keeps_the_share(values, cut, sparsity):
     whole.add(values)
     parts.add(values[:cut])
     parts.add(values[cut:])
-    assert torch.equal(whole.counts, parts.counts) and whole.total == len(values)
+    assert torch.equal(whole.counts, parts.counts) and int(whole.counts.sum()) == len(values)
     threshold = whole.threshold(sparsity)
     # All values of a step count as spread over it, so the share may be off by those beside the threshold.
     near = ((values.abs() > threshold / 1.03) & (values.abs() < threshold * 1.03)).double().mean().item()
