@@ -149,9 +149,8 @@ def _transformers():
 
 
 def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -> nn.Module:
-    """Return a model of transformers, or of twell_lab.models.foreign. InputError, naming the first, for a weight that
-    is missing or has another shape, which transformers would draw, and for an unknown one in a model that it does not
-    know."""
+    """Return a model of transformers, or of twell_lab.models.foreign. InputError for a weight that is missing or has
+    another shape, which transformers would draw, and for an unknown one in a model that it does not know."""
     _check_kind(folder, entries)
     kind, source, place = _kind(entries), _transformers().AutoModelForCausalLM, folder
     how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
@@ -191,9 +190,7 @@ def _sparse_relu_config(entries: dict):
     """Return the configuration of a model whose layers compute a ReLU, whatever config.json says."""
     kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
     if kind is None:
-        raise InputError(
-            f"{entries['model_type']} without gates (sparsity_gated_mlp false) has no model in transformers"
-        )
+        raise InputError(f"{entries['model_type']} without gates has no model in transformers")
     dropped = ("model_type", "architectures", "auto_map", "transformers_version")
     theirs = {key: value for key, value in entries.items() if not key.startswith("sparsity_") and key not in dropped}
     theirs["hidden_act"] = "relu"

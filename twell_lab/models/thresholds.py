@@ -47,7 +47,6 @@ LOSSY = "lossy: a thresholded model computes something else than the model it wa
 
 _EDGES = torch.cat([torch.zeros(1), torch.arange(-24 * 32, 16 * 32 + 1).div(32).exp2()])  # 0, then 2.2% a step
 _CHUNK = 2**22  # values that are counted at a time
-_SAID = "d_model {}, d_ff {}, gated {}, {}"
 _SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
@@ -391,11 +390,12 @@ class Thresholds(Saved):
         for layer in self.layers:
             wanted, place = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
             if place is None or _shape(place) != wanted:
-                own = "is not there" if place is None else f"has {_SAID.format(*_shape(place))}"
-                raise InputError(
-                    f"these are thresholds of another model: {layer.name!r} {own}, and they are for "
-                    f"{_SAID.format(*wanted)}; accepted: the model that they were made for"
+                own = (
+                    "is not there" if place is None else "has d_model {}, d_ff {}, gated {}, {}".format(*_shape(place))
                 )
+                theirs = "d_model {}, d_ff {}, gated {}, {}".format(*wanted)
+                said = f"{layer.name!r} {own}, and they are for {theirs}; accepted: the model that they were made for"
+                raise InputError(f"these are thresholds of another model: {said}")
         return [(layer, there[layer.name]) for layer in self.layers]
 
 

@@ -203,14 +203,12 @@ class LanguageModel(nn.Module):
     def read(
         self, tokens: Tensor, places: slice | Tensor, keys: Keys | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return what the head takes at each of these tokens [batch, n] at n places of the context.
-
-        keys: of earlier tokens, which take those of these. mask: which of them a token attends to; by default the
-        earlier ones."""
+        """Return what the head takes at each of these tokens [batch, n] at n places of the context. keys: of earlier
+        tokens, which take those of these. mask: which of them a token attends to; by default the earlier ones."""
         cosine, sine = self.cosine[places], self.sine[places]
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
-            x = layer(x, cosine, sine, keys, number, mask)
+            x = layer(x, cosine, sine, *(() if keys is None else (keys, number, mask)))
         return self.norm(x)
 
     def save(self, folder: str | os.PathLike) -> Path:
