@@ -34,7 +34,7 @@ from ..training.text.source import BYTES, load, spread_windows
 from . import page
 from .options import TourOptions
 from .page import FORMAT, WITH, WITHOUT, said_fast
-from .speak_commands import in_turn, planned
+from .speak_commands import in_turn, planned, speak
 
 _QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
@@ -262,7 +262,7 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     how: dict = {"temperature": 0.7, "seed": 0}
     prompt, tokens, rounds = windows[len(windows) // 2], 40 if options.quick else 240, 1 if options.quick else 3
     prompt = prompt[: len(prompt) // 2]
-    said = {label: result.model.generate(prompt, tokens, **how).cpu() for label, result in runs.items()}
+    said = {label: speak(result.model, prompt, tokens, how)[0] for label, result in runs.items()}
     model = runs[WITH].model
     shown = {label: BYTES.decode(ids).decode("utf-8", "replace") for label, ids in (said | {"prompt": prompt}).items()}
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..models.generate import Keys, cache_name, read_prompt
-from ..models.tiny import LanguageModel
+from ..models.generate import cache_name, read_prompt
+from ..models.tiny import Keys, LanguageModel
 
 Called = Callable[..., Tensor]
 
@@ -19,6 +19,8 @@ Called = Callable[..., Tensor]
 class Kept(Keys):
     """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
     a step can be repeated, captured in a graph, and taken by several models in turn."""
+
+    mask: Tensor
 
     def decode(self) -> Kept:
         """Be ready for steps, once a prompt was read."""
@@ -71,7 +73,7 @@ class Causal:
         if self.ours:
 
             def own(ids: Tensor, kept: Kept) -> Tensor:
-                return _through(self.model, ids, head, kept.places, kept.parts(len(kept.layers), kept.mask))
+                return _through(self.model, ids, head, kept)
 
             return _compiled(own, compiled)
         model = self.model if head else self.model.base_model
@@ -106,9 +108,8 @@ def _compiled(call, compiled: bool):
     return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
 
 
-def _through(model: LanguageModel, ids: Tensor, head: bool, place: Tensor | None = None, pasts: list | None = None):
-    """Return what the model gives for ids [batch, tokens], or what its head would take. place: of all the tokens, int64
-    [1], where they are one each; by default they are the first ones."""
-    places = slice(ids.shape[1]) if place is None else place
-    x = model.read(ids, places, pasts or [None] * len(model.layers))
+def _through(model: LanguageModel, ids: Tensor, head: bool, kept: Kept | None = None) -> Tensor:
+    """Return what the model gives for ids [batch, tokens], or what its head would take. kept: of earlier tokens, where
+    ids are one each; by default they are the first ones."""
+    x = model.read(ids, slice(ids.shape[1])) if kept is None else model.read(ids, kept.places, kept, kept.mask)
     return model.head(x) if head else x

@@ -6,13 +6,10 @@
     before = switch(model, adapter)       # writes them; returns the values that stood there
     switch(model, before)                 # the very bits of before
 
-Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's
-(peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
-both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
-
-A layer of `sparsify` reads the model's own parameters, and needs nothing else. Where its neurons lie in another order,
-`switch` writes where they lie now: an Adapter is always one of the dense model. Layers that own another representation
-(INT8, 2:4, blocks) do not follow what is written."""
+Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's. peft
+merges by adding differences and unmerges by subtracting them, which leaves the rounding of both in the weights. Here
+the values that are overwritten are kept instead: as many as the adapter has. Where `sparsify` put neurons in another
+order, `switch` writes where they lie now; layers that own another representation (INT8, 2:4, blocks) do not follow."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
     """Return what one SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference,
-    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`).
-
-    model: what peft.get_peft_model or peft.inject_adapter_in_model returned. InputError for one without a SHiRA adapter
-    of this name, or a merged one."""
+    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`). InputError
+    for a model without an unmerged SHiRA adapter of this name."""
     check_model(model)
     changes, inner = {}, model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -71,12 +66,10 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
 @torch.no_grad()
 def switch(model: nn.Module, adapter: Adapter) -> Adapter:
-    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too.
-
-    Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
-
-    model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
-    written, for a parameter that the model does not have, or has in another shape, dtype or on another device."""
+    """Write an adapter's values into a model, dense or swapped, in place. Returns what stood there, which is an
+    adapter, too. It belongs to the weights that it was made from: before another one, switch back. InputError, with
+    nothing written, for a parameter that the model does not have, or has in another shape, dtype or on another
+    device."""
     check_model(model)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.items():

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import twell_lab as tl
 from twell_lab import formats, records
 from twell_lab.app import cli, page, tour
 from twell_lab.app import options as options_module
@@ -178,7 +179,8 @@ def test_the_page_ends_with_text_of_both_models(taken):
         label = "with L1" if result.config.l1 else "without L1"
         prompt = torch.tensor(list(texts["prompt"].encode()))
         assert len(prompt) == config.context // 2
-        said = result.model.generate(prompt, 40, temperature=texts["temperature"], seed=texts["seed"])
+        how = {"temperature": texts["temperature"], "seed": texts["seed"]}
+        said = tl.generate(result.model, prompt, max_new_tokens=40, **how)[len(prompt) :]
         assert bytes(said.tolist()).decode("utf-8", "replace") == texts["said"][label]
         assert f"<pre><b>{html.escape(texts['prompt'])}</b>{html.escape(texts['said'][label])}</pre>" in text.replace(
             "&#34;", "&quot;"
