@@ -29,7 +29,7 @@ Times = dict[Option | None, float]  # microseconds of a call; None: of the layer
 
 
 class Plain(nn.Module):
-    """A feed-forward layer under usual names, computed as the model does, with the layer's own weights and no hooks."""
+    """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
 
     def __init__(self, found: FeedForward) -> None:
         super().__init__()
