@@ -267,7 +267,7 @@ class Bench:
                 raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
             best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
             layers.append(LayerPlan.forced(layer, best))
-        return Plan(layers, rates.device, rates.dtype, rates.as_dict())
+        return Plan(layers, rates.device, rates.dtype, dict(vars(rates)))
 
     def _follow(self, name: str, plan: Plan | Choice | str | os.PathLike) -> None:
         """Swap the layers of a copy by this plan and call it so."""

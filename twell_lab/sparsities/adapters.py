@@ -6,10 +6,10 @@
     before = switch(model, adapter)       # writes them; returns the values that stood there
     switch(model, before)                 # the very bits of before
 
-Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's. peft
-merges by adding differences and unmerges by subtracting them, which leaves the rounding of both in the weights. Here
-the values that are overwritten are kept instead: as many as the adapter has. Where `sparsify` put neurons in another
-order, `switch` writes where they lie now; layers that own another representation (INT8, 2:4, blocks) do not follow."""
+    """Write an adapter's values into a model, dense or swapped, in place. Returns what stood there, which is an
+    adapter, too. It belongs to the weights that it was made from: before another one, switch back. InputError, with
+    nothing written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or
+    has in another shape, dtype or on another device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers import storage
 from ..layers.find import check_model
 from ..layers.sparse_ffn import SparseFFN
 from .magnitude import kept_of
@@ -66,11 +65,23 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
 @torch.no_grad()
 def switch(model: nn.Module, adapter: Adapter) -> Adapter:
+<<<<<<< HEAD
     """Write an adapter's values into a model, dense or swapped, in place. Returns what stood there, which is an
     adapter, too. It belongs to the weights that it was made from: before another one, switch back. InputError, with
     nothing written, for a parameter that the model does not have, or has in another shape, dtype or on another
     device."""
+=======
+    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too.
+
+    Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
+
+    model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
+    written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or has in
+    another shape, dtype or on another device."""
+>>>>>>> w-layers
     check_model(model)
+    if any(isinstance(layer, SparseFFN) and layer.order is not None for layer in model.modules()):
+        raise InputError("the model's neurons lie in another order, which adapters do not fit; tl.densify(model) first")
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.items():
         weight = own.get(name)
@@ -78,17 +89,12 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         wanted = change.shape, change.values.dtype, change.values.device
         if there != wanted or hasattr(weight, "device_mesh"):
             raise InputError(f"{name} is {there}; accepted: the model of the adapter, {wanted}, whole")
-    before, lies = {}, {}
-    for layer in model.modules():
-        if isinstance(layer, SparseFFN) and layer.order is not None:
-            lies.update(storage.rows_and_columns(layer.parts, layer.order))
+    before = {}
     for name, change in adapter.items():
         weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
         bits = weight.view(_BITS[weight.itemsize])
-        row_and_column = change.places // change.shape[1], change.places % change.shape[1]
-        order = lies.get(id(weight), (None, None))
-        at = tuple(old if new is None else new[old] for old, new in zip(row_and_column, order))
+        at = change.places // change.shape[1], change.places % change.shape[1]
         before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
         bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.

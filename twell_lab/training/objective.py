@@ -14,7 +14,7 @@ from ..analysis.running import vocabulary_of
 from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import Told, layer_l1, layer_nnz
+from ..layers.terms import LayerTerm, layer_l1, layer_nnz
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -117,9 +117,11 @@ class Objective(nn.Module):
         self.running = False
         for layer, _ in self.sparse:
             layer.tell(None)
-        terms: list[Told] = []
+        terms: list[LayerTerm] = []
         if l1 is not None or count:
-            terms = [one if isinstance(one, Told) else self._dense_term(one, count) for (one,) in self.seen]
+            terms = [
+                LayerTerm("", *one) if isinstance(one, tuple) else self._dense_term(one, count) for (one,) in self.seen
+            ]
         for seen in self.seen:  # or the activations of one step would stay in memory during the next one
             seen.clear()
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
@@ -141,5 +143,5 @@ class Objective(nn.Module):
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
 
     @staticmethod
-    def _dense_term(h: Tensor, count: bool) -> Told:
-        return Told(layer_l1(h), layer_nnz(h.detach()) if count else h.new_empty(()))
+    def _dense_term(h: Tensor, count: bool) -> LayerTerm:
+        return LayerTerm("", layer_l1(h), layer_nnz(h.detach()) if count else h.new_empty(()))
