@@ -465,6 +465,28 @@ RIGHT = {
     ),
     "match": Right("a[T] = __popc(__match_any_sync(ALL, T % 4));", lambda x: np.full(32, 8), block=32),
     "reduce_by_hardware": Right("a[T] = __reduce_add_sync(ALL, x[T]);", lambda x: np.full(32, x[:32].sum()), block=32),
+    "exchange_of_half_a_warp": Right(
+        SHARED + "unsigned half = T % 32 < 16 ? 0xffffu : 0xffff0000u; s[T] = x[T]; __syncwarp(half);"
+        " a[T] = s[T ^ 8] + __popc(__ballot_sync(half, T % 3 == 0));",
+        lambda x: x[np.arange(64) ^ 8] + np.repeat((np.arange(64) % 3 == 0).reshape(4, 16).sum(1), 16),
+    ),
+    "chain_of_syncwarps": Right(  # 0 to 1 to 2: order is passed on
+        "__shared__ int s; if (T == 0) s = x[0]; if (T < 2) __syncwarp(3u); if (T == 1 || T == 2) __syncwarp(6u);"
+        " if (T == 2) a[0] = s;",
+        lambda x: [x[0]],
+    ),
+    "writer_after_readers": Right(
+        "__shared__ int s; for (int i = 0; i < 3; ++i) { if (T == i) s = x[i]; __syncthreads(); a[T] = s + i;"
+        " __syncthreads(); }",
+        lambda x: np.full(64, x[2] + 2),
+    ),
+    "own_element": Right(
+        SHARED + "s[T] = 0; for (int i = 0; i < 6; ++i) s[T] += x[i], a[T] = s[T];", lambda x: np.full(64, x[:6].sum())
+    ),
+    "vote_before_exit": Right(  # lanes that have left need not come
+        "if (__syncthreads_or(x[T] > 9) || T % 32 >= 8) return; a[T] = __shfl_sync(ALL, x[T], 0);",
+        lambda x: np.repeat([x[0], 0, x[32], 0], [8, 24, 8, 24]),
+    ),
     "memset_apart": Right("memset(a + 4 * T, 1, 16);", lambda x: np.full(256, 0x01010101)),
 }
 
@@ -525,11 +547,12 @@ def test_a_call_of_the_hosts_library_is_refused(tmp_path, call):
         simulator.compile(path).launch("k", 1, 1, (np.zeros(4, np.int32),))
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("watch, cores", [("counts", 1), ("faults", 2), (None, 2)])
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_kernel_gives_numpys_values(program, name, cores):
+def test_a_right_kernel_gives_numpys_values(program, name, watch, cores):
     case, a = RIGHT[name], np.zeros(1024, np.int32)
-    program.launch(f"right_{name}", case.grid, case.block, (a, np.zeros(1024, np.int32), X), cores=cores)
+    arguments = (a, np.zeros(1024, np.int32), X)
+    program.launch(f"right_{name}", case.grid, case.block, arguments, watch=watch, cores=cores)
     expected = np.ravel(case.a(X))
     np.testing.assert_array_equal(a[: len(expected)], expected)
 

@@ -1,7 +1,7 @@
 """What a launch read and wrote, counted by the simulator: in all, line by line, and the time that would take.
 
-The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted
-here as a second read, and its caches serve most repeated reads; the predictions say which bound they use.
+The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted here as a
+second read, and its caches serve most repeated reads; the predictions say which bound they use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -63,57 +64,6 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Every sort of count.
-
-    Attributes:
-        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
-        collectives: warps at a shuffle, vote or ballot.
-        barriers: warps at a block barrier.
-        divergent_branches: how often the lanes of a warp went different ways.
-    """
-
-    global_reads: Traffic = Traffic()
-    global_writes: Traffic = Traffic()
-    shared_reads: Traffic = Traffic()
-    shared_writes: Traffic = Traffic()
-    atomics: Traffic = Traffic()
-    collectives: int = 0
-    barriers: int = 0
-    divergent_branches: int = 0
-
-    @property
-    def traffic(self) -> dict[str, Traffic]:
-        """The five sorts of accesses by name."""
-        return {name: getattr(self, name) for name in _SORTS}
-
-
-# Which sites count to what: their kind and space (None: any), and of numbers the field that is summed.
-_SORTS = {
-    "global_reads": (READ, GLOBAL),
-    "global_writes": (WRITE, GLOBAL),
-    "shared_reads": (READ, SHARED),
-    "shared_writes": (WRITE, SHARED),
-    "atomics": (ATOMIC, None),
-}
-_NUMBERS = {
-    "collectives": (WARP, "requests"),
-    "barriers": (BARRIER, "requests"),
-    "divergent_branches": (BRANCH, "divergent"),
-}
-
-
-@dataclass(frozen=True)
-class LineCounts(Tally):
-    """The counts of one source line. file: its name without the folder; function: where the line stands."""
-
-    file: str = ""
-    number: int = 0
-    text: str = ""
-    function: str = ""
-
-
-@dataclass(frozen=True)
 class Footprint:
     """The different 32-byte sectors of one array that a launch read and wrote.
 
@@ -135,48 +85,76 @@ class Footprint:
         return Footprint(read, written, round(self.block_read_sectors * factor), size)
 
 
+# Which sites count to what: their kind and space (None: any), and of numbers the field that is summed.
+_SORTS = {
+    "global_reads": (READ, GLOBAL),
+    "global_writes": (WRITE, GLOBAL),
+    "shared_reads": (READ, SHARED),
+    "shared_writes": (WRITE, SHARED),
+    "atomics": (ATOMIC, None),
+}
+_NUMBERS = {
+    "collectives": (WARP, "requests"),
+    "barriers": (BARRIER, "requests"),
+    "divergent_branches": (BRANCH, "divergent"),
+}
+
+
 @dataclass(frozen=True, repr=False)
-class Counts(Tally):
-    """The counts of one launch: those of Tally, summed over the grid.
+class Counts:
+    """The counts of one launch, summed over the grid, or of one source line.
 
     Attributes:
+        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
+        collectives: warps at a shuffle, vote or ballot.
+        barriers: warps at a block barrier.
+        divergent_branches: how often the lanes of a warp went different ways.
         threads: of the whole grid.
         footprints: array name -> Footprint.
         sites, lines: the counts at each place in the code, and which source line that is.
     """
 
+    global_reads: Traffic = Traffic()
+    global_writes: Traffic = Traffic()
+    shared_reads: Traffic = Traffic()
+    shared_writes: Traffic = Traffic()
+    atomics: Traffic = Traffic()
+    collectives: int = 0
+    barriers: int = 0
+    divergent_branches: int = 0
     threads: int = 0
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
-    sites: np.ndarray = field(default=None, repr=False, compare=False)
-    lines: Mapping[int, Line] = field(default_factory=dict, repr=False, compare=False)
+    sites: np.ndarray = field(default=None, compare=False)
+    lines: Mapping[int, Line] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Iterable, threads: int) -> Counts:
+    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Sequence, threads: int) -> Counts:
         """From what the runtime recorded.
 
         sites: a row for each place in the code (fields path, depth, kind, space and the counts), summed over the
-        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into
-        `arrays`, which are report.ArrayInfo. lines: the pc of each path entry -> symbols.Line.
+        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into `arrays`.
+        lines: the pc of each path entry -> symbols.Line.
         """
-        arrays = list(arrays)
-        touched = {}
-        for number, read, written, block_read in footprint.tolist():
-            touched[arrays[number].name] = Footprint(read, written, block_read, arrays[number].nbytes)
-        return cls(**_tally(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
+        touched = {
+            arrays[at].name: Footprint(read, written, block_read, arrays[at].nbytes)
+            for at, read, written, block_read in footprint.tolist()
+        }
+        return cls(**_sums(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
 
-    def by_line(self) -> list[LineCounts]:
+    def by_line(self) -> dict[Line, Counts]:
         """The counts of each source line that has any, by file and line; an access of a helper is on its own line."""
-        groups: dict[tuple[str, int], list[int]] = {}
-        pcs = [int(site["path"][site["depth"] - 1]) if site["depth"] > 0 else None for site in self.sites]
-        for row, pc in enumerate(pcs):
-            if pc is not None:
-                groups.setdefault((self.lines[pc].file, self.lines[pc].number), []).append(row)
-        found = []
-        for (file, number), rows in sorted(groups.items()):
-            line, tally = self.lines[pcs[rows[0]]], _tally(self.sites[rows])
-            if Tally(**tally) != Tally():
-                found.append(LineCounts(**tally, file=file, number=number, text=line.text, function=line.function))
-        return found
+        groups: dict[tuple[str, int], tuple[Line, list[int]]] = {}
+        for row, site in enumerate(self.sites):
+            if site["depth"] > 0:
+                line = self.lines[int(site["path"][site["depth"] - 1])]
+                groups.setdefault((line.file, line.number), (line, []))[1].append(row)
+        counts = {line: Counts(**_sums(self.sites[rows])) for _, (line, rows) in sorted(groups.items())}
+        return {line: of_line for line, of_line in counts.items() if of_line != Counts()}
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """The five sorts of accesses by name."""
+        return {name: getattr(self, name) for name in _SORTS}
 
     def unique_bytes(self, array: str, way: str) -> int:
         """Bytes of the different sectors of an array: those "read", or those "written"."""
@@ -346,12 +324,12 @@ def table(head: list[str], rows: list[list]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _tally(sites: np.ndarray) -> dict:
-    """The fields of a Tally, summed over these sites."""
-    tally: dict = {}
+def _sums(sites: np.ndarray) -> dict[str, Any]:
+    """The fields of Counts that are sums over sites."""
+    found: dict[str, Any] = {}
     for name, (kind, space) in _SORTS.items():
         chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
-        tally[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+        found[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
     for name, (kind, summed) in _NUMBERS.items():
-        tally[name] = int(sites[summed][sites["kind"] == kind].sum())
-    return tally
+        found[name] = int(sites[summed][sites["kind"] == kind].sum())
+    return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import faults
+from .arguments import Array
 
 WATCH_FAULTS, WATCH_COUNTS = 1, 2
 ANY_USE, NO_WRITES, WRITES_UNLIKELY = 0, 1, 2
@@ -78,31 +78,6 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, nbytes), dtype)
 
 
-@dataclass(frozen=True)
-class ArrayInfo:
-    """An array that a launch used.
-
-    space: "global" (an argument) or "shared". dtype: np.dtype, or "bfloat16", which numpy lacks. before: its bytes
-    (uint8) when the launch began; None for shared memory and where no steps are kept.
-    """
-
-    name: str
-    space: str
-    dtype: object
-    shape: tuple[int, ...]
-    before: np.ndarray | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of one element."""
-        return 2 if str(self.dtype) == "bfloat16" else np.dtype(self.dtype).itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return math.prod(self.shape) * self.itemsize
-
-
 # ---- a fault in words ----
 
 # By the numbers of FaultKind in runtime.h: the exception, what the kernel does, and what would be right.
@@ -167,46 +142,46 @@ _WAITS = (
 ).split()
 
 
-class Memory:
-    """What a launch could touch, to say where an address lies.
-
-    arrays: (name, begin, bytes, bytes of an element, a description) of each array argument; shared: the same of each
-    shared array, begin counted from the start of the thread-local block. nulls: names of the arguments given as None.
-    """
-
-    def __init__(self, arrays: Sequence[tuple], shared: Sequence[tuple], nulls: Sequence[str] = ()) -> None:
-        self.arrays, self.shared, self.nulls = arrays, shared, nulls
-
-    def place(self, fault: Any) -> tuple[str, str | None, int | None]:
-        """(description of the fault's address, the array that holds it or is nearest, the element there)."""
-        address = fault.address
-        if fault.shared_offset == OWN_MEMORY:
-            return "past one of the thread's own variables", None, None
-        if address == UNKNOWN_ADDRESS:
-            return "at an address that no memory has", None, None
-        if address < 4096:
-            given = f", as of a null pointer; given as None: {', '.join(self.nulls)}" if self.nulls else ""
-            return f"at an address near zero ({address:#x}){given}", None, None
-        arrays = self.arrays
-        if fault.kind != _GLOBAL_RACE and fault.shared_offset >= 0 and self.shared:
-            address, arrays = fault.shared_offset, self.shared
-        inside = lambda a: a[1] <= address and address + fault.size <= a[1] + a[2]  # noqa: E731
-        away = lambda a: max(a[1] - address, address - a[1] - a[2], 0)  # noqa: E731
-        nearest = min(arrays, key=lambda a: (not inside(a), away(a)), default=None)
-        if nearest is None or away(nearest) > 1 << 24:
-            return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
-        name, begin, nbytes, itemsize, words = nearest
-        element, past = (address - begin) // itemsize, address - begin - nbytes
-        if inside(nearest):
-            return f"{name}[{element:,}], {words}", name, element
-        side = "just past the end" if past == 0 else "across the end"
-        if past > 0 or address < begin:
-            side = f"{past:,} bytes past the end" if past > 0 else f"{begin - address:,} bytes before the start"
-        return f"{side} of {name} (it would be element {element:,}), {words}", name, element
+def _place(fault: Any, arrays: Sequence[Array], nulls: Sequence[str]) -> tuple[str, str | None, int | None]:
+    """(description of the fault's address, the array that holds it or is nearest, the element there)."""
+    address = fault.address
+    if fault.shared_offset == OWN_MEMORY:
+        return "past one of the thread's own variables", None, None
+    if address == UNKNOWN_ADDRESS:
+        return "at an address that no memory has", None, None
+    if address < 4096:
+        given = f", as of a null pointer; given as None: {', '.join(nulls)}" if nulls else ""
+        return f"at an address near zero ({address:#x}){given}", None, None
+    shared = [a for a in arrays if a.space == "shared"]
+    in_shared = fault.kind != _GLOBAL_RACE and fault.shared_offset >= 0 and bool(shared)
+    address = fault.shared_offset if in_shared else address
+    inside = lambda a: a.begin <= address and address + fault.size <= a.begin + a.nbytes  # noqa: E731
+    away = lambda a: max(a.begin - address, address - a.begin - a.nbytes, 0)  # noqa: E731
+    there = shared if in_shared else [a for a in arrays if a.space == "global"]
+    nearest = min(there, key=lambda a: (not inside(a), away(a)), default=None)
+    if nearest is None or away(nearest) > 1 << 24:
+        return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
+    name, past = nearest.name, address - nearest.begin - nearest.nbytes
+    element = (address - nearest.begin) // nearest.element
+    if inside(nearest):
+        return f"{name}[{element:,}], {nearest.words}", name, element
+    side = "just past the end" if past == 0 else "across the end"
+    if past > 0 or address < nearest.begin:
+        side = f"{past:,} bytes past the end" if past > 0 else f"{nearest.begin - address:,} bytes before the start"
+    return f"{side} of {name} (it would be element {element:,}), {nearest.words}", name, element
 
 
-def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Callable, memory: Memory) -> faults.Fault:
-    """A fault of one launch in words. lines_of: path -> list of Lines."""
+def exception(
+    fault: Any,
+    kernel: str,
+    grid: tuple,
+    block: tuple,
+    lines_of: Callable,
+    arrays: Sequence[Array],
+    nulls: Sequence[str],
+) -> faults.Fault:
+    """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
+    the arguments given as None."""
     kind, what, hint = _SAID[fault.kind]
     path = lines_of(fault.path)
     facts = {"kernel": kernel, "block": fault.block, "thread": fault.thread, "path": path}
@@ -232,9 +207,9 @@ def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Call
         "flag": _FLAG if 2 in (fault.is_write, fault.other_is_write) else "",
     }
     if fault.kind == _OUT_OF_BOUNDS and text:  # the compiler's own check
-        what = _index(said["signed"], text, path, memory, facts)
+        what = _index(said["signed"], text, path, arrays, facts)
     elif "{place}" in what or (fault.kind == _BROKEN_HEAP and fault.size):
-        said["place"], facts["array"], facts["element"] = memory.place(fault)
+        said["place"], facts["array"], facts["element"] = _place(fault, arrays, nulls)
         what += ": {place}" if fault.kind == _BROKEN_HEAP else ""
     size = f"(grid {_size(grid)}, block {_size(block)})"
     lines = [*_calls(path), f"  by thread {fault.thread} of block {fault.block} {size}"]
@@ -251,11 +226,12 @@ def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Call
     return kind("\n".join([kernel + what.format(**said), *lines, *filter(None, [hint.format(**said)])]), **facts)
 
 
-def _index(index: int, kind: str, path: list, memory: Memory, facts: dict) -> str:
+def _index(index: int, kind: str, path: list, arrays: Sequence[Array], facts: dict) -> str:
     """What a compiler's check of an index says. kind: the type of the array, as "float [4]"."""
     kind = kind.strip("'").replace(" [", "[", 1)
     line = path[-1].text if path else ""
-    array, words = next(((a[0], a[4]) for a in memory.shared if f"{a[0]}[" in line), (None, ""))
+    shared = (a for a in arrays if a.space == "shared" and f"{a.name}[" in line)
+    array, words = next(((a.name, a.words) for a in shared), (None, ""))
     facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
     return f" goes out of bounds: index {index:,} of {array or 'an array'}, {kind}"
 

@@ -171,13 +171,8 @@ class Trace(Sequence):
 
     fault: Fault | None = None
 
-    def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:
-        self.steps, self.arrays, self.block_shape, self.truncated = steps, arrays, block_shape, truncated
-        self._changes = changes  # one an array: which byte each write set to what, and in which step
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         steps: np.ndarray,
         lanes: np.ndarray,
         lines: Mapping,
@@ -185,7 +180,7 @@ class Trace(Sequence):
         names: Sequence[str],
         block_shape: tuple[int, ...],
         truncated: bool = False,
-    ) -> Trace:
+    ) -> None:
         """From what the runtime recorded.
 
         steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
@@ -193,16 +188,17 @@ class Trace(Sequence):
         names: of the watches, which `name` counts.
         """
         arrays = list(arrays)
+        self.arrays, self.block_shape, self.truncated = {a.name: a for a in arrays}, tuple(block_shape), truncated
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
         within = np.arange(len(owner)) - np.repeat(np.cumsum(steps["lanes"]) - steps["lanes"], steps["lanes"])
         flat = lanes[steps["first"][owner] + within]
         values = _values(steps, owner, flat, arrays)
-        made, end = [], 0
+        self.steps, end = [], 0
         for index, row in enumerate(steps):
             mine, end = slice(end, end + int(row["lanes"])), end + int(row["lanes"])
-            made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names, math.prod(block_shape)))
-        changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
-        return cls(made, {array.name: array for array in arrays}, tuple(block_shape), changes, truncated)
+            self.steps.append(_step(index, row, flat[mine], values[mine], lines, arrays, names, math.prod(block_shape)))
+        # One an array: which byte each write set to what, and in which step.
+        self._changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
 
     def end_with(self, fault: Fault) -> None:
         """Add the step that the fault stopped, which has changed nothing."""
