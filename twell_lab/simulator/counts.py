@@ -24,16 +24,10 @@ GLOBAL, SHARED = 1, 2  # spaces of a site
 
 @dataclass(frozen=True)
 class Traffic:
-    """Accesses of one sort.
-
-    Attributes:
-        requests: instructions of a warp, however many of its lanes take part.
-        accesses: lanes that took part, over all requests.
-        bytes: what the lanes asked for.
-        sectors, lines: of 32 and of 128 bytes, touched by each request and summed over them; global memory only.
-        wavefronts: passes over the 32 banks; shared memory only.
-        ideal_wavefronts: how few these could be.
-    """
+    """Accesses of one sort. requests: instructions of a warp, however many of its lanes take part. accesses: lanes that
+    took part, over all requests. bytes: what the lanes asked for. sectors, lines: of 32 and of 128 bytes, touched by
+    each request and summed over them; global memory only. wavefronts: passes over the 32 banks, and ideal_wavefronts:
+    how few these could be; shared memory only."""
 
     requests: int = 0
     accesses: int = 0
@@ -45,10 +39,8 @@ class Traffic:
 
     @property
     def coalescing(self) -> float:
-        """Bytes asked for, as a share of the bytes of the sectors they lie in; nan without sectors.
-
-        Above 1 where several lanes of a request ask for the same bytes.
-        """
+        """Bytes asked for, as a share of the bytes of the sectors they lie in; nan without sectors, and above 1 where
+        several lanes of a request ask for the same bytes."""
         return self.bytes / (SECTOR * self.sectors) if self.sectors else math.nan
 
     @property
@@ -65,13 +57,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The different 32-byte sectors of one array that a launch read and wrote.
-
-    Attributes:
-        read_sectors, written_sectors: each counted once, however often it was used.
-        block_read_sectors: those that each block read, summed over the blocks.
-        bytes: the array's size.
-    """
+    """The different 32-byte sectors of one array that a launch read and wrote: each counted once, however often it was
+    used. block_read_sectors: those that each block read, summed over the blocks. bytes: the array's size."""
 
     read_sectors: int = 0
     written_sectors: int = 0
@@ -201,11 +188,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak.
-
-    kept_bytes: how many bytes of rows that are read again and again its L2 cache keeps, the most read ones; infinite
-    where that is not known.
-    """
+    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak. kept_bytes:
+    how many bytes of rows that are read again and again its L2 cache keeps, the most read ones."""
 
     name: str
     multiprocessors: int
@@ -231,11 +215,9 @@ H100 = Gpu(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction.
-
-    Nothing here knows of instructions, latencies or the cost of starting, so most kernels are slower. One can be
-    faster where blocks that run side by side share what they read.
-    """
+    """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction. Nothing here
+    knows of instructions, latencies or the cost of starting, so most kernels are slower; one can be faster where blocks
+    that run side by side share what they read."""
 
     gpu: Gpu
     bounds: Mapping[str, float]
@@ -261,9 +243,7 @@ def _read_again(
     often = {name: np.asarray(each, float) for name, each in rows.items()}
     for name, each in often.items():
         if each.ndim != 1 or not (np.isfinite(each) & (each >= 0)).all() or not each.sum() > 0:
-            raise InputError(
-                f"rows[{name!r}] is {each}; a finite number from 0 up for each row, not all 0, is accepted"
-            )
+            raise InputError(f"rows[{name!r}] is {each}; finite numbers from 0 up, not all 0, are accepted")
     shares = {name: each / each.sum() for name, each in often.items()}
     share = np.concatenate([*shares.values()])
     array = np.repeat(np.arange(len(shares)), [len(each) for each in shares.values()])
@@ -279,9 +259,9 @@ def predicted_time(
 ) -> Prediction:
     """Return how long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
 
-    rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Where not
-    all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block
-    that reads them. Raises InputError for an array that was not touched, and for what cannot be such numbers.
+    rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Those that
+    the L2 does not keep (Gpu.kept_bytes) come from memory for each block that reads them. Raises InputError for an
+    array that was not touched, and for what cannot be such numbers.
 
     "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
     different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors
@@ -303,9 +283,6 @@ def predicted_time(
             "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
         },
     )
-
-
-# ---- parts ----
 
 
 def table(head: list[str], rows: list[list]) -> str:

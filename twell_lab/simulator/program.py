@@ -36,14 +36,8 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """What one launch gave.
-
-    Attributes:
-        kernel, grid, block: what was launched.
-        seconds: how long it took here, which says nothing about a GPU.
-        counts: of accesses to memory; None unless watched with "counts".
-        trace: the steps of one block; None unless asked for.
-    """
+    """What one launch gave. seconds: how long it took here, which says nothing about a GPU. counts: of accesses to
+    memory; None unless watched with "counts". trace: the steps of one block; None unless asked for."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -54,21 +48,15 @@ class Run:
 
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
-    """The kernels of a file, for launching on the CPU.
-
-    Nothing is compiled yet: `Program.launch` does it, once for fast and once for watched runs, and keeps the result by
-    content.
+    """The kernels of a file, for launching on the CPU: `Program.launch` builds them, once for fast and once for watched
+    runs, and keeps the result by content.
 
     Args:
         file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
         defines: macros and their values; True for one that is defined without a value.
 
-    Raises:
-        InputError: for a file that is not there.
-        StackError: without a C++ compiler.
-        CompileError: for a source that the compiler refuses.
-        Unsupported: for a source that uses what only a GPU has.
-    """
+    Raises CompileError for a file that is not there or that the compiler refuses, StackError without a C++ compiler,
+    and Unsupported for a source that uses what only a GPU has."""
     return Program(file, dict(defines))
 
 
@@ -114,11 +102,9 @@ class Program:
             seconds: how long the launch may take at most.
             cores: how many blocks run at a time; all cores by default.
 
-        Raises:
-            InputError: for arguments that the kernel does not take, and sizes that a GPU does not.
-            faults.Fault: for what the kernel does wrong; if it was watched, the arrays are as they were.
-            faults.TooLong: after `seconds`, and for a thread that is counted or traced for 16 million steps without
-                meeting others.
+        Raises InputError for arguments that the kernel does not take and sizes that a GPU does not; faults.Fault for
+        what the kernel does wrong (if it was watched, the arrays are as they were), and its TooLong after `seconds` or
+        where a thread is counted or traced for 16 million steps without meeting others.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if math.prod(block) > _MOST_THREADS:
@@ -457,18 +443,11 @@ def watching(
     replace: Mapping[str, str | Path] | None = None,
     cores: int | None = None,
 ) -> Iterator[list[Run]]:
-    """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched.
+    """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched. Yields the list that the
+    Run of each launch is added to.
 
-    Args:
-        watch, trace, values, cores: as for `Program.launch`.
-        replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file instead of the one in kernels/.
-
-    Yields:
-        The list that the Run of each launch is added to.
-
-    Raises:
-        InputError: for another `watch`.
-    """
+    watch, trace, values, cores: as for `Program.launch`. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file
+    instead of the one in kernels/. Raises InputError for another `watch`."""
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
     session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, [])

@@ -81,39 +81,32 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
 # ---- a fault in words ----
 
 # By the numbers of FaultKind in runtime.h: the exception, what the kernel does, and what would be right.
-_SAID: dict[int, tuple[type[faults.Fault], str, str]] = {
-    1: (faults.OutOfBounds, " {does} {bytes} out of bounds: {place}", ""),
-    2: (faults.Misaligned, " {does} {size} bytes at once at {place}, whose address is no multiple of {size}", ""),
+_SAID: dict[int, tuple] = {
+    1: (faults.OutOfBounds, " {does} {bytes} out of bounds: {place}"),
+    2: (faults.Misaligned, " {does} {size} bytes at once at {place}, whose address is no multiple of {size}"),
     3: (faults.MismatchedBarrier, ": {who} wait for each other at different places\n{waiting}", "{rule}"),
-    4: (
-        faults.SharedRace,
-        " has a race on shared memory: one thread {does} {place}",
-        "with no {barrier}{flag}",
-    ),
+    4: (faults.SharedRace, " has a race on shared memory: one thread {does} {place}", "with no {barrier}{flag}"),
     5: (faults.GlobalRace, " has a race: one thread {does} {place}", "and {order}{flag}"),
-    6: (faults.UninitialisedRead, " reads {place}, which no thread of the block has written", ""),
+    6: (faults.UninitialisedRead, " reads {place}, which no thread of the block has written"),
     7: (
         faults.WarpFault,
         " shuffles from lane {value}, which takes no part in it: it has left the kernel, went another way or is not "
         "named in the mask",
-        "",
     ),
     8: (
         faults.WarpFault,
         " calls a warp-wide operation with mask {value:#010x}, which leaves out the caller, lane {lane}",
-        "",
     ),
-    9: (faults.AssertionFault, " failed {text}", ""),
-    10: (faults.TooLong, " took longer than it was allowed; is there a loop that never ends?", ""),
-    11: (faults.DivisionByZero, " divides a whole number by zero, or the least one by -1", ""),
+    9: (faults.AssertionFault, " failed {text}"),
+    10: (faults.TooLong, " took longer than it was allowed; is there a loop that never ends?"),
+    11: (faults.DivisionByZero, " divides a whole number by zero, or the least one by -1"),
     12: (
         faults.StackOverflow,
         " needs more memory for the arrays and calls of one thread than a thread has; a GPU gives it at most 512 KiB",
-        "",
     ),
-    13: (faults.BrokenHeap, " breaks the memory of malloc and new: {text}", ""),
-    14: (faults.ProcessEnd, " would end this process with {text}; a GPU's code has no such call", ""),
-    15: (faults.ConstantWrite, " {does} {place}, which is __constant__: nobody writes it", ""),
+    13: (faults.BrokenHeap, " breaks the memory of malloc and new: {text}"),
+    14: (faults.ProcessEnd, " would end this process with {text}; a GPU's code has no such call"),
+    15: (faults.ConstantWrite, " {does} {place}, which is __constant__: nobody writes it"),
     16: (
         faults.WarpFault,
         " lets lanes of one warp meet in a warp-wide operation that they call at different places",
@@ -124,7 +117,7 @@ _SAID: dict[int, tuple[type[faults.Fault], str, str]] = {
         " calls a warp-wide operation with mask {low:#010x}, and another lane with {high:#010x}",
         "every lane that the masks name must give the same mask",
     ),
-    18: (faults.WarpFault, " shuffles with width {signed}; 1, 2, 4, 8, 16 and 32 are accepted", ""),
+    18: (faults.WarpFault, " shuffles with width {signed}; 1, 2, 4, 8, 16 and 32 are accepted"),
 }
 _BARRIER, _SHARED_RACE, _GLOBAL_RACE, _BROKEN_HEAP, _OUT_OF_BOUNDS = 3, 4, 5, 13, 1
 _OF_TWO = (4, 5, 16, 17)  # kinds that another thread has a part in
@@ -182,7 +175,7 @@ def exception(
 ) -> faults.Fault:
     """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
     the arguments given as None."""
-    kind, what, hint = _SAID[fault.kind]
+    kind, what, *hints = _SAID[fault.kind]
     path = lines_of(fault.path)
     facts = {"kernel": kernel, "block": fault.block, "thread": fault.thread, "path": path}
     two = fault.kind in _OF_TWO
@@ -223,7 +216,7 @@ def exception(
         did = f"{_DOES[fault.other_is_write]} it" if "{place}" in what else "waits in it, too"
         same = "the same block" if fault.other_block == fault.block else f"block {fault.other_block}"
         lines += [f"and thread {fault.other_thread} of {same} {did}", *_calls(other)]
-    return kind("\n".join([kernel + what.format(**said), *lines, *filter(None, [hint.format(**said)])]), **facts)
+    return kind("\n".join([kernel + what.format(**said), *lines, *(hint.format(**said) for hint in hints)]), **facts)
 
 
 def _index(index: int, kind: str, path: list, arrays: Sequence[Array], facts: dict) -> str:

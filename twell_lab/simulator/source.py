@@ -200,7 +200,7 @@ def _split(text: str) -> list[str]:
 
 
 class Types:
-    """Resolves simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
+    """Simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
 
     def __init__(self, own: OwnText):
         self._code = own.code

@@ -96,8 +96,8 @@ def find_variables(
     names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
     for name, ((_, shared), row) in zip(names, own.items(), strict=True):
-        function, last = _at_last_colons(name)
-        last = last.partition("[")[0]  # clang's discriminators and abi tags
+        # What stands before the last `::`, and after it without clang's discriminators and abi tags.
+        function, last = re.fullmatch(r"(?:(.*)::)?(\w+).*?", name, re.S).groups("")
         if not last.startswith("sim_") and not function.startswith("sim_"):
             same = [d for d in declared if d.name == last and (d.space == "shared") == shared]
             found[shared].append(_variable(last, short_name(function), int(row[1], 16), int(row[2], 0), same))
@@ -179,13 +179,3 @@ def short_name(function: str) -> str:
         if depth == 0 and c == " ":
             start = position + 1
     return name[start:].replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
-
-
-def _at_last_colons(name: str) -> tuple[str, str]:
-    """Return what stands before and after the last `::` that is outside of brackets."""
-    depth = 0
-    for position in range(len(name) - 1, 0, -1):
-        depth += (name[position] in ")>") - (name[position] in "(<")
-        if depth == 0 and name[position - 1 : position + 1] == "::":
-            return name[: position - 1], name[position + 1 :]
-    return "", name
