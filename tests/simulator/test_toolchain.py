@@ -14,7 +14,7 @@ import pytest
 
 from tests.simulator.declarations import DECLARES, KERNEL, MORE, SHARED
 from twell_lab import core
-from twell_lab.core import CompileError, InputError, StackError
+from twell_lab.core import CompileError, StackError
 from twell_lab.simulator import toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.symbols import Line
@@ -101,8 +101,6 @@ def test_other_mistakes(cxx, cache):
     assert re.search(r"k\.cu:1:10: fatal error: .*nosuch\.h", messages_of("#include <nosuch.h>\n", cache))
     lost = messages_of("__device__ int f(int);\n" + KERNEL % "x[0] = f(3);", cache)
     assert re.search(r"\nk\.cu(:3)?: f\(int\) is declared and used, and defined nowhere", lost)
-    with pytest.raises(InputError, match="kind is 'quick'; accepted are fast, watched, address"):
-        build({"k.cu": ""}, "k.cu", {}, "quick", cache_in=cache)
 
 
 @pytest.mark.parametrize("name", ["__activemask()", "(__nv_fp8_e4m3)1.0f"])

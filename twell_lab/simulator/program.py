@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -423,14 +423,8 @@ def step(
 # ---- launches by twell_lab.ops ----
 
 
-class _Session(NamedTuple):
-    """options: what `Program.launch` gets. replace: file of kernels/ -> one's own. runs: filled by the launches."""
-
-    options: dict[str, Any]
-    replace: Mapping[str, str | Path]
-    runs: list[Run]
-
-
+# What `Program.launch` gets, file of kernels/ -> one's own, and the list that the launches fill.
+_Session = tuple[dict[str, Any], Mapping[str, str | Path], list[Run]]
 _session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session", default=None)
 
 
@@ -450,21 +444,21 @@ def watching(
     instead of the one in kernels/. Raises InputError for another `watch`."""
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, [])
-    token = _session.set(session)
+    runs: list[Run] = []
+    token = _session.set(({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, runs))
     try:
-        yield session.runs
+        yield runs
     finally:
         _session.reset(token)
 
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments, shared_bytes: int = 0) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
-    session = _session.get() or _Session({"watch": None}, {}, [])
-    own = session.replace.get(file)
+    options, replace, runs = _session.get() or ({"watch": None}, {}, [])
+    own = replace.get(file)
     stamp = os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
     program = _program(str(own or file), defines, stamp)
-    session.runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **session.options))
+    runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **options))
 
 
 @lru_cache(maxsize=256)

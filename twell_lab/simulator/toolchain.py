@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from .. import core
-from ..core import CompileError, InputError, StackError
+from ..core import CompileError, StackError
 from . import source
 from .faults import Unsupported
 from .report import Launch, Report
@@ -216,8 +216,6 @@ def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object
 
 
 def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
-    if entry not in sources:
-        raise InputError(f"{entry!r} is none of the sources: {', '.join(sources)}")
     return _preprocessed(tuple(sorted(sources.items())), entry, tuple(sorted(defines.items())), compiler(), CUDA)
 
 
@@ -305,8 +303,6 @@ def build(
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
     compiler or room for what it writes."""
-    if kind not in KINDS:
-        raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
     cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
     listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
