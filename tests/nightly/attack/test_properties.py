@@ -20,9 +20,11 @@ WIDTH = 264
 def many(extent, report, name: str, cases: int, *checks) -> None:
     """Run each check, a test of hypothesis and its arguments, with this many examples."""
     how = extent(cases)
+    for check in dict.fromkeys(check for check, *_ in checks):
+        hypothesis.settings(max_examples=how["cases"], deadline=None, database=None)(check)
+        hypothesis.seed(how["seed"])(check)
     for check, *arguments in checks:
-        more = hypothesis.settings(max_examples=how["cases"], deadline=None, database=None)
-        more(hypothesis.seed(how["seed"])(check))(*arguments)
+        check(*arguments)
     report(name, {"cases": how["cases"] * len(checks), "seed": how["seed"]})
 
 
