@@ -280,18 +280,21 @@ class _Call:
     def arrays_apart(self) -> Iterator[None]:
         """A context with copies that lie far apart: an access past the end of one array never meets another array."""
         self.before = [args.bytes_at(v.begin, v.nbytes).copy() for v in self.variables]
-        room = np.empty(2 * _GAP, np.uint8)
+        room = sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP
+        self.room = np.empty(room, np.uint8)
+        at = self.room.ctypes.data
+        for a in self.arrays:
+            if not a.nbytes:
+                a.begin = at + _GAP // 2  # no access is inside
         for group in args.groups(self.arrays):
             begin = group[0].begin
             nbytes = max(a.begin + a.nbytes for a in group) - begin
-            room = np.empty(nbytes + 2 * _GAP, np.uint8)
-            at = _GAP + -(room.ctypes.data + _GAP) % args.ALIGNED + group[0].phase
-            self.copies.append((args.bytes_at(begin, nbytes), room[at : at + nbytes]))
+            at += _GAP
+            at += -at % args.ALIGNED + group[0].phase
+            self.copies.append((args.bytes_at(begin, nbytes), args.bytes_at(at, nbytes)))
             for a in group:
-                a.begin += room.ctypes.data + at - begin
-        for a in self.arrays:
-            if not a.nbytes:
-                a.begin = room.ctypes.data  # no access is inside
+                a.begin += at - begin
+            at += nbytes
         self.reset_arrays()
         try:
             yield
