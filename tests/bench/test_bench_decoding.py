@@ -12,7 +12,13 @@ SIZES = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, conte
 TINY = decoding.Shape(SIZES, 8, 8, (1, 2), 1, "cpu", torch.float32)
 
 
-def test_each_way_says_what_it_took_of_both_models():
+@pytest.fixture(scope="module")
+def both():
+    return decoding.models(TINY)
+
+
+def test_each_way_says_what_it_took_of_both_models(both, monkeypatch):
+    monkeypatch.setattr(decoding, "models", lambda shape: both)
     steps = decoding.sections(shape=TINY)
     assert [len(steps[name]) for name in ("batch 1", *decoding.WAYS)] == [3, 1, 1, 1]
     for way, one, two in zip(decoding.WAYS, steps["batch 1"], (steps[way][0] for way in decoding.WAYS)):
@@ -25,9 +31,9 @@ def test_each_way_says_what_it_took_of_both_models():
             assert row["same"] == 1 and row["first_ms"] > 0 and row["workload"].endswith(f"batch {row['batch']}")
 
 
-def test_other_tokens_are_not_timed(monkeypatch):
+def test_other_tokens_are_not_timed(both, monkeypatch):
     said = iter([torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)])
     monkeypatch.setitem(decoding.WAYS, "wrong", lambda *_: next(said))
     monkeypatch.setattr(decoding, "_walls", lambda call, rounds: rounds * [1.0])
     with pytest.raises(clock.WrongResult, match="planned, batch 8: not even the first"):
-        decoding.decoding_rows(lambda: decoding.models(TINY), TINY, "wrong", 8)
+        decoding.decoding_rows(lambda: both, TINY, "wrong", 8)

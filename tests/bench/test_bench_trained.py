@@ -2,12 +2,14 @@
 what a profile takes."""
 
 import math
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from twell_lab.app import recordings, tables
 from twell_lab.bench import whole
+from twell_lab.core import TwellError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 
@@ -92,9 +94,11 @@ def test_two_processes_train_and_stand_beside_their_dense_run():
     assert Record.new("two-gpus", "as it is kept", rows).rows == rows
 
 
-def test_a_run_that_fails_says_why():
-    with pytest.raises(whole.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
-        whole.training_runs({**RUN, "lr": 1e30, "warmup": 1}, ((1, "ddp"),), device="cpu")
+def test_a_run_that_fails_says_why(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "training", " diverged")
+    monkeypatch.setattr(whole.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(TwellError, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
+        whole.training_runs(RUN, ((1, "ddp"),), device="cpu")
 
 
 def test_a_profile_is_timed_beside_a_plain_forward():

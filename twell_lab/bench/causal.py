@@ -54,8 +54,7 @@ class Causal:
 
     def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
         """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
-        take, [batch, tokens, d_model]. With a Kept as its second argument, ids [batch, 1] are the tokens after these.
-        """
+        take, [batch, tokens, d_model]. Given a Kept too, ids [batch, 1] are the tokens after it."""
         if self.ours:
             return _compiled(lambda ids, kept=None: _through(self.model, ids, head, kept), compiled)
         model = self.model if head else self.model.base_model

@@ -290,9 +290,9 @@ def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
     """Return the rows of `beside` of the down projection of one layer (from 0 on) of a model of `shipped`, of kind
     "activations": A its hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
 
-    They say `model`, `layer` and `occupied`, the share of A's tiles of 32 x 1 with any value. The text is Python,
-    as only `small` was trained on. TwELL's conversion is that of a finished A by torch, which a layer does not pay:
-    there the gate's product packs. shape: m tokens are read, whole windows; k and n are the layer's."""
+    `occupied` is the share of A's tiles of 32 x 1 with any value. The text is Python, which only `small` was trained
+    on. TwELL's conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
+    shape: m tokens are read, whole windows; k and n are the layer's."""
     model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(shape.device, shape.dtype).eval()
     text, context = source.standard_library(), model.config.context
     windows = source.spread_windows(text.split()[1].tokens, max(1, shape.m // context), context)[:, :-1]

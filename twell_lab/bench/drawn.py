@@ -98,9 +98,8 @@ def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = t
 
 @torch.no_grad()
 def fire(model: nn.Module, run: Callable[[], object], nnzs: Sequence[float | Tensor]) -> None:
-    """Set the biases of each gate so that about so many of its neurons fire at a token, at lognormal rates
-    (clock.firing_rates), or each at its rate [d_ff]: to quantiles of its products, layer by layer, while run() calls
-    the model."""
+    """Set the biases of each gate, layer by layer, while run() calls the model, to quantiles of its products: so that
+    about so many of its neurons fire at a token, at lognormal rates, or each at its rate [d_ff]."""
 
     def before(gate: nn.Linear, args: tuple, nnz: float | Tensor, seed: int) -> None:
         products = (args[0].flatten(0, -2) @ gate.weight.t()).float()

@@ -155,9 +155,7 @@ def outputs_record() -> Record:
 
 
 def counters_record() -> Record:
-    """Return what the profiler ncu counts in each launch of `counted()` on this GPU.
-
-    Raises DeviceError without a GPU, StackError without ncu."""
+    """Return what ncu counts in each launch of `counted()` on this GPU. StackError without ncu."""
     need_gpu()
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")

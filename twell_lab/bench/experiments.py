@@ -90,8 +90,7 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
 def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
     """Return the rows of y = h Wd^T with h [tokens, d_ff] dropped 2:4, with its compression and without, beside the
     dense product; of the backend of torch's that runs, cuSPARSELt if it does. Drawing the pattern is in none of them.
-    error_over_dense: how far the 2:4 product is from float64, over the dense one's distance. clock.WrongResult for more
-    than twice as far."""
+    clock.WrongResult where the 2:4 product is more than twice as far from float64 as the dense one."""
     if backend is None:
         try:
             return product_rows(sizes, usual_backend())

@@ -174,8 +174,7 @@ def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype = torch.bfloat16) -> list[dict]:
     """Return rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
-
-    Each version is first compared with the newest one, which `check` has compared with float64."""
+    Each is first compared with the newest one, which `check` has compared with float64."""
     dense, inputs, _ = Case(tokens, nnz, dtype=dtype).draw()
     sparse = SparseFFN.from_module(copy.deepcopy(dense))
     check(dense, sparse, inputs[:1], every_row=False)

@@ -165,10 +165,8 @@ class Trained:
 
 def way_rows(trained: Trained, way: Way) -> list[dict]:
     """Return one row: `bits_before` and `bits_after` the training, `sparsity` of the pruned layers (all but the head)
-    afterwards, `seed` and `steps`; ms: the median wall time of a training step.
-
-    Of a gradual way bits_before is that of as many zeros put in at once, of one with L1 that when the zeros are in
-    place, half of the steps being done."""
+    afterwards; ms: the wall time of a training step. Of a gradual way bits_before is that of as many zeros put in at
+    once, of one with L1 that when the zeros are in place, half of the steps being done."""
     shape, steps, samples, config = trained.shape, trained.shape.steps, [], trained.config
     model = copy.deepcopy(trained.model).train().requires_grad_(True)
     pruned = copy.deepcopy(model) if way.gradual else model
@@ -317,8 +315,7 @@ def _with_silu(shape: Cut, text: Tensor) -> LanguageModel:
 @torch.no_grad()
 def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     """Return a step of decoding in bfloat16 for each batch size, the model with thresholds of this sparsity beside the
-    one without; each row of the former says what they cost, and with "teal" the density of hidden values. Raises
-    WrongResult where the kernels compute something else than the dense layers."""
+    one without. WrongResult where the kernels compute something else than the dense layers."""
     shape, path = trained.shape, SPARSE[method]
     chosen = trained.calibration[method].at(sparsity)
     cost = chosen.loss(trained.model, trained.windows)
@@ -420,9 +417,7 @@ def _lossy(shape: Chosen, model: nn.Module, batches: tuple[Tensor, ...], prompt:
 
 def chosen_rows(shape: Chosen) -> list[dict]:
     """Return a step of decoding at batch 1 on every path, with the loss of second halves and `sparsity`, the share that
-    is not computed.
-
-    Raises clock.WrongResult where the lossless path gives other logits than the model it was made of."""
+    is not computed. WrongResult where the lossless path gives other logits than the model it was made of."""
     configs = (replace(shape.config, l1=l1) for l1 in (0.0, shape.l1))
     plain, quiet = (train(config, progress=False).model.eval().requires_grad_(False) for config in configs)
     device, context, text = next(plain.parameters()).device, shape.config.context, source.standard_library()

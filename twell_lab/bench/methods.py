@@ -98,9 +98,8 @@ def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
 
 def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
     """Return the layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe
-    of tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
-
-    On a GPU, whose kernel multiplies the tiles themselves, down alone is, so that nothing waits."""
+    of tokens, up and down are multiplied for the neurons that fire for one of them; on a GPU, whose kernel multiplies
+    the tiles themselves, down alone, so that nothing waits. down_t: [d_ff, d_model]."""
     gate = F.linear(x, layer.gate_proj.weight).relu()
     if x.is_cuda:
         return microtiles.product(microtiles.find_microtiles(gate * layer.up_proj(x), height), down_t)
@@ -136,8 +135,7 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
     """Return the rows of a layer at one share of firing neurons and each number of tokens, by each method, of kind
-    "map": their path is the method. The `share` is that asked for, `nnz` what fires; the `error` of GROUPED is that of
-    the layer's output."""
+    "map". The `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
     layer, x = drawn(share, sizes)
     methods, made = _methods(layer, share), []
     for tokens in sizes.tokens:
@@ -282,9 +280,9 @@ TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T,
 @torch.no_grad()
 def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
-    its output against float64, as a share of its norm; CUDA graphs for few tokens. And the gate's product as in
-    `_parts`. The dense row has `left_out`, {path: why}: what does not run here. Raises clock.WrongResult for an output
-    that is further off than MOST_OFF says, and where ways to compute one product differ."""
+    its output against float64, as a share of its norm; and of the gate's product as in `_parts`. The dense row has
+    `left_out`, {path: why}. WrongResult for an output that is further off than MOST_OFF says, and where ways to compute
+    one product differ."""
     device = torch.device(sizes.device)
     layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
     left_out: dict[str, str] = {}

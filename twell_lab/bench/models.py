@@ -217,8 +217,7 @@ class Bench:
         return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
 
     def ready(self, tokens: int) -> list[str]:
-        """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
-        made."""
+        """Return what rows call the sparse models that take so many tokens; what is not there yet is made."""
         planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
         for name in (*planners, *self.given):
             if name not in self.sparse:
@@ -270,7 +269,10 @@ class Bench:
             else:
                 work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
             same = next(self.dense.model.parameters()).dtype == torch.float32
-            return work.expect(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+            with torch.no_grad():
+                right = work.few(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+            work.right = compared_part(right)
+            return work
         except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
             if kind == "model_forward":
                 raise
@@ -278,8 +280,7 @@ class Bench:
             return None
 
     def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
-        """Return the rows of a workload, [] where it is left out. compiled: as for `model`, by default as asked for
-        there."""
+        """Return the rows of a workload, [] where it is left out. compiled: by default as asked for in `model`."""
         with self._if_it_fits(self.label(kind, tokens, head)):
             if (work := self.work(kind, tokens, head)) is None:
                 return []

@@ -153,9 +153,8 @@ def step_rows(case: Case) -> list[dict]:
 
 
 def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
-    """Return rows of whole training steps of a model on `batch` windows: all layers dense, each as the trainer would
-    choose, and all sparse. name: of the workload, after "whole step". The gates have biases with which about `nnz`
-    neurons fire at a token."""
+    """Return rows of whole training steps of a model on `batch` windows, in which about `nnz` neurons fire at a token:
+    all layers dense, each as the trainer would choose, and all sparse. name: of the workload, after "whole step"."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = clocks.present_device(None)
@@ -254,10 +253,9 @@ HOST_TOKENS, HOT, ROUNDS = (1, 16, 256, 2048, 16384), 512, 60
 
 def host_rows(case: Case) -> list[dict]:
     """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer on each
-    path: a forward pass without gradients, and a forward and backward pass.
-
-    The GPU is idle before each call, so that a call waits for nothing but its own work: `ms` is what Python, torch's
-    dispatcher, the allocator and the driver take. Where the two are nearly equal, a faster kernel gains nothing."""
+    path: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
+    what Python, torch, the allocator and the driver take, and where the two are nearly equal, a faster kernel gains
+    nothing."""
     layer, inputs, _ = case.draw()
     with torch.no_grad():  # each path has a layer of its own, whose weights lie as it reads them
         sparse = {

@@ -84,9 +84,8 @@ def paths(
     sequences: int = 64,
     **how,
 ) -> rows.Sections:
-    """Return the steps of the record: of the small trained model that ships and of a drawn one, decoding and forwards.
-    size, tokens: of the drawn model and its forwards. sequences: of the other one's longest. how: as for `bench.model`.
-    """
+    """Return the steps of the record: decoding and forwards of the small trained model that ships and of a drawn one.
+    size, tokens: of the latter. sequences: of the other one's longest forward. how: as for `bench.model`."""
     both = {"plan": "twell", "batches": (1, 16), "graphs": True, "left_out": left_out, "paths": LOSSY, **how}
 
     def small() -> Bench:
@@ -193,9 +192,9 @@ def trained(left_out: dict[str, str], shape: Shape | None = None) -> rows.Sectio
 
 @torch.no_grad()
 def profiling_rows(sizes: ModelConfig | None = None, sequences: int = 8) -> list[dict]:
-    """Return two rows, of a plain forward of a random model and of its profile, on two batches of so many sequences:
-    milliseconds on the wall, in turns; on a GPU in bfloat16, with the peak of memory and the bytes of it beyond the
-    forward's. sizes: of the model, by default the paper's 2B on a GPU and a small one without."""
+    """Return the wall time of a plain forward of a random model and of its profile, on two batches of so many
+    sequences; on a GPU in bfloat16, with the peak of memory and the bytes of it beyond the forward's. sizes: of the
+    model, by default the paper's 2B on a GPU and a small one without."""
     device, plain = clock.present_device(None), "plain forward"
     on_gpu = device.type == "cuda"
     if sizes is None:
@@ -228,16 +227,12 @@ HALF |= {"log_every": 10, "eval_every": 280, "eval_windows": 32, "checkpoint_eve
 HOWS = (1, "ddp"), (2, "ddp"), (2, "fsdp")  # in how many processes, and how these are joined
 
 
-class RunFailed(core.TwellError, RuntimeError):
-    """A training that was to be timed ended with an error; the message holds the end of its output."""
-
-
 def training_runs(
     config: dict = HALF, hows: Iterable[tuple[int, str]] = HOWS, kernels: str = "auto", device: str = "cuda"
 ) -> list[dict]:
     """Train twice in each way, dense and with `kernels`; a row for each run: milliseconds a step over the last rows of
     the history, how that compares with the dense run in the same way, and what the model had become. config: fields of
-    TrainConfig. Raises RunFailed where a run fails."""
+    TrainConfig. Raises TwellError, with the end of its output, where a run fails."""
     made, here = list[dict](), torch.empty(0, device=device)
     for processes, parallel in hows:
         where, dense = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}", None
@@ -267,7 +262,7 @@ def _history(fields: dict, processes: int, path: str) -> list[dict]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            raise RunFailed(f"{path}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
+            raise core.TwellError(f"{path}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
         return json.loads(out.read_text())
 
 

@@ -82,12 +82,6 @@ class Workload:
     read: Tensor | None = None
     right: Tensor | None = None
 
-    @torch.no_grad()
-    def expect(self, exact: Causal) -> Workload:
-        """Keep what the model in float32 gives, to compare others with."""
-        self.right = compared_part(self.few(exact))
-        return self
-
 
 def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
     """Return a forward of so many sequences, with the head or without it."""
