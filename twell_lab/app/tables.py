@@ -11,8 +11,7 @@ from functools import partial
 from ..bench.comparison import TILED, leading
 from ..bench.methods import REMOVED
 from ..bench.rows import COMPILED, DENSE
-from ..bench.sizes import RECORD, SIZES, model_name
-from ..bench.trained import RUN, TWIN
+from ..bench.whole import RECORD, RUN, SIZES, TWIN, model_name
 from ..records import Record, stale, told
 
 MANY = 16384  # tokens at once in tables that are about one number of them
@@ -326,7 +325,7 @@ model_paths = _table("model-paths", _of(*_MODEL_KINDS), "times as fast as dense,
 
 
 def _generation(row: dict) -> dict[str, str]:
-    times = f", {row['x_dense']:.2f}x" if row["x_dense"] else ""
+    times = f", {row['x_dense']:.2f}x" if row["x_dense"] not in (None, 1.0) else ""
     return {
         "tokens a second": f"{row['tokens_per_s']:,.0f}{times}",
         "ms to the first token": _ms(row["first_ms"]),

@@ -6,10 +6,13 @@
     before = switch(model, adapter)       # writes them; returns the values that stood there
     switch(model, before)                 # the very bits of before
 
-    """Write an adapter's values into a model, dense or swapped, in place. Returns what stood there, which is an
-    adapter, too. It belongs to the weights that it was made from: before another one, switch back. InputError, with
-    nothing written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or
-    has in another shape, dtype or on another device."""
+Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's
+(peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
+both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
+
+A layer of `sparsify` reads the model's own parameters, and needs nothing else, unless its neurons were put in another
+order, which adapters do not fit. Layers that own another representation (INT8, 2:4, blocks) do not follow what is
+written."""
 
 from __future__ import annotations
 
@@ -65,12 +68,6 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
 @torch.no_grad()
 def switch(model: nn.Module, adapter: Adapter) -> Adapter:
-<<<<<<< HEAD
-    """Write an adapter's values into a model, dense or swapped, in place. Returns what stood there, which is an
-    adapter, too. It belongs to the weights that it was made from: before another one, switch back. InputError, with
-    nothing written, for a parameter that the model does not have, or has in another shape, dtype or on another
-    device."""
-=======
     """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too.
 
     Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
@@ -78,7 +75,6 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
     written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or has in
     another shape, dtype or on another device."""
->>>>>>> w-layers
     check_model(model)
     if any(isinstance(layer, SparseFFN) and layer.order is not None for layer in model.modules()):
         raise InputError("the model's neurons lie in another order, which adapters do not fit; tl.densify(model) first")

@@ -17,7 +17,7 @@ from ... import core, records
 from ...analysis import predict as predicting
 from ...analysis.costs import by_choice
 from ...bench import comparison, methods
-from ...bench import predictors as chosen_neurons
+from ...bench import losses as chosen_neurons
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for

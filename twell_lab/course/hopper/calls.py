@@ -1,6 +1,6 @@
 """What a plain call costs the host, for notebook 09: as recorded, and in a small model.
 
-Data in, data out, nothing drawn. Rows are those of the "host-time" record (twell_lab.bench.host): `ms` is the time
+Data in, data out, nothing drawn. Rows are those of the "host-time" record (twell_lab.bench.training): `ms` is the time
 until the call returns (the host's), `wall_ms` the time until its result is there. Each has `where`, as in `data`.
 """
 

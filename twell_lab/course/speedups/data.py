@@ -19,7 +19,7 @@ from ...bench import models, workloads
 from ...bench import rows as timed
 from ...bench.models import PLANNED
 from ...bench.rows import DENSE
-from ...bench.sizes import model_name
+from ...bench.whole import model_name
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
