@@ -128,7 +128,7 @@ def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
             loss, terms = loss_of(net)
             assert [term.name for term in terms] == NAMES
         else:
-            loss, *_ = objective(tokens(turn), torch.tensor(0.1), True)
+            loss, *_ = objective(tokens(turn), torch.tensor(0.1))
         loss.backward()
     assert graphs.frame_count == 1
     torch._dynamo.reset()
@@ -141,7 +141,7 @@ def test_an_objective_of_a_swapped_model_is_that_of_the_dense_one(compiled):
         objective = Objective(net)
         call = torch.compile(objective, backend="aot_eager") if compiled else objective
         for turn in range(2):
-            loss, *numbers = call(tokens(turn), torch.tensor(0.1), True)
+            loss, *numbers = call(tokens(turn), torch.tensor(0.1))
             with torch.no_grad():
                 net(tokens())  # a validation, which nobody asked to report
         loss.backward()

@@ -22,7 +22,7 @@ from ..training.config import TrainConfig
 from ..training.loop import initial_model
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
-from ..training.text.load import load_any
+from ..training.text.prepared import load_any
 from . import rows
 
 SWITCH, FUSE = "switch in place", "fuse LoRA"

@@ -1,5 +1,4 @@
-"""The rows of a run's history for TensorBoard or Weights & Biases, through their own writers, where they are
-installed."""
+"""The rows of a run's history for TensorBoard or Weights & Biases, through their own writers, where these are there."""
 
 from __future__ import annotations
 
@@ -13,24 +12,23 @@ from .text.tokenizer import optional
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
+def writer(package, folder: str | os.PathLike | None, fields: dict, ending: ExitStack) -> Callable[[dict], None]:
+    """Return a function that takes a row of the history. What it writes to is closed with `ending`.
+
+    package: from `library`. folder: the run's, or None. fields: of the config, for Weights & Biases."""
+    if hasattr(package, "SummaryWriter"):
+        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
+        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in _numbers(row).items()]
+    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
+    return lambda row: run.log(_numbers(row), step=row["step"])
+
+
 def library(kind: str):
     """Return the package that writes for TrainConfig's `log`, None for "off". StackError where it is missing."""
     return optional(MODULES[kind], f"log {kind!r}", kind) if kind in MODULES else None
 
 
-def writer(package, folder: str | os.PathLike | None, fields: dict, ending: ExitStack) -> Callable[[dict], None]:
-    """Return a function that takes a row of the history. What it writes to is closed with `ending`.
-
-    package: from `library`. folder: the run's, in which the files get a folder of their own; without one they are where
-    the library puts them. fields: of the config, for Weights & Biases."""
-    if hasattr(package, "SummaryWriter"):
-        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
-        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
-    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
-    return lambda row: run.log(numbers(row), step=row["step"])
-
-
-def numbers(row: dict) -> dict[str, float]:
+def _numbers(row: dict) -> dict[str, float]:
     """Return the numbers of a row by name, those of a list with their places: nnz_layers/0. None is left out."""
     flat: dict = {}
     for name, value in row.items():

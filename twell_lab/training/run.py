@@ -32,9 +32,8 @@ RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay whe
 class Run:
     """The model being trained and everything beside it that a step changes.
 
-    objective: the model's Objective; joined: the same, inside DDP where that is used; measure: the same once more,
-    compiled where that is asked for, which is what a step calls. last: loss and norm of the gradient of the last step,
-    by name."""
+    joined: the model's Objective, inside DDP where that is used; measure: the same, compiled where that is asked for,
+    which is what a step calls. last: loss and norm of the gradient of the last step, by name."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, tokens: Tensor, world: World) -> None:
         self.config, self.world = config, world
@@ -47,10 +46,10 @@ class Run:
             self.switch = Switch(model) if config.kernels == "auto" else None
         if sharded := world.size > 1 and config.parallel == "fsdp":
             parallel.shard(model, world)
-        self.objective = Objective(model)
-        self.joined: nn.Module = self.objective
+        objective = Objective(model)
+        self.joined: nn.Module = objective
         if world.size > 1 and not sharded:
-            self.joined = parallel.replicate(self.objective, world)
+            self.joined = parallel.replicate(objective, world)
         self.measure = self.joined
         if config.compile and self.switch is not None:
             # A change of a path is another graph. Compiled one by one, all layers on the same path share a graph; of a
@@ -58,7 +57,7 @@ class Run:
             # of the scores, which take gigabytes in float32 where the vocabulary is large.
             for block in parallel.blocks(model):
                 block.compile()
-            self.objective.of_scores = torch.compile(F.cross_entropy)
+            objective.of_scores = torch.compile(F.cross_entropy)
         elif config.compile:
             self.measure = torch.compile(self.joined)
         # The penalty's coefficient is a tensor: so one compiled graph serves all its values.
@@ -130,12 +129,12 @@ class Run:
             self.switch.below = dict(zip(limits, self.world.mean(values).tolist(), strict=True))
         self.switch.see(terms)
 
-    def state(self) -> dict:
-        """Return all of a checkpoint (see checkpoint.FIELDS) but what it says of the text; every process must call it.
-        Tensors are whole, and on the CPU."""
+    def state(self, text: dict) -> dict:
+        """Return a checkpoint (see checkpoint.FIELDS), on the CPU; every process must call it."""
         return {
             "step": self.step,
             "config": checkpoint.fields_of(self.config),
+            "text": text,
             "seconds": self.seconds,
             "history": self.history,
             "order": self.order.get_state(),

@@ -19,7 +19,7 @@ from twell_lab.app import analysis_commands, cli
 from twell_lab.bench import forward
 from twell_lab.core import InputError, TextError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.load import load_any
+from twell_lab.training.text.prepared import load_any
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course submit records".split() + [

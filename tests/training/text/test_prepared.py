@@ -17,7 +17,7 @@ from twell_lab.app import cli
 from twell_lab.core import LOCK, InputError, TextError
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
-from twell_lab.training.text import load, prepared, source
+from twell_lab.training.text import prepared, source, tokenizer
 from twell_lab.training.text.source import BYTES
 
 FILES = ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
@@ -73,9 +73,9 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
 @pytest.mark.parametrize("sample", [1, 1000, 10**9])
 def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
     pytest.importorskip("tokenizers")
-    learned, real = [], prepared.train_tokenizer
+    learned, real = [], tokenizer.train
     monkeypatch.setattr(prepared, "SAMPLE", sample)
-    monkeypatch.setattr(prepared, "train_tokenizer", lambda some, size: learned.append(some) or real(some, size))
+    monkeypatch.setattr(tokenizer, "train", lambda some, size: learned.append(some) or real(some, size))
     text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     raw = source.load(folder).data.numpy().tobytes()
     (some,) = learned
@@ -124,10 +124,10 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     pytest.importorskip("tokenizers")
     text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     for same in (None, f"bpe:{text.vocabulary}", text.tokenizer, tmp_path / "out" / "tokenizer.json"):
-        assert load.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
+        assert prepared.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
     for other in ("bytes", "bpe:999", BYTES):
         with pytest.raises(InputError, match="the text 'poems' was prepared with another of"):
-            load.load_any(tmp_path / "out", tokenizer=other)
+            prepared.load_any(tmp_path / "out", tokenizer=other)
 
 
 # What is refused
@@ -139,7 +139,7 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
     mine.mkdir()
     (mine / "tokens.bin").write_bytes(b"of somebody else")
     for spec, into, words in (
-        (folder, out, "out is .* which holds 'tokenizer.json'; accepted: a new folder"),
+        (folder, out, "out is .* which holds 'tokenizer.json'; accepted"),
         (out, tmp_path / "again", "is a prepared text already"),
         (folder, mine, "which holds 'tokens.bin'; accepted"),
         (folder, mine / "tokens.bin" / "out", "cannot be written"),
@@ -192,7 +192,7 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
         changed = {"another format": {"format": 2}, "another tokenizer": {"tokenizer": "0" * 64}}.get(damage, {})
         manifest.write_text({"no json": "{", "a list": "[]"}.get(damage) or json.dumps(fields | changed))
     with pytest.raises(TextError, match=str(out)):
-        load.load_any(out)
+        prepared.load_any(out)
 
 
 def test_the_command(folder, tmp_path, capsys):

@@ -23,7 +23,7 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
 from twell_lab.training import run as running
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.text import load
+from twell_lab.training.text.prepared import load_any
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -173,7 +173,7 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
 
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
     pytest.importorskip("tokenizers")
-    path = load.load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
+    path = load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
     broken_off(tiny(tokenizer=path, checkpoint_every=2), tmp_path / "out", 4)
     assert train(tiny(tokenizer=path), resume=tmp_path / "out", progress=False).history[-1]["step"] == 12
 
@@ -280,7 +280,7 @@ def test_a_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path, capsys):
         train(tiny(**FULL), out=folder, progress=False)
     assert before == files(folder)
     result.model.save(tmp_path)
-    with pytest.raises(InputError, match="holds a model; accepted: .*another folder"):
+    with pytest.raises(InputError, match="holds a model; accepted: .*another"):
         train(tiny(), out=tmp_path, progress=False)
     assert cli.main(["train", "--resume", str(folder), "--lr", "0.5"]) == 2
     assert "lr is 0.5, and 0.08 in the checkpoint" in capsys.readouterr().err
@@ -320,8 +320,8 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
         calls.append(1)
         return clip(*arguments, **options) * (math.nan if len(calls) == 4 else 1)
 
-    def spoil(run, number, count):
-        numbers = step(run, number, count)
+    def spoil(run, number):
+        numbers = step(run, number)
         if number == 4:
             with torch.no_grad():
                 run.layers[0].up.weight[3] = math.nan
