@@ -419,12 +419,8 @@ def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    return [
-        {
-            "name": name,
-            "capability": cc,
-            "memory_gib": round(int(mib) / 1024, 1) if mib[0] != "[" else None,
-            "driver": own,
-        }
-        for name, cc, mib, own in re.findall(r"^([^,\n]+), (\d+\.\d+), (\d+|\[.*\]), (.+)$", lines, re.M)
-    ]
+    listed = []
+    for name, cc, size, driver in re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M):
+        memory = round(int(size) / 1024, 1) if size.isdigit() else None
+        listed.append({"name": name, "capability": cc, "memory_gib": memory, "driver": driver})
+    return listed

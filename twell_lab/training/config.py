@@ -1,4 +1,4 @@
-"""What a training run is told (TrainConfig), in each step too (`learning_rate`, `l1_coefficient`), and what it gives back
+"""What a training run is told (TrainConfig), in each step too (`learning_rate`, `l1_coefficient`), and what it returns
 (TrainResult)."""
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def train(
     """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
     Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
-    resumed had made all of its steps. Under torchrun, the processes stop together, at the next row of the history.
+    resumed had made all of its steps. Under torchrun the processes stop together, at the next row of the history.
 
     Args:
         config: what to train, on what, and how long.

@@ -91,7 +91,6 @@ def joined(device: str | None) -> Iterator[World]:
 
 
 def _own_device(device: str | None) -> torch.device:
-    """Return the device of this process among several."""
     wanted, processes = (
         torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
         os.environ["WORLD_SIZE"],
@@ -122,20 +121,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, world: World) -> None:
-    """Leave each process a share of every weight, in place (FSDP2). The weights of a layer are gathered while it
-    computes."""
+    """Leave each process a share of every weight, in place (FSDP2): those of a layer are gathered while it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in (*blocks(model), model):
         fully_shard(block, mesh=mesh)
-
-
-def replicate(module: nn.Module, world: World) -> nn.Module:
-    """Return a module whose backward pass averages the gradients over processes (DDP)."""
-    ids = [world.device.index] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:

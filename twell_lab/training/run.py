@@ -49,7 +49,8 @@ class Run:
         objective = Objective(model)
         self.joined: nn.Module = objective
         if world.size > 1 and not sharded:
-            self.joined = parallel.replicate(objective, world)
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            self.joined = nn.parallel.DistributedDataParallel(objective, device_ids=ids)
         self.measure = self.joined
         if config.compile and self.switch is not None:
             # A change of a path is another graph. Compiled one by one, all layers on the same path share a graph; of a
@@ -85,19 +86,16 @@ class Run:
         return self.world.share(windows)
 
     def count_silent(self) -> None:
-        """Count the tokens since each neuron fired, after a step's backward pass: those fired whose gate row has a
-        gradient other than zero."""
-        tokens = self.config.batch * self.config.context
+        """Count the tokens since each neuron fired, after a step's backward pass."""
         for layer, silent in zip(self.layers, self.silent):
-            fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
-            silent.add_(tokens).masked_fill_(fired, 0)
+            silent.add_(self.config.batch * self.config.context).masked_fill_(dead.fired(layer), 0)
 
     def dead(self) -> list[Tensor]:
         """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
         return [silent >= self.config.dead_window for silent in self.silent]
 
     def revive(self) -> None:
-        """Re-initialise the gate rows of the neurons that are dead now (see twell_lab.training.dead)."""
+        """Re-initialise the gate rows of the neurons that are dead now."""
         for layer, silent in zip(self.layers, self.dead(), strict=True):
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
@@ -110,7 +108,6 @@ class Run:
             raise self.diverged(f"values are not finite in {', '.join(broken[:3])}", step)
 
     def diverged(self, what: str, step: int) -> InputError:
-        """Return the error of a run of which `what` was seen at a step."""
         return InputError(
             f"{what} at step {step} with lr {self.config.lr} and l1 {self.config.l1}: training diverged; a lower lr "
             f"{'or l1 ' if self.config.l1 else ''}is the first thing to try"

@@ -74,7 +74,8 @@ def load_any(
         return text
     wanted = tokenizers.named(tokenizer)
     if isinstance(text, Text):
-        return text.read_as(tokenizers.train(text.split()[0], wanted) if isinstance(wanted, int) else wanted)
+        wanted = tokenizers.train(text.split()[0], wanted) if isinstance(wanted, int) else wanted
+        return replace(text, tokenizer=wanted)
     if wanted not in (text.tokenizer, text.vocabulary):
         raise InputError(
             f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
@@ -146,8 +147,8 @@ def prepare(
 
 
 def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
-    """Encode documents, or pieces of them, and write the tokens to `path`. Returns the manifest, without the source,
-    and what the tokenizer's file holds. wanted: the tokenizer, or the vocabulary of one to be trained."""
+    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, without the source, and what
+    the tokenizer's file holds."""
     if isinstance(wanted, int):
         first = next(_batches(documents, SAMPLE), [])
         sums = [*accumulate(map(len, first))]

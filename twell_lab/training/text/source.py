@@ -40,9 +40,8 @@ TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 class Readable:
     """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared).
 
-    name: what to call it in a record; never a path of this machine. sha256, hexadecimal, and size: of its bytes.
-    tokens: integers [n] on the CPU. tokenizer: what the bytes are read as. source: for a dataset, where it comes from,
-    ready for JSON."""
+    name: for a record; never a path of this machine. sha256, hexadecimal, and size: of its bytes. tokens: integers [n]
+    on the CPU. tokenizer: what the bytes are read as. source: of a dataset, where it comes from, ready for JSON."""
 
     name: str
     sha256: str
@@ -84,10 +83,6 @@ class Text(Readable):
     def tokens(self) -> Tensor:  # type: ignore[override]
         """Return the token numbers [n], encoded when first used; for bytes this is `data` itself."""
         return self.tokenizer.encode(self.data, self.starts)
-
-    def read_as(self, tokenizer: Tokenizer) -> Text:
-        """Return the same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
-        return replace(self, tokenizer=tokenizer)
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
         """Cut into a training text (about this fraction of the bytes) and the rest, for validation.
@@ -197,8 +192,7 @@ def standard_library() -> Text:
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder`, ordered by the bytes of their relative paths, without the folders called as in
-    `skip`. OSError where that fails."""
+    """Return the files below `folder`, ordered by the bytes of their relative paths. skip: folders left out."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -257,22 +251,18 @@ def parse(spec: str) -> dict:
 
 
 def _documents(parts: dict) -> Iterator[bytes]:
-    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty
-    line. parts: from `parse`. Errors: StackError without the library; TextError, naming what was asked for, where the
-    dataset is not there or cannot be reached, or lacks the subset, split or column."""
+    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty line.
+    TextError, naming what was asked for, where it can't be reached, or lacks the subset, split or column."""
     library, size = optional("datasets", "a Hugging Face dataset"), 0
     dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
     tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
     try:
         for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
-            if column not in row:
-                raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, row))}")
-            document = row[column]
-            if document is not None and not isinstance(document, str):
-                raise TextError(f"{tried} holds a {type(document).__name__} in {column!r}; accepted: text")
-            if document:
+            if column not in row or not isinstance(row[column], str | None):
+                raise TextError(f"{tried} has no text in column {column!r}; its columns: {', '.join(map(repr, row))}")
+            if row[column]:
                 left = None if parts["bytes"] is None else parts["bytes"] - size
-                piece = (document.encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
+                piece = (row[column].encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
                 size += len(piece)
                 yield piece
             if size == parts["bytes"]:
