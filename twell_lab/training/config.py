@@ -64,8 +64,8 @@ class TrainConfig:
         l1_delay: steps without the penalty.
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
-        reinit: every dead_every steps the gate rows of dead neurons are mixed with fresh normal numbers, which get this
-            share (the paper's is 0.1; see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
+        reinit: every dead_every steps the gate rows of dead neurons get this share (the paper's is 0.1) of fresh normal
+            numbers (see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
         reinit_sigma: deviation of the fresh numbers.
         dead_every: steps between two re-initialisations.
 
@@ -84,9 +84,8 @@ class TrainConfig:
     The machine:
         device: cpu, cuda, cuda:1; unless named, a GPU where there is one.
         dtype: float32, or bfloat16: torch's autocast, the weights stay float32.
-        kernels: off trains the dense layers; sparse trains through this package's kernels (SparseFFN); auto lets each
-            layer go over to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations
-            elsewhere.
+        kernels: off trains the dense layers; sparse trains through this package's kernels; auto lets each layer go over
+            to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
         compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
             kernels auto layer by layer, since each change of a path is another graph.
@@ -95,8 +94,8 @@ class TrainConfig:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
         eval_every: steps between two validations.
         eval_windows: how many windows of the held-out text a validation and the profile read, at most.
-        checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
-            unless given, one about every five minutes.
+        checkpoint_every: steps between two checkpoints in the run's folder; 0 writes only one at the end; unless given,
+            one about every five minutes.
         log: writes the rows for tensorboard (into the run's folder) or wandb as well, whose package has to be there.
     """
 

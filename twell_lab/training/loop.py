@@ -26,18 +26,19 @@ from ..analysis.running import vocabulary_of
 from ..core import InputError
 from ..models.published import folder_of
 from ..models.tiny import LanguageModel
-from . import checkpoint, log, parallel, start
+from . import checkpoint, parallel, start
 from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Run, stopping
 from .text.prepared import load_any
 from .text.source import check_enough, spread_windows
-from .text.tokenizer import tokenizer_of
+from .text.tokenizer import optional, tokenizer_of
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
 SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
 FRESH = 4  # readings of a text that teach nearly as much as fresh text would (Muennighoff et al., arXiv 2305.16264)
+WRITERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # for TrainConfig's `log`
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
@@ -81,7 +82,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
-    board = log.library(config.log)
+    board = optional(WRITERS[config.log], f"log {config.log!r}", config.log) if config.log in WRITERS else None
     state = None if resume is None else checkpoint.load(resume)
     model, tokenizer = None, config.tokenizer
     if config.from_ is not None:
@@ -113,7 +114,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     if out is not None:
         world.led(begin_to_write)
     if board is not None and world.lead:
-        writers.append(log.writer(board, out, checkpoint.fields_of(config), ending))
+        writers.append(_writer(board, out, checkpoint.fields_of(config), ending))
     if on_step is not None:
         writers.append(on_step)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
@@ -249,6 +250,23 @@ def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
         with autocast(run.config.dtype, run.world.device):
             run.follow(nnzs, losts, lights, heavies)
     return row
+
+
+def _writer(package, folder, fields: dict, ending: ExitStack) -> Callable[[dict], object]:
+    """Return a function that takes a row of the history for TensorBoard or Weights & Biases, which `ending` closes. The
+    numbers of a list have their places in their names: nnz_layers/0. fields: of the config."""
+
+    def numbers(row: dict) -> dict[str, float]:
+        flat: dict = {}
+        for name, value in row.items():
+            flat |= {f"{name}/{at}": one for at, one in enumerate(value)} if isinstance(value, list) else {name: value}
+        return {name: value for name, value in flat.items() if value is not None and name != "step"}
+
+    if hasattr(package, "SummaryWriter"):
+        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
+        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
+    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
+    return lambda row: run.log(numbers(row), step=row["step"])
 
 
 def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:

@@ -74,13 +74,14 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     """Train once, and return the row of a record, ready for JSON, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
-    and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
+    and validations are left out), step_ms (from that), history (one list a column, to five digits; see TrainResult),
     validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
     what `who_fires` returns of the held-out text, which is a Text."""
     if config.compile:
         torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
-    history, summary = columns(result.history), result.summary()
+    summary, names = result.summary(), dict.fromkeys(name for row in result.history for name in row)
+    history = {name: [_short(row.get(name)) for row in result.history] for name in names}
     speed = statistics.median_high(history["tokens_per_s"])
     windows = spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
     firing = who_fires(result.model, windows, config.dtype)
@@ -101,17 +102,10 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     }, result
 
 
-def columns(history: list[dict]) -> dict[str, list]:
-    """Return a history of rows as one list a column, its numbers rounded to five significant digits; None where a row
-    has no value."""
-
-    def short(value):
-        if isinstance(value, list):
-            return [short(item) for item in value]
-        return float(f"{value:.5g}") if isinstance(value, float) else value
-
-    names = dict.fromkeys(name for row in history for name in row)
-    return {name: [short(row.get(name)) for row in history] for name in names}
+def _short(value):
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:

@@ -85,8 +85,8 @@ def test_wrong_names_are_refused(spec, words):
 @pytest.mark.parametrize(
     "parts, words",
     [
-        ({"column": "body"}, "no text in column 'body'.*'text', 'number'"),
-        ({"column": "number"}, "no text in column 'number'"),
+        ({"column": "body"}, "no text in 'body'.*'text', 'number'"),
+        ({"column": "number"}, "no text in 'number'"),
         ({"split": "test"}, "letters.*split 'test'"),
         ({"subset": "small"}, "letters.*subset 'small'"),
     ],

@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError
+from ...core import InputError, TextError, TwellError
 from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
@@ -144,7 +144,8 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
         parts["bytes"] = parts["bytes"] or most
         if most is not None and parts["bytes"] > LARGEST:
             raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-        documents = ([document] for document in _documents(dict(parts)))
+        what = f"the dataset {parts['dataset']!r} (subset {parts['subset']!r}, split {parts['split']!r})"
+        documents = _documents(what, _rows_of_dataset(dict(parts)), parts["column"], parts["bytes"])
         if os.path.isdir(parts["dataset"]):  # no path of this machine in records
             parts["dataset"] = os.path.basename(os.path.abspath(parts["dataset"]))
         return ", ".join(filter(None, map(parts.get, ("dataset", "subset", "split")))), documents, parts
@@ -155,7 +156,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
     if asked:
         if not rows:
             raise TextError(f"{os.fspath(spec)!r:.200}: a field is picked from a .jsonl or .csv file alone")
-        return f"{name}?field={field}", ([value] for value in _values(path, field)), None
+        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of_file(path), field), None
     try:
         Path(path).stat()  # says why there is nothing
         files = _files(Path(path)) if os.path.isdir(path) else [Path(path)]
@@ -215,21 +216,6 @@ def _pieces_of(path: Path) -> Iterator[bytes]:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
 
 
-def _values(path: str, field: str) -> Iterator[bytes]:
-    """Yield the values of a field of a .jsonl or .csv file, an empty line after each. TextError for a file without that
-    field, or with other values."""
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            lines = (json.loads(line) for line in file if line.strip())
-            for number, row in enumerate(csv.DictReader(file) if path.lower().endswith(".csv") else lines, start=1):
-                value = row.get(field) if isinstance(row, dict) else None
-                if not isinstance(value, str):
-                    raise ValueError(f"row {number} has no text there")
-                yield value.strip().encode() + SEPARATOR
-    except (OSError, ValueError, csv.Error) as error:
-        raise TextError(f"cannot read the text {path!r:.200} with the field {field!r:.80}: {error}") from None
-
-
 def parse(spec: str) -> dict:
     """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
@@ -250,30 +236,40 @@ def parse(spec: str) -> dict:
         ) from None
 
 
-def _documents(parts: dict) -> Iterator[bytes]:
-    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty line.
-    TextError, naming what was asked for, where it can't be reached, or lacks the subset, split or column."""
-    library, size = optional("datasets", "a Hugging Face dataset"), 0
-    dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
-    tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
+def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = None) -> Iterator[list[bytes]]:
+    """Yield the text in a column of each row that has some, and an empty line, up to `most` bytes in all. TextError,
+    naming `what` is read, for another column, and for what reading it raises."""
+    size = 0
     try:
-        for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
+        for row in rows:
             if column not in row or not isinstance(row[column], str | None):
-                raise TextError(f"{tried} has no text in column {column!r}; its columns: {', '.join(map(repr, row))}")
+                raise TextError(f"{what} has no text in {column!r}; accepted: one of {', '.join(map(repr, row))}")
             if row[column]:
-                left = None if parts["bytes"] is None else parts["bytes"] - size
-                piece = (row[column].encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
+                piece = (row[column].encode("utf-8", "surrogatepass") + SEPARATOR)[
+                    : None if most is None else most - size
+                ]
                 size += len(piece)
-                yield piece
-            if size == parts["bytes"]:
+                yield [piece]
+            if size == most:
                 return
-    except TextError:
+    except TwellError:
         raise
-    except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
+    except Exception as error:  # JSON, csv, the library, the Hub's client and the network each raise their own kinds
         raise TextError(
-            f"cannot read {tried} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
-            "accepted: a folder that is here, or a dataset of the Hub, which needs a network"
+            f"cannot read {what} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
+            "accepted: a file or folder that is here, or a dataset of the Hub, which needs a network"
         ) from error
+
+
+def _rows_of_file(path: str) -> Iterator[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        lines = (json.loads(line) for line in file if line.strip())
+        yield from csv.DictReader(file) if path.lower().endswith(".csv") else lines
+
+
+def _rows_of_dataset(parts: dict) -> Iterator[dict]:
+    how = {"split": parts["split"], "revision": parts["revision"], "streaming": True}
+    yield from optional("datasets", "a Hugging Face dataset").load_dataset(parts["dataset"], parts["subset"], **how)
 
 
 # ---- what a run checks, and the windows that it reads ----
