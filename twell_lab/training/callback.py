@@ -19,7 +19,7 @@ from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.terms import layer_terms
 from .config import l1_coefficient
-from .dead import fired, reinitialise
+from .dead import reinitialise
 
 
 class SparsityCallback:
@@ -36,8 +36,8 @@ class SparsityCallback:
     Every log of the Trainer (state.log_history, and what is printed), whose `loss` has the penalty in it, also has
     `l1_penalty`, `mean_nnz`, how many neurons fire for a token, `density`, their share, and with `reinit` `dead`, how
     many were dead when the last window ended.
-    The layers may be dense or swapped. InputError for wrong arguments, and, when training begins, for a model without
-    ReLU layers and for label smoothing, which leaves out the model's own loss."""
+    The layers may be dense or swapped; with `reinit` they have to be dense. InputError for wrong arguments, and, when
+    training begins, for a model without ReLU layers and for label smoothing, which leaves out the model's own loss."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class SparsityCallback:
         self._hooks = ExitStack()
         self._step, self._parts = 0, 1
         self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
+        self._fired: list[Tensor] = []  # of each layer, whether a neuron did within the window
         self._dead: int | None = None
 
     def __getattr__(self, event: str) -> Any:
@@ -91,8 +92,15 @@ class SparsityCallback:
         # Under gradient checkpointing layers report once more in the backward pass.
         self._hooks.callback(model.register_forward_pre_hook(lambda *_: self._terms.clear()).remove)
         self._hooks.callback(model.register_forward_hook(self._penalise, with_kwargs=True).remove)
-        self._generator = torch.Generator().manual_seed(args.seed + state.global_step)
-        self._fired = [layer.up.weight.new_zeros(len(layer.up.weight), dtype=torch.bool) for layer in self._layers]
+        if self.reinit:
+            if swapped := [layer.name for layer in self._layers if hasattr(layer.module, "told")]:
+                raise InputError(f"reinit is {self.reinit} and {swapped[0]} is swapped; accepted: dense layers")
+            self._generator = torch.Generator().manual_seed(args.seed + state.global_step)
+            self._fired = [
+                layer.up.weight.new_zeros(layer.up.weight.shape[0], dtype=torch.bool) for layer in self._layers
+            ]
+            for layer, fired in zip(self._layers, self._fired):
+                self._hooks.callback(layer.down.register_forward_pre_hook(_noting(fired)).remove)
 
     def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Add the penalty to the loss of a forward pass that is learned from."""
@@ -110,11 +118,6 @@ class SparsityCallback:
         self._sums = numbers if self._sums is None else self._sums + numbers
         return output
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note which neurons fired."""
-        for layer, noted in zip(self._layers, self._fired if self.reinit else ()):
-            noted |= fired(layer)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and move the rows of dead neurons where a window ends."""
         if self._sums is None:
@@ -123,14 +126,16 @@ class SparsityCallback:
                 "and returns its loss by name, and a Trainer without compute_loss_func"
             )
         self._step = state.global_step
-        if not self.reinit or state.global_step % self.window:
+        if not self._fired or state.global_step % self.window:
             return
         self._dead = 0
-        for layer, noted in zip(self._layers, self._fired):
+        for layer, fired in zip(self._layers, self._fired):
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(fired, torch.distributed.ReduceOp.MAX)
             with torch.no_grad():
-                reinitialise(layer, ~noted, self.reinit, self.sigma, self._generator)
-            self._dead += int((~noted).sum())
-            noted.zero_()
+                reinitialise(layer, ~fired, self.reinit, self.sigma, self._generator)
+            self._dead += int((~fired).sum())
+            fired.zero_()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict | None = None, **_: Any) -> None:
         """Add what fires to what the Trainer logs."""
@@ -146,3 +151,11 @@ class SparsityCallback:
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the hooks off."""
         self._hooks.close()
+
+
+def _noting(fired: Tensor) -> Any:
+    def hook(module: nn.Module, args: tuple) -> None:
+        if module.training:
+            fired.logical_or_((args[0].detach() != 0).flatten(0, -2).any(0))
+
+    return hook

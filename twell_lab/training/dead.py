@@ -20,12 +20,6 @@ from ..layers.find import FeedForward
 from . import parallel
 
 
-def fired(layer: FeedForward) -> Tensor:
-    """Return which neurons fired in the backward passes since gradients were reset, of all processes: those whose gate
-    row has a gradient other than zero, bool [d_ff]."""
-    return parallel.whole((layer.pattern.weight.grad != 0).any(1))
-
-
 def reinitialise(layer: FeedForward, dead: Tensor, strength: float, sigma: float, generator: torch.Generator) -> None:
     """Move the gate rows of dead neurons (of `up` in a plain layer) towards fresh ones, in place; wait for the device,
     to know which. The other projections, and the optimizer's state of these rows, stay as they are, as in the paper. A

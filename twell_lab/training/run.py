@@ -86,9 +86,11 @@ class Run:
         return self.world.share(windows)
 
     def count_silent(self) -> None:
-        """Count the tokens since each neuron fired, after a step's backward pass."""
+        """Count the tokens since each neuron fired, after a step's backward pass: those fired whose gate row has a
+        gradient other than zero."""
         for layer, silent in zip(self.layers, self.silent):
-            silent.add_(self.config.batch * self.config.context).masked_fill_(dead.fired(layer), 0)
+            fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
+            silent.add_(self.config.batch * self.config.context).masked_fill_(fired, 0)
 
     def dead(self) -> list[Tensor]:
         """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
