@@ -128,7 +128,7 @@ def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
             loss, terms = loss_of(net)
             assert [term.name for term in terms] == NAMES
         else:
-            loss, *_ = objective(tokens(turn), torch.tensor(0.1), True)
+            loss, *_ = objective(tokens(turn), torch.tensor(0.1))
         loss.backward()
     assert graphs.frame_count == 1
     torch._dynamo.reset()
@@ -139,7 +139,7 @@ def test_an_objective_of_a_swapped_model_is_that_of_the_dense_one():
     for net in (model(), swapped()):
         objective = Objective(net)
         for turn in range(2):
-            loss, *numbers = objective(tokens(turn), torch.tensor(0.1), True)
+            loss, *numbers = objective(tokens(turn), torch.tensor(0.1))
             with torch.no_grad():
                 net(tokens())  # a validation, which nobody asked to report
         loss.backward()

@@ -37,9 +37,9 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     from ..models import published
     from ..models.tiny import LanguageModel
     from ..training.checkpoint import text_of
-    from ..training.text.load import load_any, tokenizer_of
-    from ..training.text.prepared import PreparedText
+    from ..training.text.prepared import PreparedText, load_any
     from ..training.text.source import spread_windows
+    from ..training.text.tokenizer import tokenizer_of
 
     folder = published.folder_of(options.model)
     try:

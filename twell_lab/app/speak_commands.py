@@ -115,8 +115,7 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
 def export(options: argparse.Namespace) -> Answer:
     """Write the model as a LlamaForCausalLM with its tokenizer."""
     from ..models.tiny import LanguageModel
-    from ..training.text.load import tokenizer_of
-    from ..training.text.source import BYTES
+    from ..training.text.tokenizer import BYTES, tokenizer_of
 
     model = LanguageModel.load(options.model)
     tokenizer = tokenizer_of(options.model, model.config.vocabulary)
@@ -132,7 +131,7 @@ def _speaker(name: Path) -> tuple[nn.Module, _Words]:
     import torch
 
     from ..models import published
-    from ..training.text.load import tokenizer_of
+    from ..training.text.tokenizer import tokenizer_of
 
     folder = published.folder_of(name)
     if (model := ours(folder)) is not None:

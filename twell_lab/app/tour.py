@@ -38,7 +38,6 @@ from .speak_commands import in_turn, planned, speak
 
 _QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
-_PAGE_BYTES = 8 * 2**20  # enough for a page and its record
 _BEAT = 15.0  # seconds
 _SECONDS = {False: 1.0, True: 0.02}  # for which each size is measured, in a quick tour or not
 _TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
@@ -56,7 +55,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
 
 
 def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path | None]:
-    check_folder(options.out, free=_PAGE_BYTES)
+    check_folder(options.out)
     written = options.out / "tour.json", options.out / "index.html"
     for path in written[: 1 if options.record_only else 2]:
         check_target(path)

@@ -18,10 +18,9 @@ from ...layers.find import feed_forwards
 from ...layers.terms import LayerTerm, layer_terms
 from ...models.swap import sparsify
 from ...ops.reference import GatedFeedForward
-from ...training.config import TrainConfig
+from ...training.config import TrainConfig, learning_rate
 from ...training.loop import initial_model
 from ...training.objective import cross_entropy
-from ...training.schedule import learning_rate
 from ...training.text.source import random_windows
 from .. import notebook
 from ..roofline.data import Rates

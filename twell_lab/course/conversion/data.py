@@ -26,9 +26,8 @@ from ...models.relufy import relufy
 from ...models.swap import sparsify
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
 from ...models.tiny import LanguageModel, ModelConfig
-from ...training.config import TrainConfig
+from ...training.config import TrainConfig, l1_coefficient, learning_rate
 from ...training.objective import hidden_activations, l1_penalty
-from ...training.schedule import l1_coefficient, learning_rate
 from ...training.sweep import cost, pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import Own, read, windows
@@ -182,7 +181,8 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
         with caught as hidden:
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         if config.l1:
-            loss = loss + l1_coefficient(config, step) * l1_penalty(hidden)
+            coefficient = l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step)
+            loss = loss + coefficient * l1_penalty(hidden)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)

@@ -25,8 +25,8 @@ from ...layers.paths.cost import Firing
 from ...models import published
 from ...models.tiny import LanguageModel
 from ...ops.clock import dtype_for
-from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
+from ...training.text.tokenizer import tokenizer_of
 from ..sweep.data import checkpoints
 
 CONTEXT = 512  # tokens of a window at most
