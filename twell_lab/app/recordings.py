@@ -46,8 +46,8 @@ class TestsFailed(TwellError, RuntimeError):
 
 
 class Recording(NamedTuple):
-    """A record in sections, which may be cut short. sections: the module of `bench` that has them, or a function that
-    returns them, given a dict for the record's notes. name: of the record."""
+    """A record in sections, which may be cut short. name: of the record. sections: the module of `bench` that has them,
+    or a function that returns them, given a dict for the record's notes."""
 
     name: str
     purpose: str
@@ -103,9 +103,15 @@ def run(
     leaves out the rest; without any row it is raised. keep: called after each step with what there is.
     """
     rows: list[dict] = []
-    left_out = {name: f"{len(steps)} of {len(steps)} steps: cut off" for name, steps in sections.items()}
-    notes: dict[str, dict] = {"seconds": {}, "left_out": left_out}
+    notes: dict[str, dict] = {"seconds": {}, "left_out": {}}
     begin, interrupted = time.perf_counter(), ""
+
+    def leave(name: str, done: int, why: str) -> None:
+        count = len(sections[name])
+        notes["left_out"][name] = f"{count - done} of {count} steps: {why}"
+
+    for name in sections:
+        leave(name, 0, "cut off")
     for name, steps in sections.items():
         start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
         while not why and done < len(steps):
@@ -118,9 +124,8 @@ def run(
                 done += 1
                 last = time.perf_counter() - before
                 print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: cut off"
-                if done < len(steps):
-                    keep(rows, notes)
+                leave(name, done, "cut off")
+                keep(rows, notes)
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
@@ -131,13 +136,12 @@ def run(
                 why = interrupted = "interrupted"
             with suppress(RuntimeError):  # of a step that broke the GPU's context
                 torch.cuda.empty_cache()
-        del left_out[name]
         if done < len(steps):
-            left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
-            print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+            leave(name, done, why)
+            print(f"{name}: left out {notes['left_out'][name]}", file=sys.stderr, flush=True)
+        else:
+            del notes["left_out"][name]
         notes["seconds"][name] = round(time.perf_counter() - start, 1)
-        if rows:
-            keep(rows, notes)
     return rows, notes
 
 
@@ -239,22 +243,17 @@ def _bench(name: str) -> Any:
     return import_module(f"..bench.{name}", __package__)
 
 
-def _shape(module: Any) -> Any:
-    """Return what a module of `bench` measures here: a larger shape on a GPU than on a CPU, where it takes minutes."""
-    return module.Shape() if torch.cuda.is_available() else module.small()
-
-
 def _sections(name: str, more: dict) -> Sections:
+    """Return the sections of a module of `bench`, which on a CPU measures a small shape where it has one."""
     module = _bench(name)
     if hasattr(module, "SECTIONS"):
         return module.SECTIONS
-    return module.sections(_shape(module) if hasattr(module, "small") else more["refused"])
-
-
-def _trained(more: dict) -> Sections:
-    tables = _bench("trained")
-    more |= tables.notes()
-    return tables.sections(more["refused"], _shape(tables))
+    if hasattr(module, "notes"):
+        more |= module.notes()
+    ways: dict[str, Any] = {"left_out": more["refused"]}
+    if hasattr(module, "small"):
+        ways["shape"] = module.Shape() if torch.cuda.is_available() else module.small()
+    return module.sections(**{way: ways[way] for way in inspect.signature(module.sections).parameters if way in ways})
 
 
 def _comparison(more: dict) -> Sections:
@@ -263,16 +262,8 @@ def _comparison(more: dict) -> Sections:
     return _bench("comparison").sections() | layers | _bench("few_bits").sections()
 
 
-def _density(more: dict) -> Sections:
-    return _bench("comparison").density_sections()
-
-
-def _thresholds(more: dict) -> Sections:
-    return _bench("thresholds").sections()
-
-
-def _profiling(more: dict) -> Sections:
-    return {"profiling": [_bench("profiling").profiling_rows]}
+def _of_size(size: str, more: dict) -> Sections:
+    return _bench("sizes").sections(size, more["refused"])
 
 
 def _cpu(more: dict) -> Sections:
@@ -289,11 +280,18 @@ _SECTIONS = [
     Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward"),
     Recording("training", "training steps of a layer and of a model, beside the dense layer", "training"),
     Recording("model-paths", "a whole model on each path beside the dense one", "paths", 570.0),
-    Recording("thresholds", "a SiLU model with thresholds beside the model without", _thresholds),
+    Recording("thresholds", "a SiLU model with thresholds beside the model without", "thresholds"),
     Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", _comparison),
     Recording("pruning", "a small language model, dense and pruned, and trained on", "pruning", 600.0, gpu=False),
-    Recording("trained", "a model trained with L1 and its dense twin: speed, energy, loss", _trained, 570.0, gpu=False),
-    Recording("profiling", "what it takes to see who fires, beside a plain forward", _profiling, gpu=False),
+    Recording(
+        "trained", "a model trained with L1 and its dense twin: speed, energy, loss", "trained", 570.0, gpu=False
+    ),
+    Recording(
+        "profiling",
+        "what it takes to see who fires, beside a plain forward",
+        lambda more: {"profiling": [_bench("profiling").profiling_rows]},
+        gpu=False,
+    ),
     Recording("predictors", "decoding with chosen neurons: time beside loss", "predictors", gpu=False),
     Recording("experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments", 600.0, gpu=False),
     Recording("host-time", "host and wall time of plain calls of one layer", "host"),
@@ -302,17 +300,22 @@ _SECTIONS = [
 ]
 
 
-def _sized(size: str) -> Recording:
-    """Return the recording of a drawn model of this size."""
-    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
-    return Recording("bench-model", purpose, lambda more: _bench("sizes").sections(size, more["refused"]), 570.0)
-
-
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{f"bench-{size}": _sized(size) for size in SIZES},
+    **{
+        f"bench-{size}": Recording(
+            "bench-model",
+            f"a drawn Llama of the paper's {size}, dense beside sparse",
+            functools.partial(_of_size, size),
+            570.0,
+        )
+        for size in SIZES
+    },
     "matmul-density": Recording(
-        "density", "sparse formats against a dense product across densities", _density, gpu=False
+        "density",
+        "sparse formats against a dense product across densities",
+        lambda more: _bench("comparison").density_sections(),
+        gpu=False,
     ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
