@@ -104,9 +104,15 @@ def run(
     leaves out the rest; without any row it is raised. keep: called after each step with what there is.
     """
     rows: list[dict] = []
-    left_out = {name: f"{len(steps)} of {len(steps)} steps: cut off" for name, steps in sections.items()}
-    notes: dict[str, dict] = {"seconds": {}, "left_out": left_out}
+    notes: dict[str, dict] = {"seconds": {}, "left_out": {}}
     begin, interrupted = time.perf_counter(), ""
+
+    def leave(name: str, done: int, why: str) -> None:
+        count = len(sections[name])
+        notes["left_out"][name] = f"{count - done} of {count} steps: {why}"
+
+    for name in sections:
+        leave(name, 0, "cut off")
     for name, steps in sections.items():
         start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
         while not why and done < len(steps):
@@ -119,9 +125,8 @@ def run(
                 done += 1
                 last = time.perf_counter() - before
                 print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: cut off"
-                if done < len(steps):
-                    keep(rows, notes)
+                leave(name, done, "cut off")
+                keep(rows, notes)
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
@@ -132,13 +137,12 @@ def run(
                 why = interrupted = "interrupted"
             with suppress(RuntimeError):  # of a step that broke the GPU's context
                 torch.cuda.empty_cache()
-        del left_out[name]
         if done < len(steps):
-            left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
-            print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+            leave(name, done, why)
+            print(f"{name}: left out {notes['left_out'][name]}", file=sys.stderr, flush=True)
+        else:
+            del notes["left_out"][name]
         notes["seconds"][name] = round(time.perf_counter() - start, 1)
-        if rows:
-            keep(rows, notes)
     return rows, notes
 
 
@@ -241,6 +245,10 @@ def _bench(place: str) -> Any:
     return getattr(import_module(f"..bench.{module}", __package__), name)
 
 
+def _of_size(size: str, left_out: dict) -> Sections:
+    return _bench("whole:of_size")(size, left_out)
+
+
 def _cpu(left_out: dict) -> Sections:
     sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
 
@@ -273,15 +281,17 @@ _SECTIONS = [
 ]
 
 
-def _sized(size: str) -> Recording:
-    """Return the recording of a drawn model of this size."""
-    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
-    return Recording("bench-model", purpose, lambda refused: _bench("whole:of_size")(size, refused), 570.0)
-
-
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{f"bench-{size}": _sized(size) for size in SIZES},
+    **{
+        f"bench-{size}": Recording(
+            "bench-model",
+            f"a drawn Llama of the paper's {size}, dense beside sparse",
+            functools.partial(_of_size, size),
+            570.0,
+        )
+        for size in SIZES
+    },
     "matmul-density": Recording(
         "density",
         "sparse formats against a dense product across densities",
