@@ -178,9 +178,6 @@ def test_a_figure_without_rows_says_so(name):
         (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
         (lambda: backward.figures.product([[True]], 16), "one of them"),
         (lambda: backward.figures.switching([], 32, 6.0), "empty"),
-        (lambda: clocks.figures.timeline(2.0, 1.0, "a queue"), "in this order"),
-        (lambda: clocks.figures.ladder({}), "one ratio or more"),
-        (lambda: clocks.figures.readings([(0.5, 9.0)]), "two or more"),
         (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
         (lambda: packing.figures.geometries([]), "empty"),
         (lambda: sparsity_figures.loss_by_sparsity([]), "no rows"),
@@ -192,17 +189,6 @@ def test_a_figure_without_rows_says_so(name):
 def test_what_cannot_be_drawn_is_refused(draw, words):
     with pytest.raises(InputError, match=words):
         draw()
-
-
-def test_readings_are_of_one_loop():
-    assert clocks.figures.readings([(0.5, 9.0), (0.1, 1.0), (0.2, 2.0), (0.3, 6.0)]) == {
-        "median": [1.0, 2.0, 6.0],
-        "mean": [3.0],
-        "best": [1.0],
-        "worst": [6.0],
-        "first call": [9.0],
-        "stopped at the return": [0.2],
-    }
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():
