@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ... import core
-from ...core import CompileError, StackError
+from ...core import StackError
 from ...cuda import compile as compiler
 from ...cuda.launch import VALUE, run
 from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
 from ...ops.down import down
 from ...ops.pack import pack
+from ..puzzles import gpu as puzzles
 from . import cases
 from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
@@ -38,20 +39,12 @@ def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes
     """
     compiler.compiler()
     from cuda.pathfinder import find_nvidia_header_directory
-    from cupy.cuda import nvrtc
 
     headers = find_nvidia_header_directory("cudart")
     if not headers:
         raise StackError(f"CUDA's headers were not found beside NVRTC; {compiler.NEEDS_NVRTC}")
-    program = nvrtc.createProgram(text, "down.cu", (), ())
-    flags = ["--std=c++17", f"--gpu-architecture={arch}", f"-D{VALUE[dtype]}"]
-    try:
-        nvrtc.compileProgram(program, (*flags, f"-I{core.kernels_dir()}", f"-I{headers}"))
-        return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
-    except nvrtc.NVRTCError as error:
-        raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
-    finally:
-        nvrtc.destroyProgram(program)
+    flags = (f"-D{VALUE[dtype]}", f"-I{core.kernels_dir()}", f"-I{headers}")
+    return puzzles.compiled(text, "down", arch, flags)
 
 
 class Mine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ from ...cuda import compile as compiler
 from .cases import Case
 
 
-def compiled(text: str, name: str, arch: str) -> bytes:
-    """The cubin of a source that includes no header, for an architecture such as "sm_75".
+def compiled(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
+    """The cubin of a source, for an architecture such as "sm_75". flags: such as where its headers are.
 
     Raises StackError without NVRTC, CompileError with NVRTC's messages for a source that it refuses.
     """
@@ -22,7 +24,7 @@ def compiled(text: str, name: str, arch: str) -> bytes:
 
     program = nvrtc.createProgram(text, f"{name}.cu", [], [])
     try:
-        nvrtc.compileProgram(program, ["--std=c++17", f"--gpu-architecture={arch}"])
+        nvrtc.compileProgram(program, ("--std=c++17", f"--gpu-architecture={arch}", *flags))
         return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
     except nvrtc.NVRTCError as error:
         raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
