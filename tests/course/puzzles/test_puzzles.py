@@ -393,12 +393,6 @@ def test_there_is_an_exercise_for_each_puzzle():
     assert set(puzzles.PUZZLES) <= set(exercises.CHECKS)
 
 
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
-def test_each_has_a_typical_mistake_and_a_shortcut(name):
-    mine = [what for puzzle, what in WRONG if puzzle == name]
-    assert len(mine) >= 2 and any("shortcut" in what for what in mine)
-
-
 @needs_a_compiler
 @pytest.mark.parametrize("name", puzzles.PUZZLES)
 def test_the_answer_passes(name, tmp_path):
