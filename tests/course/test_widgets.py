@@ -215,12 +215,6 @@ def test_a_move_is_light(name, monkeypatch):
         (lambda: training_widget.run_explorer({}), "nothing to draw"),
         (lambda: StepExplorer(trace(), [3, 2]), "ascending"),
         (lambda: StepExplorer(trace(), [10_000]), "ascending"),
-        (lambda: TileExplorer([[1.0]]), "list"),
-        (lambda: TileExplorer(torch.zeros(0, 4)), r"\[0, 4\]"),
-        (lambda: TileExplorer(torch.zeros(2, 4, dtype=torch.int32)), "int32"),
-        (lambda: TileExplorer(gate(), part=2), "part is 2"),
-        (lambda: TileExplorer(gate(), threshold=-1.0), "threshold is -1"),
-        (lambda: WeightExplorer(torch.randn(4, 4)), "weigh returned"),
         (lambda: ThresholdExplorer({}), "counted is a dict"),
     ],
 )
