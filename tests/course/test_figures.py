@@ -48,13 +48,10 @@ RUNS = {
 }
 VIEW = {
     "what": "made-up numbers",
-    "method": "cats",
-    "greedy": False,
     "gpu": "L4",
-    "tokens": 64,
     "sparsity": 0.5,
     "layers": ["layer 0", "layer 1"],
-    "density": {"activation": [0.5, 0.25]},
+    "density": [0.5, 0.25],
     "error": [0.125, 0.0625],
     "overflow": [1.0, 0.5],
     "path": ["dense", "twell"],
@@ -64,7 +61,7 @@ VIEW = {
     "loss": 0.02,
     "measured": False,
     "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
-    "step": {"what": "decoding a token", "device": "CPU", "path": "twell", "ms": 2.5, "dense_ms": 2.25},
+    "step": {"device": "CPU", "ms": 2.5, "dense_ms": 2.25},
     "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 DENSITIES = [

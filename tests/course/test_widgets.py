@@ -215,7 +215,6 @@ def test_a_move_is_light(name, monkeypatch):
         (lambda: training_widget.run_explorer({}), "nothing to draw"),
         (lambda: StepExplorer(trace(), [3, 2]), "ascending"),
         (lambda: StepExplorer(trace(), [10_000]), "ascending"),
-        (lambda: ThresholdExplorer({}), "counted is a dict"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(make, words):
