@@ -178,7 +178,6 @@ def test_a_figure_without_rows_says_so(name):
         (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
         (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
         (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
-        (lambda: training.figures.density_against_loss({}), "nothing to draw"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw, words):

@@ -212,7 +212,6 @@ def test_a_move_is_light(name, monkeypatch):
     ("make", "words"),
     [
         (lambda: widgets.Explorer(go.Figure(), lambda figure, index: None, [], "nothing"), "choices"),
-        (lambda: training_widget.run_explorer({}), "nothing to draw"),
         (lambda: StepExplorer(trace(), [3, 2]), "ascending"),
         (lambda: StepExplorer(trace(), [10_000]), "ascending"),
     ],

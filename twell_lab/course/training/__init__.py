@@ -3,8 +3,6 @@
 from . import figures
 from .data import (
     SMALL,
-    dead_seen_in,
     held_out,
-    skew_sentence,
     some_text,
 )
