@@ -175,7 +175,6 @@ def test_a_figure_without_rows_says_so(name):
         (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
         (lambda: backward.figures.product([[True]], 16), "one of them"),
         (lambda: backward.figures.switching([], 32, 6.0), "empty"),
-        (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
         (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
         (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
     ],
