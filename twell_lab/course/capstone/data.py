@@ -7,6 +7,7 @@ The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -118,8 +119,8 @@ def judge(file: str | Path) -> Judged:
                 return Judged(False, f"{with_what}the result is right. But {missed}")
     except Fault as fault:
         kind = type(fault).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}{_crowded(program, of, fault)}")
+        named = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}: {fault}"
+        return Judged(False, f"{with_what}the simulator found {named}{_crowded(program, of, fault)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Judged(False, str(error))
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
@@ -129,11 +130,9 @@ def judge(file: str | Path) -> Judged:
 
 def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
     arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
-    counted = len(of.packed) == COUNTED and of.columns == D_FF  # more steps than are worth keeping
-    trace = None if counted else len(of.packed) - 1
-    return program.launch(
-        "down", len(of.packed), threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS
-    )
+    rows, counted = len(of.packed), of.columns == D_FF  # more steps than are worth keeping
+    trace = None if counted else rows - 1
+    return program.launch("down", rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
 
 
 def _crowded(program, of: cases.Case, fault: Fault) -> str:
@@ -313,15 +312,15 @@ def medal(judged: Judged, rows: list[dict] | None = None) -> str | None:
 
 def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
     """A line about what the next medal takes."""
+    times = against_v2(rows or [])
     if won is None:
         return "Bronze is for a right result."
     if won == BRONZE_MEDAL:
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
-    times = against_v2(rows or [])
-    if won == SILVER_MEDAL:
-        took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
-        return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
-    return f"{times:.2f} times the time of down_v2: there is no more to win."
+    if won == GOLD_MEDAL:
+        return f"{times:.2f} times the time of down_v2: there is no more to win."
+    took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
+    return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
 
 
 def submit(file: str | Path) -> Submission:
@@ -340,7 +339,7 @@ def submit(file: str | Path) -> Submission:
 
 def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[dict]) -> records.Record:
     text, counts = source(file), judged.counts
-    guess = predicted(counts, rows[0]["device"] if rows else None)
+    guess = dataclasses.asdict(predicted(counts, rows[0]["device"] if rows else None))
     counted = {
         "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
         "sectors_read": judged.sectors,
@@ -354,7 +353,7 @@ def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[
         "medal": won,
         "on_gpu": on_gpu.partition("\n")[0],
         "against_down_v2": against_v2(rows),
-        "predicted": {"gpu": guess.gpu, "l2_bytes": guess.l2_bytes, "memory_bytes": guess.memory_bytes, "us": guess.us},
+        "predicted": {name: guess[name] for name in ("gpu", "l2_bytes", "memory_bytes", "us")},
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "source": text,
     }

@@ -46,16 +46,14 @@ def ladder(steps: dict[str, float], title: str = "The same benchmark, after each
     steps: these ratios, by the step's name.
     """
     names, values = list(steps), list(steps.values())
-    figure = go.Figure(
-        go.Scatter(
-            y=names,
-            x=values,
-            mode="markers+lines",
-            line={"color": plots.GREY, "dash": "dot"},
-            marker={"size": 14, "color": [plots.RED, *[plots.ORANGE] * (len(names) - 2), plots.BLUE][: len(names)]},
-            showlegend=False,
-            hovertemplate="%{y}: %{x:.3g} times as fast<extra></extra>",
-        )
+    figure = go.Figure().add_scatter(
+        y=names,
+        x=values,
+        mode="markers+lines",
+        line={"color": plots.GREY, "dash": "dot"},
+        marker={"size": 14, "color": [plots.RED, *[plots.ORANGE] * (len(names) - 2), plots.BLUE][: len(names)]},
+        showlegend=False,
+        hovertemplate="%{y}: %{x:.3g} times as fast<extra></extra>",
     )
     for name, value in steps.items():
         figure.add_annotation(

@@ -9,6 +9,7 @@ from ... import plots
 from .data import MOST, sentence
 
 PATHS = {"dense": plots.GREY, "twell": plots.BLUE, "hot_cold": plots.ORANGE}
+_DASH = ("line-ew-open", 14)
 _DRAWN_AS = [path.replace("_", "/") for path in PATHS]
 
 
@@ -44,50 +45,29 @@ def picture(view: dict) -> go.Figure:
         x=view["layers"],
         name="the dense layer",
         mode="markers",
-        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
+        marker={"symbol": _DASH[0], "size": _DASH[1], "color": plots.INK},
         row=2,
         col=2,
         hovertemplate="%{x}, dense: %{y:.1f} us, predicted<extra></extra>",
     )
-    figure.add_scatter(
-        mode="lines+markers",
-        line={"color": plots.GREY, "dash": "dot"},
-        marker={"size": 9, "color": plots.INK},
-        error_y={"type": "data", "symmetric": False},
-        name="measured",
-        showlegend=False,
-        row=3,
-        col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%, measured<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"size": 15, "color": plots.RED},
-        name="here",
-        showlegend=False,
-        row=3,
-        col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"size": 9, "color": plots.INK},
-        error_y={"type": "data", "symmetric": False},
-        name="with thresholds",
-        showlegend=False,
-        row=3,
-        col=2,
-        hovertemplate="sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured here<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
-        name="without",
-        showlegend=False,
-        row=3,
-        col=2,
-        hovertemplate="%{y:.3g} ms as it was, measured in turn<extra></extra>",
-    )
+    dot, dash = ({"symbol": symbol, "size": size, "color": plots.INK} for symbol, size in (("circle", 9), _DASH))
+    for name, marker, col, hover in (
+        ("measured", dot, 1, "sparsity %{x:.0f}%: %{y:+.2f}%, measured"),
+        ("here", dot | {"size": 15, "color": plots.RED}, 1, "sparsity %{x:.0f}%: %{y:+.2f}%"),
+        ("with thresholds", dot, 2, "sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured here"),
+        ("without", dash, 2, "%{y:.3g} ms as it was, measured in turn"),
+    ):
+        figure.add_scatter(
+            mode="lines+markers" if name == "measured" else "markers",
+            line={"color": plots.GREY, "dash": "dot"},
+            marker=marker,
+            error_y={"type": "data", "symmetric": False} if name in ("measured", "with thresholds") else None,
+            name=name,
+            showlegend=False,
+            row=3,
+            col=col,
+            hovertemplate=hover + "<extra></extra>",
+        )
     for row, col in ((1, 1), (2, 1)):
         figure.update_yaxes(range=[0, 105], row=row, col=col)
     for row in (1, 2, 3):
