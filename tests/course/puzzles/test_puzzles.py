@@ -494,6 +494,6 @@ def test_cuda_takes_every_answer_and_all_that_is_handed_out():
         pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():
         for text in texts:
-            assert name.encode() in gpu.compiled(text, name, "sm_75")
+            assert name.encode() in gpu.cubin(text, name, "sm_75")
     with pytest.raises(CompileError, match="identifier"):
-        gpu.compiled("int a = b;", "map", "sm_75")
+        gpu.cubin("int a = b;", "map", "sm_75")
