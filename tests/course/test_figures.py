@@ -48,13 +48,10 @@ RUNS = {
 }
 VIEW = {
     "what": "made-up numbers",
-    "method": "cats",
-    "greedy": False,
     "gpu": "L4",
-    "tokens": 64,
     "sparsity": 0.5,
     "layers": ["layer 0", "layer 1"],
-    "density": {"activation": [0.5, 0.25]},
+    "density": [0.5, 0.25],
     "error": [0.125, 0.0625],
     "overflow": [1.0, 0.5],
     "path": ["dense", "twell"],
@@ -64,7 +61,7 @@ VIEW = {
     "loss": 0.02,
     "measured": False,
     "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
-    "step": {"what": "decoding a token", "device": "CPU", "path": "twell", "ms": 2.5, "dense_ms": 2.25},
+    "step": {"device": "CPU", "ms": 2.5, "dense_ms": 2.25},
     "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 DENSITIES = [
@@ -178,31 +175,13 @@ def test_a_figure_without_rows_says_so(name):
         (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
         (lambda: backward.figures.product([[True]], 16), "one of them"),
         (lambda: backward.figures.switching([], 32, 6.0), "empty"),
-        (lambda: clocks.figures.timeline(2.0, 1.0, "a queue"), "in this order"),
-        (lambda: clocks.figures.ladder({}), "one ratio or more"),
-        (lambda: clocks.figures.readings([(0.5, 9.0)]), "two or more"),
-        (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
-        (lambda: packing.figures.geometries([]), "empty"),
-        (lambda: sparsity_figures.loss_by_sparsity([]), "no rows"),
         (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
         (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
-        (lambda: training.figures.density_against_loss({}), "nothing to draw"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw, words):
     with pytest.raises(InputError, match=words):
         draw()
-
-
-def test_readings_are_of_one_loop():
-    assert clocks.figures.readings([(0.5, 9.0), (0.1, 1.0), (0.2, 2.0), (0.3, 6.0)]) == {
-        "median": [1.0, 2.0, 6.0],
-        "mean": [3.0],
-        "best": [1.0],
-        "worst": [6.0],
-        "first call": [9.0],
-        "stopped at the return": [0.2],
-    }
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():
