@@ -9,16 +9,15 @@ from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
 from twell_lab.core import InputError
 from twell_lab.course import (
     backward,
-    choosing,
     clocks,
     conversion,
     measure,
     packing,
     puzzles,
-    speedups,
     sweep,
     training,
 )
+from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
@@ -26,6 +25,7 @@ from twell_lab.course.packing.data import smallest
 from twell_lab.course.roofline import data as roofline
 from twell_lab.course.roofline import figures as roofline_figures
 from twell_lab.course.sparsity_map import figures as sparsity_figures
+from twell_lab.course.speedups import figures as speedup_figures
 from twell_lab.course.thresholds import figures as threshold_figures
 
 
@@ -146,9 +146,9 @@ NOTHING = {
     "steps": lambda: backward.figures.steps([], []),
     "paths": lambda: backward.figures.paths({}),
     "models": lambda: backward.figures.models([]),
-    "micro-tiles": lambda: choosing.figures.products([]),
-    "firing": lambda: choosing.figures.firing(torch.ones(4), None),
-    "winners": lambda: choosing.figures.winners([]),
+    "micro-tiles": lambda: choosing_figures.products([]),
+    "firing": lambda: choosing_figures.firing(torch.ones(4), None),
+    "winners": lambda: choosing_figures.winners([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
@@ -157,13 +157,13 @@ NOTHING = {
     "versions": lambda: roofline_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
     "trained on": lambda: sparsity_figures.after_training([]),
-    "beside layers": lambda: speedups.figures.beside_layers([]),
-    "law": lambda: speedups.figures.law([]),
-    "pieces": lambda: speedups.figures.pieces([]),
-    "times": lambda: speedups.figures.times([]),
-    "tokens": lambda: speedups.figures.by_tokens([]),
-    "nnz": lambda: speedups.figures.by_nnz({"forward": {}}, None, ""),
-    "costs": lambda: speedups.figures.costs([]),
+    "beside layers": lambda: speedup_figures.beside_layers([]),
+    "law": lambda: speedup_figures.law([]),
+    "pieces": lambda: speedup_figures.pieces([]),
+    "times": lambda: speedup_figures.times([]),
+    "tokens": lambda: speedup_figures.by_tokens([]),
+    "nnz": lambda: speedup_figures.by_nnz([]),
+    "costs": lambda: speedup_figures.costs([]),
 }
 
 
