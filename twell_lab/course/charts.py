@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from .. import plots
-from .drawing import nothing
+from .drawing import legend_key, nothing, squares
 
 Of = str | Callable[[dict], object]
 MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
@@ -74,13 +75,37 @@ def bars(
             "textposition": "outside",
             "cliponaxis": False,
             "textangle": 0,
-            "constraintext": "none",
             "orientation": "h" if across else "v",
         }
         places, values = [_of(x, row) for row in mine], [_of(y, row) for row in mine]
         ends = {"x": values, "y": places} if across else {"x": places, "y": values}
         figure.add_bar(**ends | _named(figure, name, mine, hover) | usual | more | look)
     return figure
+
+
+def grids(
+    matrices: Mapping[str, list],
+    kinds: Mapping[str, str] | Sequence[str],
+    title: str,
+    height: int,
+    *,
+    across: int = 3,
+    widths: list[int] | None = None,
+    **looks,
+) -> go.Figure:
+    """Draw matrices of numbers as squares, a panel for each name. Number i has the i-th colour; where kinds are named
+    (name -> colour), the legend says them. looks: options of plotly's heatmap, such as xgap."""
+    cuts = {"rows": -(-len(matrices) // across), "cols": across, "subplot_titles": [*matrices]}
+    figure = make_subplots(**cuts, column_widths=widths, horizontal_spacing=0.04, vertical_spacing=0.14)
+    named = kinds if isinstance(kinds, Mapping) else dict(enumerate(kinds))
+    for i, matrix in enumerate(matrices.values()):
+        place = {"row": 1 + i // across, "col": 1 + i % across}
+        squares(figure, matrix, named.values(), **{"hoverinfo": "skip", "showlegend": False} | place | looks)
+    for name, colour in kinds.items() if isinstance(kinds, Mapping) else ():
+        legend_key(figure, name, colour)
+    figure.update_xaxes(showticklabels=False, showgrid=False, zeroline=False)
+    figure.update_yaxes(showticklabels=False, showgrid=False, zeroline=False, autorange="reversed")
+    return finish(figure, title, height=height).update_annotations(font_size=12)
 
 
 def finish(
