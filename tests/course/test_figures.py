@@ -8,7 +8,6 @@ from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
 from twell_lab.core import InputError
 from twell_lab.course import (
-    backward,
     clocks,
     conversion,
     measure,
@@ -17,6 +16,8 @@ from twell_lab.course import (
     sweep,
     training,
 )
+from twell_lab.course.backward import figures as backward_figures
+from twell_lab.course.backward import measured
 from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
@@ -74,15 +75,15 @@ DENSITIES = [
 ]
 
 
-def whole_steps() -> dict:
+def whole_steps() -> list[dict]:
     rows = steps.compared() + steps.compared(29.2, "trained, L1 0.0001, layer 0")
-    return backward.measured.series(steps.placed(rows))
+    return measured.layers(steps.placed(rows))
 
 
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward.figures.paths(whole_steps()),
+        lambda: backward_figures.paths(whole_steps()),
         {
             "sparse: a few neurons fire often": [3.0],
             "sparse: layers of a trained model": [3.0],
@@ -143,9 +144,9 @@ def test_traces_hold_the_numbers_given(name):
 
 
 NOTHING = {
-    "steps": lambda: backward.figures.steps([], []),
-    "paths": lambda: backward.figures.paths({}),
-    "models": lambda: backward.figures.models([]),
+    "steps": lambda: backward_figures.steps([]),
+    "paths": lambda: backward_figures.paths([]),
+    "models": lambda: backward_figures.models([]),
     "micro-tiles": lambda: choosing_figures.products([]),
     "firing": lambda: choosing_figures.firing(torch.ones(4), None),
     "winners": lambda: choosing_figures.winners([]),
@@ -175,9 +176,6 @@ def test_a_figure_without_rows_says_so(name):
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
-        (lambda: backward.figures.product([[True]], 16), "one of them"),
-        (lambda: backward.figures.switching([], 32, 6.0), "empty"),
         (lambda: clocks.figures.timeline(2.0, 1.0, "a queue"), "in this order"),
         (lambda: clocks.figures.ladder({}), "one ratio or more"),
         (lambda: clocks.figures.readings([(0.5, 9.0)]), "two or more"),
