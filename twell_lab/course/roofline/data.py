@@ -2,7 +2,7 @@
 tiles and turns, the pool.
 
 Nothing is drawn. Rows are those of the "inference" record (twell_lab.bench.forward) with `where`, as
-`course.hopper.recorded` returns them.
+`course.hopper.data.recorded` returns them.
 """
 
 from __future__ import annotations
