@@ -77,11 +77,6 @@ def sources(rows: list[dict]) -> str:
     return "; ".join(dict.fromkeys(row["where"] for row in rows))
 
 
-def short(where: str) -> str:
-    """A row's `where` in few words, for a line that is printed."""
-    return where.replace("; stale: code has changed since", ", stale")
-
-
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
     """Return what `measure` finds on this machine's GPU; [] without one, and, with a printed reason, if it cannot do
     it."""
