@@ -8,17 +8,17 @@ from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
 from twell_lab.core import InputError
 from twell_lab.course import (
-    backward,
-    choosing,
     clocks,
     conversion,
     measure,
     packing,
     puzzles,
-    speedups,
     sweep,
     training,
 )
+from twell_lab.course.backward import figures as backward_figures
+from twell_lab.course.backward import measured
+from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
@@ -26,6 +26,7 @@ from twell_lab.course.packing.data import smallest
 from twell_lab.course.roofline import data as roofline
 from twell_lab.course.roofline import figures as roofline_figures
 from twell_lab.course.sparsity_map import figures as sparsity_figures
+from twell_lab.course.speedups import figures as speedup_figures
 from twell_lab.course.thresholds import figures as threshold_figures
 
 
@@ -71,15 +72,15 @@ DENSITIES = [
 ]
 
 
-def whole_steps() -> dict:
+def whole_steps() -> list[dict]:
     rows = steps.compared() + steps.compared(29.2, "trained, L1 0.0001, layer 0")
-    return backward.measured.series(steps.placed(rows))
+    return measured.layers(steps.placed(rows))
 
 
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward.figures.paths(whole_steps()),
+        lambda: backward_figures.paths(whole_steps()),
         {
             "sparse: a few neurons fire often": [3.0],
             "sparse: layers of a trained model": [3.0],
@@ -140,12 +141,12 @@ def test_traces_hold_the_numbers_given(name):
 
 
 NOTHING = {
-    "steps": lambda: backward.figures.steps([], []),
-    "paths": lambda: backward.figures.paths({}),
-    "models": lambda: backward.figures.models([]),
-    "micro-tiles": lambda: choosing.figures.products([]),
-    "firing": lambda: choosing.figures.firing(torch.ones(4), None),
-    "winners": lambda: choosing.figures.winners([]),
+    "steps": lambda: backward_figures.steps([]),
+    "paths": lambda: backward_figures.paths([]),
+    "models": lambda: backward_figures.models([]),
+    "micro-tiles": lambda: choosing_figures.products([]),
+    "firing": lambda: choosing_figures.firing(torch.ones(4), None),
+    "winners": lambda: choosing_figures.winners([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
@@ -154,13 +155,13 @@ NOTHING = {
     "versions": lambda: roofline_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
     "trained on": lambda: sparsity_figures.after_training([]),
-    "beside layers": lambda: speedups.figures.beside_layers([]),
-    "law": lambda: speedups.figures.law([]),
-    "pieces": lambda: speedups.figures.pieces([]),
-    "times": lambda: speedups.figures.times([]),
-    "tokens": lambda: speedups.figures.by_tokens([]),
-    "nnz": lambda: speedups.figures.by_nnz({"forward": {}}, None, ""),
-    "costs": lambda: speedups.figures.costs([]),
+    "beside layers": lambda: speedup_figures.beside_layers([]),
+    "law": lambda: speedup_figures.law([]),
+    "pieces": lambda: speedup_figures.pieces([]),
+    "times": lambda: speedup_figures.times([]),
+    "tokens": lambda: speedup_figures.by_tokens([]),
+    "nnz": lambda: speedup_figures.by_nnz([]),
+    "costs": lambda: speedup_figures.costs([]),
 }
 
 
@@ -172,9 +173,6 @@ def test_a_figure_without_rows_says_so(name):
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
-        (lambda: backward.figures.product([[True]], 16), "one of them"),
-        (lambda: backward.figures.switching([], 32, 6.0), "empty"),
         (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
         (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
     ],

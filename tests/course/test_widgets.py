@@ -17,7 +17,6 @@ from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
 from twell_lab.course import (
-    backward,
     first_kernels,
     measure,
     packing,
@@ -27,6 +26,8 @@ from twell_lab.course import (
     training,
     widgets,
 )
+from twell_lab.course.backward import data as backward
+from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import widget as backward_widget
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
@@ -56,7 +57,7 @@ def threshold_explorer() -> widgets.Explorer:
 
 @cache
 def capacities() -> list[dict]:
-    return backward.capacity_sweep(backward.drawn(), 0.05, [0, 60, 140])
+    return backward.capacity_sweep([5] * 24, 40, [0, 60, 140])
 
 
 RUNS = {
@@ -128,7 +129,7 @@ WIDGETS = {
     ),
     "capacity": Case(
         lambda: backward_widget.capacity_explorer(capacities()),
-        lambda shown: backward.figures.capacity(capacities(), shown.index),
+        lambda shown: backward_figures.capacity(capacities(), shown.index),
         places(140, 60, 0),
     ),
     "run": Case(

@@ -82,14 +82,10 @@ def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
     return figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=name)
 
 
-def note(figure: go.Figure, text: str, **looks) -> go.Figure:
-    """Write a text into the middle of a figure that has nothing to show."""
-    return figure.add_annotation(text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, **looks)
-
-
 def nothing(title: str) -> go.Figure:
     """A figure that says that this checkout has no record for it."""
-    figure = note(go.Figure(), "nothing is recorded in this checkout")
+    figure, place = go.Figure(), {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+    figure.add_annotation(text="nothing is recorded in this checkout", **place)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return plots.styled(figure, title, height=160)
